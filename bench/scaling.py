@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import sluice
 from bench.cost_model import FEATURES, Fit, Load, cross_validated_errors, fit, predict, terms
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._units import format_bytes
 from sluice.benchmark.folder import temporary_folder
 from sluice.records import AccessFacts
@@ -40,8 +40,8 @@ _LARGE = Load(
     nbytes=400e9,
     tensors=1200,
     files=80,
-    requests=400e9 // options.READ_BYTES + 80,
-    readers=options.WAITING_READERS,
+    requests=400e9 // defaults.READ_BYTES + 80,
+    readers=defaults.WAITING_READERS,
     latency=0.0,
     bandwidth=1.0,
 )
@@ -231,7 +231,7 @@ def _predictions(fitted: Fit) -> list[str]:
         lines.append(
             f"| {title} | {sum(serial):.2f} | {byte:.0f} | {source:.0f} | {total.least:.0f} to {total.most:.0f} "
             f"| F + {format_bytes(_growth(load))} | {load.readers:g} | {load.requests:g} "
-            f"| {min(load.files, options.OPEN_FILES):g} of {load.files:g} |"
+            f"| {min(load.files, defaults.OPEN_FILES):g} of {load.files:g} |"
         )
     return lines
 

@@ -46,6 +46,8 @@ FREE_BYTES = 8 << 30
 #: Packages of the extra "dev" that the core profile does not use, and names that are not installed from here.
 _NOT_INSTALLED = frozenset({"ruff", "mypy", "import-linter", "types-psutil", "ipykernel", "nbclient", "playwright"})
 _NOT_INSTALLED |= {"sluice", "torch"}
+#: Packages that require torch, which another part has: they are installed alone, and the others bring the rest.
+ABOVE_TORCH = frozenset({"accelerate", "bitsandbytes"})
 #: CUDA packages and extras that torch loads on first use, and that it does not use at all on the CPU.
 _NOT_LINKED = frozenset({"nvidia-cusolver", "nvidia-nvtx", "cusolver", "nvtx", "cuda-bindings", "triton"})
 
@@ -97,7 +99,9 @@ def build(environment: Environment, deadline: float = math.inf) -> tuple[Path, l
     packages = cache_directory() / f"packages-{environment.tag}-{_hash([*requirements, pins])}"
     if not packages.exists():
         with _part(packages) as folder:
-            _pip(python, folder, requirements, deadline)
+            above = [each for each in requirements if each in ABOVE_TORCH]
+            _pip(python, folder, [each for each in requirements if each not in above], deadline)
+            _pip(python, folder, ["--no-deps", *above], deadline)
     return python, [torch, packages]
 
 

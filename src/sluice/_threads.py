@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 
 try:
     import resource
@@ -118,7 +118,7 @@ def start_threads(threads: list[Worker], count: int, work: Callable[[], None], n
         # A thread without memory for its first steps ends before it signals that it has started, and Python waits for
         # this signal forever.
         room = address_space_room()
-        if room is not None and room < options.THREAD_ADDRESS_BYTES:
+        if room is not None and room < defaults.THREAD_ADDRESS_BYTES:
             return
         thread = Worker(work, f"{name}-{position}")
         threads.append(thread)
@@ -133,7 +133,7 @@ def join_threads(threads: Sequence[Worker]) -> None:
     """Join threads. An interrupt of the caller is raised after all of them have ended."""
     interrupt: BaseException | None = None
     for thread in threads:
-        deadline = time.monotonic() + options.THREAD_START_SECONDS
+        deadline = time.monotonic() + defaults.THREAD_START_SECONDS
         # After an interrupted start, a thread may be starting and not yet be alive.
         while thread.ident is None and thread in threading.enumerate() and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import basic_indices
 from torch import nn
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.machine import facts as machine_facts
 from sluice.sources.local import LocalFile
 from sluice.testing import RecordingSource, record_reads
@@ -34,7 +34,7 @@ GAP_BYTES = 64
 
 @pytest.fixture(autouse=True)
 def _small_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "COALESCE_GAP_BYTES", GAP_BYTES)
+    monkeypatch.setattr(defaults, "COALESCE_GAP_BYTES", GAP_BYTES)
 
 
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:
@@ -220,7 +220,7 @@ def test_an_expanded_tensor_is_held_once(tmp_path: Path) -> None:
 
 def test_the_real_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    gap = options.COALESCE_GAP_BYTES
+    gap = defaults.COALESCE_GAP_BYTES
     tensors = {"below": numbered(3, gap // 4 + 1), "above": numbered(3, gap // 4 + 2, start=1 << 20)}
     with recorded(write_safetensors(tmp_path, tensors)) as file:
         for name, reads in (("below", 1), ("above", 3)):
@@ -256,7 +256,7 @@ def test_a_large_slice_without_a_cast_is_read_to_its_place(tmp_path: Path) -> No
 def test_loading_a_part_reads_only_its_bytes(
     tmp_path: Path, write: Callable[[Path, Tensors], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "COALESCE_GAP_BYTES", 0)
+    monkeypatch.setattr(defaults, "COALESCE_GAP_BYTES", 0)
     tensors = {f"{part}.{name}": tensor for part in "abc" for name, tensor in parameters(ord(part)).items()}
     with sluice.empty_init():
         module = nn.Linear(20, 30)
@@ -349,7 +349,7 @@ def test_any_slice_of_any_view(
     keys = basic_indices(tuple(stored.shape), allow_newaxis=True)
     key = data.draw(keys.filter(lambda key: not steps_back(key)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "COALESCE_GAP_BYTES", gap_bytes)
+        patch.setattr(defaults, "COALESCE_GAP_BYTES", gap_bytes)
         with recorded(write_zip(tmp_path_factory.mktemp("view"), {"w": stored})) as file:
             found = file.checkpoint["w"][key].read()
             assert torch.equal(found, stored[key])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from support.oracles import same
 
 DTYPES = [
@@ -75,7 +75,7 @@ def test_safetensors_reads_every_dtype(tmp_path: Path, dtype: torch.dtype) -> No
 def test_views_of_all_kinds_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: torch.dtype | None, staging: int
 ) -> None:
-    monkeypatch.setattr(options, "SAVE_STAGING_BYTES", staging)
+    monkeypatch.setattr(defaults, "SAVE_STAGING_BYTES", staging)
     state = states()
     report = sluice.save(state, tmp_path / name, dtype=to)
     with sluice.open(tmp_path / name) as checkpoint:

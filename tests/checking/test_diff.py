@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice.checking.comparison import Comparison
 from support import distributed, fresh_process
@@ -56,8 +56,8 @@ def some() -> Tensors:
 
 @pytest.fixture(params=[640, 24 << 20], ids=["small pieces", "usual pieces"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "SCAN_BATCH_BYTES", request.param)
-    monkeypatch.setattr(options, "SCAN_WINDOW_BYTES", request.param // 4)
+    monkeypatch.setattr(defaults, "SCAN_BATCH_BYTES", request.param)
+    monkeypatch.setattr(defaults, "SCAN_WINDOW_BYTES", request.param // 4)
 
 
 @pytest.mark.usefixtures("pieces")

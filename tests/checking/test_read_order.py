@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.checking.read_order import FileRange, schedule
 
 EXTENTS = ((0, 400_000), (7, 50), (0, 0))
 
-GAPS = (options.COALESCE_GAP_BYTES,) * len(EXTENTS)
+GAPS = (defaults.COALESCE_GAP_BYTES,) * len(EXTENTS)
 
 
 @st.composite

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._threads import Workers
 from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
@@ -43,9 +43,9 @@ pytestmark = [
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in the usual pieces, and in small ones that cut tensors."""
     window, batch = request.param
-    monkeypatch.setattr(options, "SCAN_WINDOW_BYTES", window)
-    monkeypatch.setattr(options, "SCAN_BATCH_BYTES", batch if batch > 9000 else 640)
-    monkeypatch.setattr(options, "SCAN_JOB_BYTES", window // 4)
+    monkeypatch.setattr(defaults, "SCAN_WINDOW_BYTES", window)
+    monkeypatch.setattr(defaults, "SCAN_BATCH_BYTES", batch if batch > 9000 else 640)
+    monkeypatch.setattr(defaults, "SCAN_JOB_BYTES", window // 4)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -246,7 +246,7 @@ def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: P
 def test_sparse_indices_that_lie(
     tmp_path: Path, content: bytes, problem: str, gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "SCAN_GATHERED_BYTES", gathered)
+    monkeypatch.setattr(defaults, "SCAN_GATHERED_BYTES", gathered)
     (tmp_path / "f.pt").write_bytes(content)
     (found,) = sluice.verify(tmp_path / "f.pt").problems
     assert (found.kind, found.tensor, found.file) == ("structure", "w", str(tmp_path / "f.pt"))
@@ -296,7 +296,7 @@ def test_records_whose_writer_computed_no_checksum_are_named(tmp_path: Path) -> 
 def test_what_cannot_be_read_is_named_and_the_rest_still_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "SCAN_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(defaults, "SCAN_WINDOW_BYTES", 4096)
     state = {f"t{number}": torch.full((2048,), float(number)) for number in range(6)}
     sluice.save(state, tmp_path / "f.safetensors", manifest=tmp_path / "m.json")
     with sluice.open(tmp_path / "f.safetensors") as checkpoint:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.testing import record_reads
 from support import distributed
 from support.torch_files import saved_big_endian
@@ -75,11 +75,11 @@ def header_bytes(path: Path) -> int:
 @pytest.mark.parametrize(
     "form", [*FORMS.values(), *MAKERS.values()], ids=[*FORMS, *(f"small {name}" for name in MAKERS)]
 )
-@pytest.mark.parametrize("window", [4096, options.SCAN_WINDOW_BYTES])
+@pytest.mark.parametrize("window", [4096, defaults.SCAN_WINDOW_BYTES])
 def test_everything_is_read_once(tmp_path: Path, form: object, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(form)
-    monkeypatch.setattr(options, "SCAN_WINDOW_BYTES", window)
-    monkeypatch.setattr(options, "COALESCE_GAP_BYTES", 0)  # small gaps may be read again to save time
+    monkeypatch.setattr(defaults, "SCAN_WINDOW_BYTES", window)
+    monkeypatch.setattr(defaults, "COALESCE_GAP_BYTES", 0)  # small gaps may be read again to save time
     tensors = form(tmp_path / "c")
     headers = header_bytes(tmp_path / "c")
     with sluice.open(tmp_path / "c") as checkpoint:
@@ -94,7 +94,7 @@ def test_everything_is_read_once(tmp_path: Path, form: object, window: int, monk
 
 
 def test_what_is_too_large_to_be_held_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "SCAN_GATHERED_BYTES", 50_000)
+    monkeypatch.setattr(defaults, "SCAN_GATHERED_BYTES", 50_000)
     tensors = pickled(tmp_path / "c")
     report = sluice.verify(tmp_path / "c", hashes="sha256")
     assert report.hashes == {name: hashed(tensor) for name, tensor in tensors.items()}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sluice
-from sluice._options import INDEXING_THREADS
+from sluice._defaults import INDEXING_THREADS
 from support import fresh_process
 from support.directories import (
     SAFETENSORS_INDEX,

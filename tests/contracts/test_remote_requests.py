@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.checkpoint.open_file import open_file
@@ -33,7 +33,7 @@ SMALL = {f"model.layers.{number}.weight": torch.full((3, 5), float(number)) for 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
+    monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     with RangeServer({}) as server:
         yield server
 

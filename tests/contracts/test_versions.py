@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ from packaging.requirements import Requirement
 
 from tools import test_versions, version_environments
 from tools.test_versions import ENVIRONMENTS, NOT_CORE, Outcome, counted, main, table
-from tools.version_environments import ROOT, BuildError, Environment, package_requirements, torch_requirements
+from tools.version_environments import (
+    ABOVE_TORCH,
+    ROOT,
+    BuildError,
+    Environment,
+    package_requirements,
+    torch_requirements,
+)
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OLDEST, NEWEST = ENVIRONMENTS[:2]
@@ -49,6 +57,13 @@ def test_tested_versions_replace_the_pins() -> None:
         *requirements
     }
     assert not {"torch", "sluice", "ruff"} & {*requirements}
+
+
+def test_packages_that_require_torch_are_installed_without_it() -> None:
+    for requirement in map(Requirement, package_requirements(OLDEST)):
+        needed = [Requirement(each) for each in requires(requirement.name) or []]
+        needs_torch = any(each.name == "torch" and each.marker is None for each in needed)
+        assert needs_torch == (requirement.name in ABOVE_TORCH), requirement.name
 
 
 def test_only_the_cuda_libraries_that_torch_links_to_are_installed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import span_elements
 from sluice.engine.host_copies import StridedBytes, copy_in_pieces
 from support.oracles import bits
@@ -40,7 +40,7 @@ def test_any_box_at_any_address(
     data = torch.arange(nbytes + 8, dtype=torch.uint8)
     target, expected = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "MOVED_BYTES", limit)
+        patch.setattr(defaults, "MOVED_BYTES", limit)
         copy_in_pieces(target, StridedBytes(data[shift : shift + nbytes], dtype, shape, stride))
     copy_in_pieces(expected, StridedBytes(data[shift : shift + nbytes].clone(), dtype, shape, stride))
     assert bits(target) == bits(expected)

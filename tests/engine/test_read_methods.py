@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sluice._options import CACHED_SHARE
+from sluice._defaults import CACHED_SHARE
 from sluice._options import PageCache as PageCacheOption
 from sluice.engine.read_methods import ReadMethods, ReadState, choose_methods
 from sluice.engine.targets import Targets

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.engine.vendors import VENDORS, Vendor, vendor
 from sluice.reading import transfer as _transfer
 from sluice.sources.local import LocalFile
@@ -90,7 +90,7 @@ def registrations(monkeypatch: pytest.MonkeyPatch, device: str) -> Registrations
 def test_reserved_memory_is_the_weights_and_a_constant(
     file: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, cores: int
 ) -> None:
-    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+    monkeypatch.setattr(defaults, "HOST_CAST_CORES", cores)
     _, before = allocated_and_reserved()
     model = Weights(SHAPES)
     report = sluice.load_into(model, file, device=device, dtype=dtype)
@@ -110,7 +110,7 @@ def test_reserved_memory_is_the_weights_and_a_constant(
 def test_many_loads_take_no_more_than_one(
     file: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, cores: int, loads: int
 ) -> None:
-    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+    monkeypatch.setattr(defaults, "HOST_CAST_CORES", cores)
 
     def load() -> None:
         sluice.load_into(Weights(SHAPES), file, device=device, dtype=dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice import rules
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._options import PageCache
@@ -81,7 +81,7 @@ def test_casts_equal_tensor_to(
     cores: int,
     where: str,
 ) -> None:
-    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+    monkeypatch.setattr(defaults, "HOST_CAST_CORES", cores)
     special = torch.tensor([0.0, -0.0, 1e-40, 65519.0, 65520.0, 3.4e38, torch.inf, -torch.inf, torch.nan])
     tensors = {"t": torch.cat([torch.randn(COUNT), special]).to(old)}
     torch.save(tensors, tmp_path / "f.pth")
@@ -123,7 +123,7 @@ def test_views_keep_their_strides_and_share_memory(tmp_path: Path, device: str) 
 def test_the_models_own_layout_is_filled(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
 ) -> None:
-    monkeypatch.setattr(options, "HOST_CAST_CORES", 1 << 20)
+    monkeypatch.setattr(defaults, "HOST_CAST_CORES", 1 << 20)
     tensors = {"conv": torch.randn(256, 64, 3, 3), "matrix": torch.randn(900, 700).t()}
     torch.save(tensors, tmp_path / "f.pth")
     model = meta_parameters(
@@ -172,7 +172,7 @@ def test_a_tensor_larger_than_staging(
     dtype: torch.dtype | None,
     cores: int,
 ) -> None:
-    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+    monkeypatch.setattr(defaults, "HOST_CAST_CORES", cores)
     tensor = torch.randn(12 * MIB)
     torch.save({"t": tensor}, tmp_path / "f.pth")
     loaded = sluice.load_state_dict(

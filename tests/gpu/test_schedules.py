@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice import rules
 from support.simulated_device import Simulator
 from support.training_runs import KINDS, differences, net, train
@@ -81,7 +81,7 @@ def assert_equals_the_cpu(model: nn.Module, file: Path, **arguments: Any) -> Non
 def test_the_bits_are_those_of_the_cpu_in_any_order(
     file: Path, device: str, sim: Simulator, monkeypatch: pytest.MonkeyPatch, seed: int | None, dtype: Any, live: bool
 ) -> None:
-    monkeypatch.setattr(options, "HOST_CAST_CORES", 1 << 20)
+    monkeypatch.setattr(defaults, "HOST_CAST_CORES", 1 << 20)
     sim.schedule(seed)
     model = build(seed=1).to(device)
     model.head.weight = model.embedding.weight

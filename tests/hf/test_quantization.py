@@ -73,6 +73,15 @@ def test_quantized_directories_are_loaded_without_full_precision(
     assert_same(*_both(transformers, tmp_path / "quantized"))
 
 
+def test_pickled_quantized_weights_are_loaded(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path / "plain", tied=True)
+    config = transformers.TorchAoConfig(_INT8)
+    quantized = sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config)
+    quantized.config.save_pretrained(tmp_path / "quantized")
+    torch.save(quantized.state_dict(), tmp_path / "quantized" / "pytorch_model.bin")
+    assert_same(*_both(transformers, tmp_path / "quantized"))
+
+
 def test_what_is_not_supported_is_refused(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path)
     with pytest.raises(TypeError, match="write TorchAoConfig"):

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._progress import ProgressEvent
 from sluice.loading.prefetch import prefetch
 from support.range_server import RangeServer, status
@@ -22,9 +22,9 @@ SHARDS = 3
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
     """Return a server of a directory with shards."""
-    monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(options, "REMOTE_READ_BYTES", 1 << 20)
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     state = {f"w{number}": torch.full((1000, 500), number) for number in range(SHARDS)}
     sluice.save(state, tmp_path / "m", format="huggingface", max_shard_size=4_000_000)
     with RangeServer({f"/m/{path.name}": path.read_bytes() for path in (tmp_path / "m").iterdir()}) as running:

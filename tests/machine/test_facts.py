@@ -130,8 +130,8 @@ def test_probes_read_one_byte_each_and_stop_if_the_kernel_does_not_answer(
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     monkeypatch.setattr(_facts, "filesystem_type", lambda _: "ext4")
     monkeypatch.setattr(_facts, "_opens_direct", lambda _: True)
-    monkeypatch.setattr("sluice._options.SERIAL_BYTES", 1)
-    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
+    monkeypatch.setattr("sluice._defaults.SERIAL_BYTES", 1)
+    monkeypatch.setattr("sluice._defaults.PROBE_STEP_BYTES", 102_400)
     assert file_facts(file).cached == expected
     assert [(offset // 102_400, *rest) for offset, *rest in asked] == [(i, 1, 8) for i in range(len(asked))]
 
@@ -216,13 +216,13 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
 
 def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_facts, "filesystem_type", lambda _: "nfs4")
-    monkeypatch.setattr("sluice._options.SERIAL_BYTES", 1)
+    monkeypatch.setattr("sluice._defaults.SERIAL_BYTES", 1)
     assert not file_facts(file).direct_io
 
 
 def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice._options.PROBES_PER_FILE", 4)
-    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 4096)
+    monkeypatch.setattr("sluice._defaults.PROBES_PER_FILE", 4)
+    monkeypatch.setattr("sluice._defaults.PROBE_STEP_BYTES", 4096)
     step = file_facts(file).probe_step_bytes
     assert step % 4096 == 0
     assert -(-300_000 // step) <= 4
@@ -271,8 +271,8 @@ def test_files_in_memory_are_cached_and_their_pages_are_not_counted(
 ) -> None:
     monkeypatch.setattr(_facts, "filesystem_type", lambda _: filesystem)
     monkeypatch.setattr(_facts, "probe_cache", lambda *_: pytest.fail("counted"))
-    monkeypatch.setattr("sluice._options.SERIAL_BYTES", 1)
-    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
+    monkeypatch.setattr("sluice._defaults.SERIAL_BYTES", 1)
+    monkeypatch.setattr("sluice._defaults.PROBE_STEP_BYTES", 102_400)
     known = file_facts(file)
     assert (known.direct_io, known.cached) == (False, (1.0, 1.0, 1.0))
 

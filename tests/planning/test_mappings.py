@@ -387,7 +387,7 @@ def targets_at(places: list[tuple[int, int]]) -> list[Target]:
 )
 def test_ranges_hold_their_targets_without_overlap(places: list[tuple[int, int]], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sluice._options.MAPPED_RANGES", most)
+        patch.setattr("sluice._defaults.MAPPED_RANGES", most)
         made = plan_mapping(targets_at(places), [True])
     inside: dict[int, list[tuple[int, int]]] = {}
     for position, (at, nbytes) in enumerate(places):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.planning.budget import HOST, MemoryLimit
 from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, Weight, forecast
 from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, recommend
 from sluice.records import Peaks
 
 MIB = 1 << 20
-OVER = options.METHOD_OVERHEAD_BYTES
+OVER = defaults.METHOD_OVERHEAD_BYTES
 
 #: 100 + 40 MiB in fp32, and computed buffers of 10 MiB; the file holds 60 MiB more than the model.
 WEIGHTS = tuple(

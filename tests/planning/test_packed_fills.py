@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import UnsupportedError
 from sluice._geometry import contiguous_stride, span_elements
 from sluice.entries.assembly import permute
@@ -79,7 +79,7 @@ def test_columns_take_a_part_of_their_first_and_last_packs() -> None:
 
 
 def test_too_many_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "PACK_PARTS", 3)
+    monkeypatch.setattr(defaults, "PACK_PARTS", 3)
     scattered = replace(entry((1,)), shape=(4,), stride=(3,))
     with pytest.raises(UnsupportedError, match="4 different parts of packs of 4 elements") as caught:
         list(packed_fills(scattered, 0, (1,), 0, 0))

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import sluice
 import sluice.testing
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.machine.facts import file_facts, machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
@@ -42,9 +42,9 @@ def large(*, dtype: str = "float32", mib: int = 256) -> Request:
 
 def test_local_files_have_the_defaults() -> None:
     assert local_access() == AccessFacts(
-        request_bytes=options.READ_BYTES,
-        gap_bytes=options.COALESCE_GAP_BYTES,
-        parallel_requests=options.WAITING_READERS,
+        request_bytes=defaults.READ_BYTES,
+        gap_bytes=defaults.COALESCE_GAP_BYTES,
+        parallel_requests=defaults.WAITING_READERS,
     )
     assert FileFacts(filesystem="ext4", direct_io=True, probe_step_bytes=MIB).access == local_access()
 

@@ -36,9 +36,18 @@ def quantized_on_meta() -> Net:
 
 
 def saved(path: Path) -> Net:
-    """Write a quantized model: its plain tensors, or as torch.save pickles it; return the model."""
+    """Write a quantized model: its plain tensors, or as torch.save pickles it, in one file or two; return the model."""
     model = Net()
     scale_modules()(model)
+    if path.suffix == ".bin":
+        path.mkdir()
+        weights = model.state_dict()
+        places = {name: f"pytorch_model-{1 + name.startswith('down'):05}-of-00002.bin" for name in weights}
+        for file in {*places.values()}:
+            torch.save({name: value for name, value in weights.items() if places[name] == file}, path / file)
+        index = json.dumps({"metadata": {}, "weight_map": places})
+        (path / "pytorch_model.bin.index.json").write_text(index, encoding="utf-8")
+        return model
     if path.suffix == ".pth":
         torch.save({"step": 3, "model": model.state_dict()}, path)
         return model
@@ -64,7 +73,7 @@ def _bits(tensor: Any) -> list[bytes]:
     return [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
 
 
-@pytest.mark.parametrize("name", ["q.safetensors", "q.pth"])
+@pytest.mark.parametrize("name", ["q.safetensors", "q.pth", "q.bin"])
 def test_the_plain_tensors_of_quantized_weights_are_filled(tmp_path: Path, name: str) -> None:
     expected = saved(tmp_path / name)
     model = quantized_on_meta()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess
 from sluice.ranks.protocol import Ruling, Verdict
 from sluice.ranks.store_group import StoreGroup
@@ -60,7 +60,7 @@ class Clock:
         return self.now
 
     def sleep(self, _: float) -> None:
-        self.now += options.RANK_PATIENCE_SECONDS / 10
+        self.now += defaults.RANK_PATIENCE_SECONDS / 10
 
 
 def joined(answers: Mapping[int, bytes]) -> Ruling:
@@ -110,11 +110,11 @@ def test_a_failure_that_a_rank_announced() -> None:
 def test_ranks_that_read_notice_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = FakeStore(), Clock()
     reading, other = group(store, 0, clock=clock), group(store, 1)
-    clock.now += options.RANK_LOOK_SECONDS
+    clock.now += defaults.RANK_LOOK_SECONDS
     assert not reading.look()
     other.warn("no disk")
     assert not reading.look(), "it asks the store once a second"
-    clock.now += options.RANK_LOOK_SECONDS
+    clock.now += defaults.RANK_LOOK_SECONDS
     assert reading.look()
 
 

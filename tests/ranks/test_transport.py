@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from sluice import ReadError
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.ranks.agreement import OtherRankError
 from sluice.ranks.transport import GroupTransport
 
@@ -43,6 +43,6 @@ def test_a_connection_that_closes_before_its_process_is_gone(monkeypatch: pytest
 
 
 def test_a_network_that_fails_with_all_ranks_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "RANK_FAREWELL_SECONDS", 0.0)
+    monkeypatch.setattr(defaults, "RANK_FAREWELL_SECONDS", 0.0)
     with pytest.raises(ReadError, match="failed to transfer data: Connection closed by peer"):
         transport(iter([False, False]), monkeypatch).all_well(well=True)

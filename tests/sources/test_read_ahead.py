@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice._defaults import HEADER_PIECE_BYTES
 from sluice._errors import TruncatedError
-from sluice._options import HEADER_PIECE_BYTES, Limits
+from sluice._options import Limits
 from sluice.formats.detection import detect
 from sluice.sources.read_ahead import ReadAhead
 from sluice.testing import MemorySource, RecordedRead, RecordingSource

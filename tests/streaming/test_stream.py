@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import BudgetError, ReadError, SluiceError, SourceChangedError, StreamError
 from sluice._options import MemoryLimits
 from sluice.benchmark.cache import make_cold
@@ -473,7 +473,9 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_weights_of_an_accelerator_rest_in_host_memory(file: Path, fake_device: str, page_cache: str) -> None:
     """The second call reads from the file only what has no room, and the same bits."""
     model = saved(Layers, file)
-    memory = MemoryLimits(device=3 * block_bytes(), host=(64 << 20) + options.OVERHEAD_BYTES + 2 * block_bytes() + 8192)
+    memory = MemoryLimits(
+        device=3 * block_bytes(), host=(64 << 20) + defaults.OVERHEAD_BYTES + 2 * block_bytes() + 8192
+    )
     running = empty(Layers)
     planned = sluice.plan(running, file, memory=memory, device=fake_device, stream=True).stream
     if page_cache == "cold":
@@ -491,7 +493,7 @@ def test_weights_of_an_accelerator_rest_in_host_memory(file: Path, fake_device: 
     assert (planned.host_bytes, planned.call_bytes) == (report.host_bytes, report.call_bytes)
     assert 0 < report.host_bytes <= 2 * block_bytes()
     # Direct reads are of whole blocks, and up to two weights are read ahead for the next call.
-    assert sum(calls[1:]) <= 4 * (report.call_bytes + 16 * options.BLOCK_BYTES) + 2 * MIB
+    assert sum(calls[1:]) <= 4 * (report.call_bytes + 16 * defaults.BLOCK_BYTES) + 2 * MIB
     assert calls[0] >= report.call_bytes + report.host_bytes
     assert "rest in host memory" in str(report)
 

@@ -20,8 +20,8 @@ _PARAMETERS = [pytest.param(case, id=case.name, marks=() if case.quick else pyte
 @pytest.fixture
 def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stream the weights of models whose largest has a few kilobytes."""
-    monkeypatch.setattr("sluice._options.STREAMED_BYTES", 1)
-    monkeypatch.setattr("sluice._options.RECYCLED_STEP_BYTES", 4096)
+    monkeypatch.setattr("sluice._defaults.STREAMED_BYTES", 1)
+    monkeypatch.setattr("sluice._defaults.RECYCLED_STEP_BYTES", 4096)
 
 
 def _empty(transformers: Any, case: Case) -> Any:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import SourceChangedError
 from sluice.sources.protocol import Source
 from sluice.sources.remote.caching import cached_source
@@ -17,7 +17,7 @@ from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import Body, ObjectFacts
 
-BLOCK = options.CACHE_BLOCK_BYTES
+BLOCK = defaults.CACHE_BLOCK_BYTES
 
 
 def content(nbytes: int = 10 * BLOCK + 1234, seed: int = 0) -> bytes:

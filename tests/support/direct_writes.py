@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.writing.durable import direct as _direct
 
 
@@ -20,6 +20,6 @@ def forced_direct_writes() -> Iterator[None]:
 
 
 def force_direct_writes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(options, "DIRECT_FILE_BYTES", 1)
-    patch.setattr(options, "DIRECT_WRITE_BYTES", 4096)
+    patch.setattr(defaults, "DIRECT_FILE_BYTES", 1)
+    patch.setattr(defaults, "DIRECT_WRITE_BYTES", 4096)
     patch.setattr(_direct, "takes_direct_io", lambda _: True)

@@ -300,5 +300,5 @@ def with_options(values: dict[str, float], function: Callable[..., Any], *argume
     """Call a function with changed options of sluice in this process."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
-            patch.setattr(f"sluice._options.{name}", value)
+            patch.setattr(f"sluice._defaults.{name}", value)
         return function(*arguments)

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.writing.durable import direct as _direct
 from support.contents import once_per_content
 from support.system_calls import SystemCalls
@@ -134,7 +134,7 @@ def forked(write: Callable[[], object], *, seconds: float | None, directly: bool
 
 def _write_directly() -> None:
     """Write with direct I/O, as for large files, if the file system supports it."""
-    options.DIRECT_FILE_BYTES, options.DIRECT_WRITE_BYTES, options.WRITE_BYTES = 1, 4096, 30_000
+    defaults.DIRECT_FILE_BYTES, defaults.DIRECT_WRITE_BYTES, defaults.WRITE_BYTES = 1, 4096, 30_000
     vars(_direct)["takes_direct_io"] = lambda _: True
 
 

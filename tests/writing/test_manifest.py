@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, parse_manifest, read_manifest
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.manifest import ManifestWriter
@@ -65,7 +65,7 @@ def states() -> dict[str, torch.Tensor]:
 def test_a_manifest_describes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: torch.dtype | None, staging: int
 ) -> None:
-    monkeypatch.setattr(options, "SAVE_STAGING_BYTES", staging)
+    monkeypatch.setattr(defaults, "SAVE_STAGING_BYTES", staging)
     state = states()
     special: dict[str, dict[str, Any]] = {
         "parameters": {"format": "per-parameter"},

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.writing import uploads
 from support.object_stores import Bucket, connections_closed, moto_bucket
 
@@ -73,7 +73,7 @@ def test_one_file(bucket: Bucket, tmp_path: Path) -> None:
 
 def test_a_file_of_several_parts(bucket: Bucket, tmp_path: Path) -> None:
     large = {"w": torch.arange(5_000_000, dtype=torch.int32)}
-    assert 4 * large["w"].numel() > 2 * options.UPLOAD_PART_BYTES
+    assert 4 * large["w"].numel() > 2 * defaults.UPLOAD_PART_BYTES
     sluice.save(large, "s3://models/large.safetensors")
     assert_equal(load_file(download(bucket, "large.safetensors", tmp_path)), large)
     assert unfinished(bucket) == 0
@@ -119,8 +119,8 @@ def test_an_existing_object_is_kept(bucket: Bucket, monkeypatch: pytest.MonkeyPa
         sluice.save(STATE, "s3://models/kept.safetensors")
     # Created by another process after the first look.
     monkeypatch.setattr(uploads.Upload, "_mirror", lambda _: None)
-    for part in (options.UPLOAD_PART_BYTES, 1):
-        monkeypatch.setattr(options, "UPLOAD_PART_BYTES", part)
+    for part in (defaults.UPLOAD_PART_BYTES, 1):
+        monkeypatch.setattr(defaults, "UPLOAD_PART_BYTES", part)
         large = {"w": torch.zeros(1_000_000)}
         with pytest.raises(sluice.SaveError, match="in the meantime"):
             sluice.save(large, "s3://models/kept.safetensors")

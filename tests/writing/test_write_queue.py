@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice.writing.chunks import Staging
 from sluice.writing.write_queue import write_queue
@@ -17,10 +17,10 @@ _BYTES = 3 << 20
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "WRITE_BYTES", 100_000)
+    monkeypatch.setattr(defaults, "WRITE_BYTES", 100_000)
 
 
-@pytest.mark.parametrize("nbytes", [0, options.DIRECT_FILE_BYTES], ids=["caller's thread", "workers"])
+@pytest.mark.parametrize("nbytes", [0, defaults.DIRECT_FILE_BYTES], ids=["caller's thread", "workers"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("consumed", [False, True])
 def test_every_byte_is_written_once(nbytes: int, *, transposed: bool, consumed: bool) -> None:
@@ -56,7 +56,7 @@ def test_a_failed_write_reaches_the_caller_after_all_others_have_ended() -> None
 
     with (
         pytest.raises(SaveError, match="disk full"),
-        write_queue(options.DIRECT_FILE_BYTES, Staging.make(1 << 18), lambda _: None) as queue,
+        write_queue(defaults.DIRECT_FILE_BYTES, Staging.make(1 << 18), lambda _: None) as queue,
     ):
         queue.write(torch.zeros(_BYTES, dtype=torch.uint8), "uint8", 0, put)
     assert started.is_set()

@@ -19,7 +19,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.job import decide, load, run
-from sluice.loading.module_job import ModuleRequest
+from sluice.loading.module_request import ModuleRequest
 from sluice.matching.renaming import Rename
 from sluice.modules.assembled import is_assembled_model
 from sluice.reports.load import LoadReport

@@ -19,7 +19,7 @@ from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.dry_run import plan_report
 from sluice.loading.job import LoadRequest
-from sluice.loading.module_job import ModuleRequest
+from sluice.loading.module_request import ModuleRequest
 from sluice.loading.rank_plans import RankLayout, plan_ranks, tensor_parallel_dims
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._arguments import check_load, check_save, dtype_argument, path_argument, size_or_none, state_to_save
 from sluice._dtypes import DType
 from sluice._errors import SaveError
@@ -124,7 +124,7 @@ def save(
         limit_bytes=size_or_none("max_shard_size", max_shard_size),
         metadata={"format": "pt", **described, **(metadata or {})},
         overwrite=overwrite,
-        staging=Staging.make(options.SAVE_STAGING_BYTES),
+        staging=Staging.make(defaults.SAVE_STAGING_BYTES),
         manifest=manifest_writer(manifest_path, manifest_hash, destination, overwrite=overwrite),
         progress=progress,
     )

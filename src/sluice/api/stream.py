@@ -14,7 +14,7 @@ from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
-from sluice.loading.module_job import ModuleRequest
+from sluice.loading.module_request import ModuleRequest
 from sluice.matching.renaming import Rename
 from sluice.streaming.job import StreamRequest
 from sluice.streaming.stream import Stream, open_stream

@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import span_elements
 from sluice.checking.non_finite import NonFiniteCounter, WholeItems
@@ -159,7 +159,7 @@ class ByteSwapped:
 
     def update(self, data: memoryview) -> None:
         """Receive the next bytes, which may begin and end inside an item."""
-        step = options.MOVED_BYTES // self._item * self._item
+        step = defaults.MOVED_BYTES // self._item * self._item
         for whole in self._items.take(data):
             for first in range(0, len(whole), step):
                 swapped = np.frombuffer(whole[first : first + step], dtype=f"u{self._item}").byteswap()
@@ -183,7 +183,7 @@ class Decoded:
     def update(self, data: memoryview) -> None:
         """Receive the next bytes, which may begin and end inside a pack."""
         packing = self._packing
-        step = max(1, options.CAST_PIECE_ELEMENTS // packing.elements) * packing.nbytes
+        step = max(1, defaults.CAST_PIECE_ELEMENTS // packing.elements) * packing.nbytes
         for whole in self._packs.take(data):
             for first in range(0, len(whole), step):
                 packs = torch.frombuffer(bytearray(whole[first : first + step]), dtype=torch.uint8)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._near_names import nearest_names
 from sluice._options import Limits
@@ -136,7 +136,7 @@ class _CheckpointDiff:
                     report(done)
 
             # Both sides of two batches are in memory, so each side gets half of the batch size.
-            pipeline(in_batches(self._pieces(distinct), options.SCAN_BATCH_BYTES // 2), start, use)
+            pipeline(in_batches(self._pieces(distinct), defaults.SCAN_BATCH_BYTES // 2), start, use)
             if report and not total:
                 report(0)
         return done
@@ -153,7 +153,7 @@ class _CheckpointDiff:
                 order = _storage_order(left)
                 one, other = permute(left, order), permute(right, order)
                 item = max(ITEM_BYTES[one.dtype], ITEM_BYTES[other.dtype])
-                for key in boxes(one.shape, options.SCAN_WINDOW_BYTES // item):
+                for key in boxes(one.shape, defaults.SCAN_WINDOW_BYTES // item):
                     part = slice_entry(one, key)
                     if part.numel:
                         yield ScanItem(part, _Counterpart(slice_entry(other, key), pair.values))

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, IncompleteCheckpointError, IntegrityError, ReadError, TruncatedError
 from sluice._options import Limits
@@ -205,7 +205,7 @@ class Verification:
                 advance(sum(piece.entry.nbytes for piece in batch))
 
             pieces = (piece for some in (self._windows(), self._parts()) for piece in some)
-            pipeline(in_batches(pieces, options.SCAN_BATCH_BYTES), self._start, use)
+            pipeline(in_batches(pieces, defaults.SCAN_BATCH_BYTES), self._start, use)
             self._check_apart(advance)
         if report and not total:
             report(0)
@@ -237,7 +237,7 @@ class Verification:
             (stream,) = check.streams
             for component in check.entry.components:
                 consumer = check.consumer(component)
-                for key in boxes(component.shape, options.SCAN_BATCH_BYTES // ITEM_BYTES[component.dtype]):
+                for key in boxes(component.shape, defaults.SCAN_BATCH_BYTES // ITEM_BYTES[component.dtype]):
                     part = slice_entry(component, key)
                     if part.numel:
                         yield ScanItem(part, [(stream, consumer, 0, part.nbytes)])
@@ -283,7 +283,7 @@ class Verification:
         """Read and check the indices that were too large to buffer."""
         for check in self._unchecked():
             lines = index_lines(check.composite)
-            limit = options.SCAN_BATCH_BYTES // max(1, len(lines))
+            limit = defaults.SCAN_BATCH_BYTES // max(1, len(lines))
             try:
                 check.run([self._elements(line, limit, advance) for line in lines])
             except ReadError as error:

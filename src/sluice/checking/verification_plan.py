@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import CheckpointError, FormatError
 from sluice.checking.consumers import (
     ByteStream,
@@ -216,7 +216,7 @@ class VerificationPlan:
             return None
         assembler = TensorAssembler(components, self._span, self._swapped, done)
         nbytes = max(assembler.nbytes, sum(one.nbytes for one in components))
-        fits = assembler.nbytes > 0 and nbytes <= options.SCAN_GATHERED_BYTES
+        fits = assembler.nbytes > 0 and nbytes <= defaults.SCAN_GATHERED_BYTES
         return ByteStream(assembler.ranges, (assembler,) * len(assembler.ranges)) if fits else ByteStream()
 
     def streams(self) -> list[ByteStream]:

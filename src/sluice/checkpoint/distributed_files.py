@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from sluice._defaults import INDEXING_THREADS, REMOTE_REQUESTS
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, section
-from sluice._options import INDEXING_THREADS, REMOTE_REQUESTS, Limits
+from sluice._options import Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.survey import open_member
 from sluice.formats.distributed.items import ChunkHeader, Item, ItemReader, check_items, small_items

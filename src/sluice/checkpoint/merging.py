@@ -14,6 +14,7 @@ Several names of one file in a directory of parameters are names of one tensor i
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -290,7 +291,12 @@ def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
             new[id(entry)] = moved(entry, by=by)
         return new[id(entry)]
 
-    return {name: new.get(id(value)) or trees.map_leaves(value, shift) for name, value in part.items()}
+    def shifted(value: object) -> object:
+        if isinstance(value, UnsupportedValue) and value.inner is not None:  # a tensor that wraps others
+            return dataclasses.replace(value, inner=trees.map_leaves(value.inner, shift))
+        return new.get(id(value)) or trees.map_leaves(value, shift)
+
+    return {name: shifted(value) for name, value in part.items()}
 
 
 def _is_plain(entry: Entry) -> bool:

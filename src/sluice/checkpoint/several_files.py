@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import cast
 
+from sluice._defaults import INDEXING_THREADS
 from sluice._errors import CheckpointError, LimitError
-from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.merging import incomplete, merge
 from sluice.checkpoint.names import METADATA_FILE

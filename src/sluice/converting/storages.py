@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice.converting.conversion import Conversion
 from sluice.planning.memory_layout import shared_targets
@@ -111,7 +111,7 @@ class Storages:
             first, behind = entry.byte_span
             if source != last:
                 end = 0
-            if fills >= options.STREAM_FILLS and (source != last or first > end):
+            if fills >= defaults.STREAM_FILLS and (source != last or first > end):
                 yield batch
                 batch, fills = [], 0
             batch.append(position)

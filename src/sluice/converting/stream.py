@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._errors import BudgetError
 from sluice._options import MemoryLimits, PageCache
@@ -64,15 +64,15 @@ class Stream:
         self._done = 0
         #: Size of the memory in which targets with short pieces are assembled, in bytes.
         self.window_bytes = self._staging_bytes // 2
-        if self.window_bytes < options.SMALLEST_STAGING_BYTES:
+        if self.window_bytes < defaults.SMALLEST_STAGING_BYTES:
             raise BudgetError(
                 "staging is too small for a conversion",
-                expected=f"at least {format_bytes(2 * options.SMALLEST_STAGING_BYTES)}",
+                expected=f"at least {format_bytes(2 * defaults.SMALLEST_STAGING_BYTES)}",
                 found=format_bytes(self._staging_bytes),
             )
         #: Buffers for direct writes, a part of staging; None if staging is too small to be divided.
         self.writing: StagingPool | None = None
-        needed = self._staging_bytes + options.OVERHEAD_BYTES + options.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
+        needed = self._staging_bytes + defaults.OVERHEAD_BYTES + defaults.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
         limit, origin = self._facts.host_headroom
         if memory.host is not None:
             limit, origin = parse_bytes(memory.host), "MemoryLimits(host=...)"
@@ -84,8 +84,8 @@ class Stream:
                 found=format_bytes(needed),
             )
         self._reading_bytes = self._staging_bytes
-        if self._staging_bytes >= options.SHARED_STAGING_BYTES:
-            writing_bytes = min(self._staging_bytes // 4, options.SAVE_STAGING_BYTES)
+        if self._staging_bytes >= defaults.SHARED_STAGING_BYTES:
+            writing_bytes = min(self._staging_bytes // 4, defaults.SAVE_STAGING_BYTES)
             self.writing = Staging.make(writing_bytes).pool
             self._reading_bytes -= writing_bytes
 
@@ -183,7 +183,7 @@ def _batches(targets: Sequence[Target], positions: Sequence[int]) -> Iterator[li
     fills = 0
     for position in positions:
         more = len(targets[position].fills) + 1
-        if batch and fills + more > options.STREAM_FILLS:
+        if batch and fills + more > defaults.STREAM_FILLS:
             yield batch
             batch, fills = [], 0
         batch.append(position)

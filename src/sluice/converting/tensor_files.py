@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import contiguous_stride
 from sluice.converting.contents import refuse_repeats
 from sluice.converting.conversion import Conversion, Written, existing
@@ -114,7 +114,7 @@ def _fill_safetensors(
     out.reserve(layout.nbytes, None if conversion.manifest else stream.writing)
     out.write_at(0, layout.header)
     offsets = conversion.offsets(())
-    for batch in batched(layout.tensors, options.STREAM_FILLS):
+    for batch in batched(layout.tensors, defaults.STREAM_FILLS):
         requests = [
             Request(
                 name=name,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import borrow
@@ -146,7 +146,7 @@ def _fill_torch_files(conversion: Conversion, stream: Stream, files: Sequence[tu
         for storage, target in enumerate(laid_out.storages.targets())
     )
     first = 0
-    for batch in batched(places, options.STREAM_FILLS):
+    for batch in batched(places, defaults.STREAM_FILLS):
         _fill(conversion.manifest, stream, batch, first)
         first += len(batch)
 
@@ -185,11 +185,11 @@ def _hash_written(conversion: Conversion, path: Path, names: Mapping[str, str]) 
     """Hash the tensors of a finished file that are not in row-major order in it."""
     if conversion.manifest is None or not names:
         return
-    staging = Staging.make(options.SCRATCH_BYTES)
+    staging = Staging.make(defaults.SCRATCH_BYTES)
     with borrow(path, limits=conversion.checkpoint.limits) as checkpoint:
         for name, own in names.items():
             entry = checkpoint.entries[own]
-            keys = boxes(entry.shape, options.SAVE_STAGING_BYTES // ITEM_BYTES[entry.dtype])
+            keys = boxes(entry.shape, defaults.SAVE_STAGING_BYTES // ITEM_BYTES[entry.dtype])
             read = (read_tensor(checkpoint, own, slice_entry(entry, key)) for key in keys)
             pieces = (piece for tensor in read for piece in row_major_bytes(tensor, entry.dtype, staging))
             conversion.manifest.add(name, dtype=entry.dtype, shape=entry.shape, pieces=pieces)

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice.engine.host_copies import BITS, StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory
@@ -103,7 +103,7 @@ class FileTargets:
         # The elements of a pack are one more dimension of the target.
         inner, inner_step = ((), ()) if source.packing is None else _in_pack(source.packing)
         with self._borrowed() as scratch:
-            for key in boxes(shape, options.SCRATCH_BYTES // (item * prod(inner))):
+            for key in boxes(shape, defaults.SCRATCH_BYTES // (item * prod(inner))):
                 sizes, strides, begin = slice_view(shape, stride, key)
                 _, _, landed = slice_view(shape, steps, key)
                 written = (*sizes, *inner)
@@ -119,7 +119,7 @@ class FileTargets:
         try:
             scratch = self._scratch.get_nowait()
         except queue.Empty:
-            scratch = HostMemory(options.SCRATCH_BYTES, huge_pages=False)
+            scratch = HostMemory(defaults.SCRATCH_BYTES, huge_pages=False)
         try:
             yield scratch
         finally:

@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import is_castable, torch_dtype
 from sluice._geometry import CopyPiece, collapse, cut, span_elements
 from sluice._private_torch import copy_each, neg_view
@@ -157,8 +157,8 @@ def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.T
     shape, step, target_step = collapse(source.shape, source.stride, target.stride())
     nbytes = source.raw.numel()
     whole = CopyPiece(0, nbytes, shape, step, target_step, int(target.storage_offset()))
-    room = scratch.of_at_least(options.MOVED_BYTES)
-    for piece in cut(whole, source.dtype.itemsize, limit_bytes=options.MOVED_BYTES, gap_bytes=options.MOVED_BYTES):
+    room = scratch.of_at_least(defaults.MOVED_BYTES)
+    for piece in cut(whole, source.dtype.itemsize, limit_bytes=defaults.MOVED_BYTES, gap_bytes=defaults.MOVED_BYTES):
         # Not copy_, which starts torch's threads for this many bytes.
         ctypes.memmove(room.data_ptr(), source.raw.data_ptr() + piece.start_byte, piece.nbytes)
         part = target.as_strided(piece.shape, piece.target_stride, piece.target_start)
@@ -171,7 +171,7 @@ def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: Element
     If one tensor is transposed against the other, the pieces are tiles, so that each cache line that a tile fetches is
     used up before it is evicted.
     """
-    if target.numel() <= options.CAST_PIECE_ELEMENTS or source.device != target.device:
+    if target.numel() <= defaults.CAST_PIECE_ELEMENTS or source.device != target.device:
         function(target, source)
         return
     tile = _tile(target, source)
@@ -197,9 +197,9 @@ def _tile(target: torch.Tensor, source: torch.Tensor) -> dict[int, int]:
     seen = [dim for dim in longer if source.stride(dim)]  # a step of 0 needs no memory
     near = min(seen, key=source.stride, default=longer[-1])
     if near != longer[-1]:
-        sizes[near] = min(shape[near], options.TILE_ROWS)
+        sizes[near] = min(shape[near], defaults.TILE_ROWS)
     for dim in reversed(longer):
-        room = options.CAST_PIECE_ELEMENTS // (prod(sizes.values()) // sizes[dim])
+        room = defaults.CAST_PIECE_ELEMENTS // (prod(sizes.values()) // sizes[dim])
         if sizes[dim] < room:
             sizes[dim] = -(-shape[dim] // -(-shape[dim] // room))  # pieces of one size, and no small rest
     return sizes

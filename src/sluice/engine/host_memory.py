@@ -11,7 +11,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import BudgetError
 from sluice._geometry import round_down, round_up
 
@@ -40,19 +40,19 @@ class HostMemory:
         """
         self._address: int | None = None
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
-        huge = huge_pages and self.nbytes >= options.HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+        huge = huge_pages and self.nbytes >= defaults.HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
         if not huge:
             self.mapping = _map(self.nbytes)
             self.start = 0
             return
         # Linux 6.7 and later align a mapping whose length is a multiple of 2 MiB; older kernels need a margin.
-        self.mapping = _map(round_up(self.nbytes, options.HUGE_PAGE_BYTES))
-        self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
+        self.mapping = _map(round_up(self.nbytes, defaults.HUGE_PAGE_BYTES))
+        self.start = -_address(self.mapping) % defaults.HUGE_PAGE_BYTES
         if self.start:
             del self.mapping  # first, because a limit on virtual memory would count both
-            self.mapping = _map(self.nbytes + options.HUGE_PAGE_BYTES)
-            self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
-        whole = round_down(self.nbytes, options.HUGE_PAGE_BYTES)
+            self.mapping = _map(self.nbytes + defaults.HUGE_PAGE_BYTES)
+            self.start = -_address(self.mapping) % defaults.HUGE_PAGE_BYTES
+        whole = round_down(self.nbytes, defaults.HUGE_PAGE_BYTES)
         self.mapping.madvise(mmap.MADV_HUGEPAGE, self.start, whole)
         if whole < self.nbytes:
             self.mapping.madvise(mmap.MADV_NOHUGEPAGE, self.start + whole, self.nbytes - whole)

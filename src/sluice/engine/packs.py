@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.engine.elementwise import ElementFunction
 from sluice.engine.scratch import scratch
 from sluice.entries.slicing import boxes
@@ -36,7 +36,7 @@ def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, fu
     """
     shape = packs.shape[:-1]
     decoder, end = DECODERS[packing.name], packing.first + packing.taken
-    most = max(options.CAST_PIECE_ELEMENTS, options.DECODED_ELEMENTS // torch.get_num_threads())
+    most = max(defaults.CAST_PIECE_ELEMENTS, defaults.DECODED_ELEMENTS // torch.get_num_threads())
     for key in boxes(tuple(shape), max(1, most // packing.elements)):
         piece = packs[key]
         count = prod(piece.shape[:-1])

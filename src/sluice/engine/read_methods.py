@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.file_watch import FileWatch
 from sluice.sources.protocol import Source, WatchableSource
@@ -38,7 +38,7 @@ def choose_methods(methods: tuple[Method, ...], state: ReadState) -> tuple[tuple
     """Return the methods to try for a read, in order, and the reason if the preferred one is left out."""
     if methods[0] != "direct" or "buffered" not in methods:
         return methods, ""
-    if state.cached_share >= options.CACHED_SHARE:
+    if state.cached_share >= defaults.CACHED_SHARE:
         return ("buffered",), "cached"
     return (("buffered",), "shared") if state.shared else (methods, "")
 
@@ -75,7 +75,7 @@ class ReadMethods:
     def _watch(self, file: int) -> FileWatch | None:
         if file not in self._watches:
             source = self._sources[file]
-            if len(self._watches) >= options.MOST_WAITING_READERS:  # more files than readers
+            if len(self._watches) >= defaults.MOST_WAITING_READERS:  # more files than readers
                 self._close_first()
             self._watches[file] = source.watch() if isinstance(source, WatchableSource) else None
         return self._watches[file]

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import round_up
 from sluice.engine.host_memory import HostMemory
 
@@ -42,7 +42,7 @@ class RecycledMemory:
 
     def take(self, nbytes: int) -> HostMemory:
         """Return memory of at least ``nbytes`` bytes, with any content."""
-        size = round_up(nbytes, options.RECYCLED_STEP_BYTES)
+        size = round_up(nbytes, defaults.RECYCLED_STEP_BYTES)
         with self._lock:
             self._lent_bytes += size
             same = self._unused.get(size)

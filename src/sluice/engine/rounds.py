@@ -18,7 +18,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice._geometry import round_down, round_up
 from sluice.engine.running_plan import TargetMemory
@@ -170,7 +170,7 @@ class _Arrival:
 
     def __init__(self, each: Round, buffer: StagingBuffer) -> None:
         self._round, self._buffer = each, buffer
-        self._base = each.offset % options.BLOCK_BYTES
+        self._base = each.offset % defaults.BLOCK_BYTES
         self._window: Callable[[int, int], memoryview] = self._staged
         self.memory = self._staged(0, each.nbytes)
 
@@ -189,7 +189,7 @@ class _Arrival:
         for method in self._round.reads[0].methods:
             start, stop = first, last
             if method == "direct":
-                start, stop = round_down(first, options.BLOCK_BYTES), round_up(last, options.BLOCK_BYTES)
+                start, stop = round_down(first, defaults.BLOCK_BYTES), round_up(last, defaults.BLOCK_BYTES)
             try:
                 found = source.read_into(start, self._window(start - first, stop - start), direct=method == "direct")
             except DirectIOUnavailable:

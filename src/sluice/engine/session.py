@@ -22,7 +22,7 @@ from typing import Self
 import torch
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice._geometry import round_down, round_up
 from sluice._threads import Worker, join_threads, start_threads
@@ -220,7 +220,7 @@ class Session:
         return nullcontext(source)
 
     def _read_staged(self, run: RunningPlan, source: Source, read: Read) -> None:
-        first = read.offset % options.BLOCK_BYTES
+        first = read.offset % defaults.BLOCK_BYTES
         buffer = run.staging.borrow()
         try:
             done = self._fetch(
@@ -250,7 +250,7 @@ class Session:
                 return
             # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
             with torch.inference_mode(mode=False), torch.no_grad():
-                run.targets.copy_out(read, filled.buffer, read.offset % options.BLOCK_BYTES)
+                run.targets.copy_out(read, filled.buffer, read.offset % defaults.BLOCK_BYTES)
             run.results.put(filled.done)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             run.results.put(error)
@@ -277,7 +277,7 @@ class Session:
         for method in methods:
             first, last = read.offset, read.offset + read.nbytes
             if method == "direct":
-                first, last = round_down(first, options.BLOCK_BYTES), round_up(last, options.BLOCK_BYTES)
+                first, last = round_down(first, defaults.BLOCK_BYTES), round_up(last, defaults.BLOCK_BYTES)
             try:
                 found = source.read_into(first, window(first - read.offset, last - first), direct=method == "direct")
             except DirectIOUnavailable:

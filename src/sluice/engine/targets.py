@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
@@ -204,7 +204,7 @@ class Targets:
             return False
         if block.kind == "arena":
             address = self._arena(block.arena).address + block.arena_offset
-        elif block.kind == "existing" and target.device == "cpu" and target.nbytes < options.OWN_MAPPING_BYTES:
+        elif block.kind == "existing" and target.device == "cpu" and target.nbytes < defaults.OWN_MAPPING_BYTES:
             self.touched.add(position)
             address = self._existing[position].data_ptr()
         else:

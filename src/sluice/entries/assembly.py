@@ -11,7 +11,7 @@ from math import prod
 
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import contiguous_stride
 from sluice.entries.slicing import slice_entry
 from sluice.records import NO_STORAGE, Entry, Part, elements_of
@@ -117,9 +117,9 @@ def reshape(entry: Entry, shape: Sequence[int]) -> Entry:
     for part in _parts(entry):
         for box in _boxes(part, groups):
             parts.append(box)
-            if len(parts) > options.RESHAPE_BOXES:
+            if len(parts) > defaults.RESHAPE_BOXES:
                 raise ValueError(
-                    f"shape {list(sizes)} needs more than {options.RESHAPE_BOXES} boxes with these strides; "
+                    f"shape {list(sizes)} needs more than {defaults.RESHAPE_BOXES} boxes with these strides; "
                     "load it unchanged and reshape the tensor"
                 )
     return _whole(entry, sizes, parts)

@@ -120,8 +120,11 @@ class BitsAndBytesQuantizer(LibraryQuantizer):
             name = f"{path}.weight"
             _Description.of(text, name, file).check(weight, layer, name, file)
             loaded[f"_weight_quant_state.bitsandbytes__{weight.quant_type}"] = loaded.pop(_TEXT)
-        operation = self.quantizer.get_load_operations()["deserialize"](self.quantizer)
-        made = operation.convert(
+        # Here, not above: it imports bitsandbytes.
+        from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb8bitDeserialize
+
+        operation = Bnb8bitDeserialize if "SCB" in loaded else Bnb4bitDeserialize
+        made = operation(self.quantizer).convert(
             {name.replace("_weight_", "weight."): tensor for name, tensor in loaded.items()},
             model=model,
             full_layer_name=f"{path}.weight",

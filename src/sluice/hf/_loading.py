@@ -42,7 +42,7 @@ from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_re
 from sluice.hf._quantization import Quantizer, find_quantizer
 from sluice.loading.devices import Device
 from sluice.loading.job import load
-from sluice.loading.module_job import EntriesRequest
+from sluice.loading.module_request import EntriesRequest
 from sluice.modules.empty_init import empty_init
 from sluice.records import UnsupportedValue
 from sluice.reports.load import LoadReport
@@ -142,12 +142,12 @@ def from_pretrained(
     quantizer = find_quantizer(library, config, quantization_config, path, divided=ranks is not None)
     with ExitStack() as stack:
         checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(path, limits=limits))
-        for name, leaf in trees.opaques(checkpoint.index.tree).items():
-            if isinstance(leaf, UnsupportedValue):  # the conversions may need it
-                raise trees.refusal(leaf, name, path)
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen, quantizer)
         checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
+        for name, leaf in trees.opaques(checkpoint.index.tree).items():
+            if isinstance(leaf, UnsupportedValue):  # the conversions may need it
+                raise trees.refusal(leaf, name, path)
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
         quantizer.matched(model, names)
         apply_dtype_plan(model, chosen, names.entries)

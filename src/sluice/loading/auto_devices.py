@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
 from sluice._options import MemoryLimits
@@ -64,5 +64,5 @@ def _rooms(memory: MemoryLimits) -> Iterator[Room]:
                 raise BudgetError(
                     f"device='auto': the free memory of {device} is unknown; set it with MemoryLimits(device=...)"
                 )
-            limit_bytes = int((facts.free_bytes + facts.cached_bytes) * (1 - options.AUTO_RESERVE))
+            limit_bytes = int((facts.free_bytes + facts.cached_bytes) * (1 - defaults.AUTO_RESERVE))
         yield Room(device=device, nbytes=max(0, limit_bytes - scratch))

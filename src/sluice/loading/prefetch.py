@@ -6,7 +6,7 @@ import os
 import time
 from functools import partial
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress, byte_progress
@@ -74,7 +74,7 @@ def _fill(sources: tuple[Source, ...], progress: Progress) -> None:
     total = sum(len(part) for _, part in wanted)
     with (
         byte_progress(progress, "prefetching", total) as report,
-        Workers(min(spare_threads(options.PREFETCH_THREADS), len(wanted)), "sluice-prefetch") as workers,
+        Workers(min(spare_threads(defaults.PREFETCH_THREADS), len(wanted)), "sluice-prefetch") as workers,
     ):
         done = 0
         for task in [workers.start(partial(_fetch, source, part)) for source, part in wanted]:
@@ -107,7 +107,7 @@ def _left(source: Source) -> str | None:
 def _row(source: Source, problem: str | None) -> PrefetchedFile:
     cached = filling(source)
     remote = isinstance(source, (RemoteFile, CompleteFile))  # otherwise in the cache of huggingface_hub
-    first = min(options.REMOTE_FIRST_BYTES, source.identity.nbytes) if remote else 0
+    first = min(defaults.REMOTE_FIRST_BYTES, source.identity.nbytes) if remote else 0
     requested = cached.requested if cached is not None else []
     return PrefetchedFile(
         path=source.path,

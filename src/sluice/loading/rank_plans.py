@@ -16,7 +16,7 @@ from torch import nn
 from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.patterns import compile_pattern
-from sluice.loading.module_job import ModuleRequest
+from sluice.loading.module_request import ModuleRequest
 from sluice.machine.facts import machine_facts
 from sluice.matching.match import Slot
 from sluice.modules.collect import ModuleState, collect

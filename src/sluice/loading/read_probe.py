@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from sluice._defaults import PROBE_READ_BYTES, READ_BYTES
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
-from sluice._options import PROBE_READ_BYTES, READ_BYTES, TransferOptions
+from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry

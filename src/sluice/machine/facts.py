@@ -15,7 +15,7 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice._geometry import round_up
 from sluice._threads import address_space_room
@@ -46,7 +46,7 @@ _REPORTING = 5
 _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+)", re.MULTILINE)
 
 #: Facts for unread files and non-local sources: assume buffered reads.
-_UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
+_UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=defaults.PROBE_STEP_BYTES)
 
 
 def machine_facts(
@@ -83,13 +83,13 @@ def file_facts(source: Source) -> FileFacts:
         return replace(_UNKNOWN_FILE, filesystem=filesystem, access=source.access)
     nbytes = source.identity.nbytes
     filesystem = filesystem_type(source.local_path)
-    step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
-    large = nbytes >= options.DIRECT_FILE_BYTES
+    step = max(defaults.PROBE_STEP_BYTES, round_up(-(-nbytes // defaults.PROBES_PER_FILE), defaults.BLOCK_BYTES))
+    large = nbytes >= defaults.DIRECT_FILE_BYTES
     return FileFacts(
         filesystem=filesystem,
         direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),
         probe_step_bytes=step,
-        cached=_cached(source, filesystem, range(0, nbytes, step)) if nbytes > options.SERIAL_BYTES else (),
+        cached=_cached(source, filesystem, range(0, nbytes, step)) if nbytes > defaults.SERIAL_BYTES else (),
         access=source.access,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.page_counts import cached_bytes, resident_bytes
 
 __all__ = ["probe_cache"]
@@ -31,7 +31,7 @@ def probe_cache(descriptor: int, offsets: range) -> tuple[float, ...]:
         return _probe_bytes(descriptor, offsets)
     shares = []
     for offset in offsets:
-        nbytes = min(options.PROBE_BYTES, offsets.step, offsets.stop - offset)
+        nbytes = min(defaults.PROBE_BYTES, offsets.step, offsets.stop - offset)
         shares.append(min(1.0, count(descriptor, offset, nbytes) / nbytes))
     return tuple(shares)
 

@@ -13,7 +13,7 @@ from typing import Self
 
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
 from sluice.machine.system_files import read_system_file, write_system_file
 from sluice.records import Peaks
@@ -90,7 +90,7 @@ class PeakMeter:
         True
     """
 
-    def __init__(self, interval_seconds: float = options.SAMPLE_SECONDS, *, sampling: bool = True) -> None:
+    def __init__(self, interval_seconds: float = defaults.SAMPLE_SECONDS, *, sampling: bool = True) -> None:
         """Measure nothing yet.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import dtype_name, is_castable, torch_dtype
 from sluice._geometry import contiguous_stride
 from sluice.entries.assembly import join, permute, reshape, stack
@@ -112,7 +112,7 @@ def entry_of_values(tensor: torch.Tensor) -> Entry:
     exact = torch.float64 if is_castable(name) else torch.int64
     bits = flat.view(torch.uint8).view(flat.numel(), -1)
     firsts = torch.cat([torch.zeros(1, dtype=torch.int64), (bits[1:] != bits[:-1]).any(1).nonzero()[:, 0] + 1])
-    if len(firsts) > options.RESHAPE_BOXES:
+    if len(firsts) > defaults.RESHAPE_BOXES:
         raise CannotFollow(f"it makes a tensor of {len(firsts):,} different values")
     values = flat[firsts] if flat.numel() else flat
     held = values.to(exact)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import torch_dtype
 from sluice._errors import Alternative, SluiceError
 from sluice._options import MemoryLimits, Place
@@ -95,7 +95,7 @@ def find_alternatives(
     both = [
         replace(change, dtype=other.dtype) for change in single for other in single if other.dtype and not change.dtype
     ]
-    smallest = options.SMALLEST_STAGING_BYTES
+    smallest = defaults.SMALLEST_STAGING_BYTES
     rounds: list[list[Change]] = [
         [*_smaller_staging(plan, memory), *single],
         [replace(change, staging_bytes=smallest) for change in single],
@@ -114,7 +114,7 @@ def _smaller_staging(plan: LoadPlan, memory: MemoryLimits) -> Iterator[Change]:
     excess = max((short.needed_bytes - short.limit.nbytes for short in shortages(plan, memory)), default=0)
     held = plan.staging_buffers * plan.staging_buffer_bytes
     size = 1 << (parse_bytes(memory.staging) - 1).bit_length()
-    while (size := size // 2) >= options.SMALLEST_STAGING_BYTES:
+    while (size := size // 2) >= defaults.SMALLEST_STAGING_BYTES:
         if held - size // plan.facts.host_ranks >= excess:
             yield Change(staging_bytes=size)
             return

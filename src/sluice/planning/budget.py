@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import Alternative, BudgetError
 from sluice._geometry import round_up
 from sluice._options import MemoryLimits
@@ -193,7 +193,7 @@ def address_space_bytes(
         huge_pages: Whether large mappings use huge pages.
     """
     sizes = [*_mappings(targets, blocks, huge_pages=huge_pages), *shared]
-    return sum(round_up(size, options.BLOCK_BYTES) for size in sizes) + staging_bytes + options.RESERVED_ADDRESS_BYTES
+    return sum(round_up(size, defaults.BLOCK_BYTES) for size in sizes) + staging_bytes + defaults.RESERVED_ADDRESS_BYTES
 
 
 def _mappings(targets: Sequence[Target], blocks: Sequence[Block], *, huge_pages: bool) -> Iterator[int]:
@@ -201,5 +201,5 @@ def _mappings(targets: Sequence[Target], blocks: Sequence[Block], *, huge_pages:
     for target, block in zip(targets, blocks, strict=True):
         if block.kind == "mapping":
             nbytes = block.lead_bytes + target.nbytes
-            huge = huge_pages and nbytes >= options.HUGE_PAGE_BYTES
-            yield round_up(nbytes, options.HUGE_PAGE_BYTES) if huge else nbytes
+            huge = huge_pages and nbytes >= defaults.HUGE_PAGE_BYTES
+            yield round_up(nbytes, defaults.HUGE_PAGE_BYTES) if huge else nbytes

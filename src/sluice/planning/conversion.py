@@ -14,7 +14,7 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import round_up
 from sluice._options import PageCache
@@ -39,7 +39,7 @@ def in_long_runs(target: Target) -> bool:
         if adjacent:
             run_elements *= piece.shape[-1]
         whole = run_elements == taken * prod(piece.shape)
-        if not whole and run_elements * item < options.SHORTEST_RUN_BYTES:
+        if not whole and run_elements * item < defaults.SHORTEST_RUN_BYTES:
             return False
     return True
 
@@ -68,7 +68,7 @@ def plan_stream(
         staged.add(fill)
     reads = tuple(join_requests(staged.reads(), facts.files))
     buffers = min(max(1, staging_bytes // buffer_bytes), len(reads))
-    threads = most_threads(facts, staging_bytes + options.RESERVED_ADDRESS_BYTES)
+    threads = most_threads(facts, staging_bytes + defaults.RESERVED_ADDRESS_BYTES)
     readers = min(reader_count(reads, facts), buffers, threads) if reads else 0
     staging = buffers * buffer_bytes
     return LoadPlan(
@@ -80,7 +80,7 @@ def plan_stream(
         reads=reads,
         readers=readers,
         # Copiers write to files and wait for the disk, so that there may be more of them than cores.
-        copiers=max(0, min(options.WRITERS, buffers - 1, threads - readers)),
+        copiers=max(0, min(defaults.WRITERS, buffers - 1, threads - readers)),
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(target.nbytes for target in targets),
@@ -116,7 +116,7 @@ def group_targets(targets: Sequence[Target], positions: Iterable[int], window_by
             members, offsets, end = [], [], 0
         members.append(position)
         offsets.append(end)
-        end = round_up(end + nbytes, options.TENSOR_ALIGNMENT_BYTES)
+        end = round_up(end + nbytes, defaults.TENSOR_ALIGNMENT_BYTES)
     if members:
         yield TargetGroup(targets=tuple(members), offsets=tuple(offsets))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.records import LoadPlan
 
 __all__ = ["growth_of_copies", "with_later_growth"]
@@ -22,7 +22,7 @@ def growth_of_copies(copies: Iterable[tuple[int, int]]) -> int:
         copies: Bytes of each tensor and of its copy.
     """
     copies = list(copies)
-    freed = [old for old, _ in copies if old >= options.OWN_MAPPING_BYTES]
+    freed = [old for old, _ in copies if old >= defaults.OWN_MAPPING_BYTES]
     return sum(new for _, new in copies) - sum(freed) + max(freed, default=0)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._units import format_bytes
 from sluice.planning.reads import CollapsedFill, collapse_fill, is_verbatim
@@ -103,10 +103,10 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
 
 def _mapping_groups(fills: Sequence[CollapsedFill]) -> list[list[CollapsedFill]]:
     """Divide fills in file order into groups that share a mapping, at most ``MAPPED_RANGES`` if possible."""
-    limit_bytes = options.MAPPED_RANGE_BYTES
+    limit_bytes = defaults.MAPPED_RANGE_BYTES
     while True:
         groups = _grouped(fills, limit_bytes)
-        if len(groups) <= options.MAPPED_RANGES or limit_bytes > max(fill.end for fill in fills):
+        if len(groups) <= defaults.MAPPED_RANGES or limit_bytes > max(fill.end for fill in fills):
             return groups
         limit_bytes *= 4
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
 from sluice.planning.packed_fills import packed_fills
@@ -125,12 +125,12 @@ def lay_out_blocks(
             blocks.append(Block(kind=kind, lead_bytes=leads.get(position, 0)))
             continue
         parent = target.name.rpartition(".")[0]
-        too_full = used + target.nbytes > options.ARENA_BYTES
-        if not arenas or too_full or (parent != module and used >= options.ARENA_MODULE_BYTES):
+        too_full = used + target.nbytes > defaults.ARENA_BYTES
+        if not arenas or too_full or (parent != module and used >= defaults.ARENA_MODULE_BYTES):
             arenas.append(0)
             used = 0
         blocks.append(Block(kind="arena", arena=len(arenas) - 1, arena_offset=used))
-        used = round_up(used + target.nbytes, options.TENSOR_ALIGNMENT_BYTES)
+        used = round_up(used + target.nbytes, defaults.TENSOR_ALIGNMENT_BYTES)
         arenas[-1] = used
         module = parent
     return tuple(blocks), tuple(arenas)
@@ -145,7 +145,7 @@ def _block_kind(target: Target) -> BlockKind:
     if target.device != "cpu":
         return "device"
     # The input of a finisher is freed early, whereas an arena is freed with its last tensor.
-    return "mapping" if target.nbytes >= options.OWN_MAPPING_BYTES or target.finisher else "arena"
+    return "mapping" if target.nbytes >= defaults.OWN_MAPPING_BYTES or target.finisher else "arena"
 
 
 def _single_target(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:

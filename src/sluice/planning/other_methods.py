@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.planning.cuda_allocator import plan_reservation
 from sluice.records import Peaks
 
@@ -145,7 +145,7 @@ def forecast(method: LoadingMethod, subject: Subject, rates: Rates | None = None
         rates: Rates of the machine; None for no estimate of time.
     """
     anon, file, device = method.peaks(subject)
-    anon += options.METHOD_OVERHEAD_BYTES
+    anon += defaults.METHOD_OVERHEAD_BYTES
     return Forecast(
         method=method.name,
         host=Peaks(anon_bytes=anon, file_bytes=file, shmem_bytes=0, total_bytes=anon + file),

@@ -14,7 +14,7 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import UnsupportedError
 from sluice._geometry import collapse
 from sluice.records import Entry, Fill, Packing
@@ -79,7 +79,7 @@ def _boxes(view: _View, packing: Packing) -> Iterator[tuple[_View, Packing]]:
     run = within[-1] if within and view.source_stride[within[-1]] == 1 else None
     apart = [dim for dim in within if dim != run]  # steps inside packs: one position at a time
     count = prod(view.shape[dim] for dim in apart)
-    if count > options.PACK_PARTS:
+    if count > defaults.PACK_PARTS:
         raise UnsupportedError(
             f"this selection takes {count:,} different parts of packs of {packing.elements} elements ({packing.name})",
             advice="Read whole rows, and select from the finished tensor.",

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
 from sluice._geometry import round_down, round_up
@@ -106,7 +106,7 @@ def plan_load(
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
         joins_readers=_joins_readers(reads, facts, predicted, page_cache),
         mapped_ranges=mapped.ranges,
-        huge_staging=facts.huge_pages and any(read.nbytes >= options.HUGE_PAGE_BYTES for read in reads),
+        huge_staging=facts.huge_pages and any(read.nbytes >= defaults.HUGE_PAGE_BYTES for read in reads),
     )
 
 
@@ -123,16 +123,16 @@ def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) 
         BudgetError: ``staging_bytes`` is less than the smallest staging.
     """
     access = access or local_access()
-    if staging_bytes < options.SMALLEST_STAGING_BYTES:
+    if staging_bytes < defaults.SMALLEST_STAGING_BYTES:
         raise BudgetError(
             "staging is too small",
-            expected=f"at least {format_bytes(options.SMALLEST_STAGING_BYTES)}",
+            expected=f"at least {format_bytes(defaults.SMALLEST_STAGING_BYTES)}",
             found=format_bytes(staging_bytes),
         )
-    if staging_bytes < options.HUGE_PAGE_BYTES:
-        return round_down(staging_bytes, options.BLOCK_BYTES)
-    share = round_down(staging_bytes // (2 * access.parallel_requests), options.HUGE_PAGE_BYTES)
-    return min(max(share, options.HUGE_PAGE_BYTES), access.request_bytes)
+    if staging_bytes < defaults.HUGE_PAGE_BYTES:
+        return round_down(staging_bytes, defaults.BLOCK_BYTES)
+    share = round_down(staging_bytes // (2 * access.parallel_requests), defaults.HUGE_PAGE_BYTES)
+    return min(max(share, defaults.HUGE_PAGE_BYTES), access.request_bytes)
 
 
 def _plan_reads(
@@ -151,7 +151,7 @@ def _plan_reads(
         facts.files,
         buffer_bytes=buffer_bytes,
         page_cache=page_cache,
-        host_casts=facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets)),
+        host_casts=facts.cores >= defaults.HOST_CAST_CORES and any(map(_narrows_on_device, targets)),
     )
     for fill in fills:
         target = targets[fill.target]
@@ -238,15 +238,15 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
     probed = any(file.cached for file in facts.files)
     copied = sum(len(read.copies) for read in reads)
     # Threads that copy many small tensors wait for the lock of the interpreter.
-    tiny = total < options.SMALL_COPY_BYTES * copied and not (probed and mostly_waits)
+    tiny = total < defaults.SMALL_COPY_BYTES * copied and not (probed and mostly_waits)
     if serial_bytes and not waiting:
-        serial_bytes = max(serial_bytes, options.CACHED_SERIAL_BYTES)
+        serial_bytes = max(serial_bytes, defaults.CACHED_SERIAL_BYTES)
     if serial_bytes and local and total > 0 and (total <= serial_bytes or tiny):
         return 0
     if not waiting:
         return max(1, min(facts.cores, len(reads)))
     copying = min(facts.cores, len(reads) - len(waiting))
-    most = max(options.MOST_WAITING_READERS, facts.access.parallel_requests)
+    most = max(defaults.MOST_WAITING_READERS, facts.access.parallel_requests)
     requests = sum(not read.continues for read in waiting)
     return min(min(_waiting_readers(waiting, facts), requests) + copying, most)
 
@@ -265,7 +265,7 @@ def _waiting_readers(reads: Sequence[Read], facts: MachineFacts) -> int:
         return access.parallel_requests  # more readers would occupy buffers that are being emptied
     requests = sum(not read.continues for read in reads)
     at_once = access.parallel_requests * access.request_bytes * requests // total_bytes
-    return max(access.parallel_requests, min(at_once, options.MOST_WAITING_READERS))
+    return max(access.parallel_requests, min(at_once, defaults.MOST_WAITING_READERS))
 
 
 def copier_count(readers: int, buffers: int, threads: int, facts: MachineFacts) -> int:
@@ -280,9 +280,9 @@ def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
     of the last weights.
     """
     if facts.address_space_bytes is None:
-        most_readers = max(options.MOST_WAITING_READERS, facts.access.parallel_requests)
-        return most_readers + max(facts.cores, options.WRITERS)  # most threads of any plan
-    return max(0, facts.address_space_bytes - needed_bytes) // options.THREAD_ADDRESS_BYTES
+        most_readers = max(defaults.MOST_WAITING_READERS, facts.access.parallel_requests)
+        return most_readers + max(facts.cores, defaults.WRITERS)  # most threads of any plan
+    return max(0, facts.address_space_bytes - needed_bytes) // defaults.THREAD_ADDRESS_BYTES
 
 
 def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
@@ -349,14 +349,14 @@ def _predict(
     unfinished: int,
 ) -> Peaks:
     """Return the predicted growth of host memory."""
-    page = options.BLOCK_BYTES
+    page = defaults.BLOCK_BYTES
     mapped = unfinished + sum(
         round_up(target.finisher.finished_bytes if target.finisher else block.lead_bytes + target.nbytes, page)
         for target, block in zip(targets, blocks, strict=True)
         if block.kind == "mapping"
     )
     small = sum(round_up(arena, page) for arena in arenas)
-    overhead = options.OVERHEAD_BYTES + options.OVERHEAD_PER_TENSOR_BYTES * len(targets)
+    overhead = defaults.OVERHEAD_BYTES + defaults.OVERHEAD_PER_TENSOR_BYTES * len(targets)
     anon = mapped + small + staging_bytes + overhead
     return Peaks(anon_bytes=anon, file_bytes=0, shmem_bytes=0, total_bytes=anon)
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import CopyPiece, collapse, cut, round_down, round_up, span_elements, split_evenly
 from sluice._options import PageCache
@@ -109,7 +109,7 @@ def is_verbatim(target: Target, collapsed: CollapsedFill) -> bool:
 
 def needs_no_staging(target: Target, collapsed: CollapsedFill) -> bool:
     """Return whether the stored bytes can be read straight into a target: unchanged, on the CPU, and large enough."""
-    return is_verbatim(target, collapsed) and target.device == "cpu" and target.nbytes >= options.OWN_MAPPING_BYTES
+    return is_verbatim(target, collapsed) and target.device == "cpu" and target.nbytes >= defaults.OWN_MAPPING_BYTES
 
 
 def read_in_place(
@@ -126,7 +126,7 @@ def read_in_place(
     start = collapsed.piece.start_byte
     ranges = list(
         split_evenly(
-            start, collapsed.piece.nbytes, limit_bytes=facts.access.request_bytes, align_bytes=options.BLOCK_BYTES
+            start, collapsed.piece.nbytes, limit_bytes=facts.access.request_bytes, align_bytes=defaults.BLOCK_BYTES
         )
     )
     methods = [_permitted_methods(facts, offset, nbytes, page_cache) for offset, nbytes in ranges]
@@ -144,7 +144,7 @@ def read_in_place(
         )
         for (offset, nbytes), permitted in zip(ranges, methods, strict=True)
     ]
-    return (start % options.BLOCK_BYTES if direct else 0), reads
+    return (start % defaults.BLOCK_BYTES if direct else 0), reads
 
 
 def _permitted_methods(facts: FileFacts, offset: int, nbytes: int, page_cache: PageCache) -> tuple[Method, ...]:
@@ -159,7 +159,7 @@ def _permitted_methods(facts: FileFacts, offset: int, nbytes: int, page_cache: P
 
 def is_cached(facts: FileFacts, offset: int, nbytes: int) -> bool:
     """Return whether the cached share of a range is large enough to read it through the page cache."""
-    return cached_share(facts, offset, nbytes) >= options.CACHED_SHARE
+    return cached_share(facts, offset, nbytes) >= defaults.CACHED_SHARE
 
 
 def cached_share(facts: FileFacts, offset: int, nbytes: int) -> float:
@@ -204,9 +204,9 @@ class StagedReads:
         self._page_cache = page_cache
         self._host_casts = host_casts
         self._buffer_bytes = buffer_bytes
-        room = buffer_bytes - 2 * options.BLOCK_BYTES
+        room = buffer_bytes - 2 * defaults.BLOCK_BYTES
         # A narrower dtype takes at most half the bytes: two thirds for the read, one third for the result.
-        self._limit_bytes = round_down(room * 2 // 3, options.BLOCK_BYTES) if host_casts else room
+        self._limit_bytes = round_down(room * 2 // 3, defaults.BLOCK_BYTES) if host_casts else room
         self._pieces: list[_FillPiece] = []
 
     def add(self, collapsed: CollapsedFill) -> None:
@@ -274,7 +274,7 @@ class StagedReads:
         swaps = tuple(_swaps(pieces, start))
         early, late = _split_at_swaps(pieces, swaps, start) if swaps else ([], pieces)
         copies = []
-        free = round_up(end - start, options.BLOCK_BYTES) + 2 * options.BLOCK_BYTES
+        free = round_up(end - start, defaults.BLOCK_BYTES) + 2 * defaults.BLOCK_BYTES
         for collapsed, piece in (*early, *late):
             cast_at = None
             if self._host_casts and self._narrows(collapsed):
@@ -282,7 +282,7 @@ class StagedReads:
                 cast_bytes = span_elements(piece.shape, piece.source_stride) * finished_item
                 if free + cast_bytes <= self._buffer_bytes:
                     cast_at = free
-                    free = round_up(free + cast_bytes, options.TENSOR_ALIGNMENT_BYTES)
+                    free = round_up(free + cast_bytes, defaults.TENSOR_ALIGNMENT_BYTES)
             copies.append(_copy(collapsed, piece, start, cast_at))
         return Read(
             file=file,

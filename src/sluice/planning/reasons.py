@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
 from sluice._units import format_bytes
@@ -43,7 +43,7 @@ def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> s
         if not known.cached:
             return "the page cache cannot be probed"
         return f"{sum(known.cached) / len(known.cached):.0%} of the file was cached"
-    if file.identity.nbytes < options.DIRECT_FILE_BYTES:
+    if file.identity.nbytes < defaults.DIRECT_FILE_BYTES:
         return "small files are read through the page cache"
     return f"direct reads are not used on file system {known.filesystem or 'unknown'}"
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import round_down, span_elements
 from sluice.planning.requests import join_requests
 from sluice.records import Copy, LoadPlan, Read, Round
@@ -161,7 +161,7 @@ def with_room_for_rounds(plan: LoadPlan) -> LoadPlan:
 
 def most_round_bytes(plan: LoadPlan) -> int:
     """Return the most bytes of a round: a staging buffer without its alignment."""
-    return plan.staging_buffer_bytes - 2 * options.BLOCK_BYTES
+    return plan.staging_buffer_bytes - 2 * defaults.BLOCK_BYTES
 
 
 def can_share(read: Read) -> bool:
@@ -177,7 +177,7 @@ def pieces_of(read: Read, most_bytes: int) -> Iterator[Read]:
         most_bytes: Most bytes of a piece that is read in place.
     """
     if read.into is not None:
-        step, end = round_down(most_bytes, options.BLOCK_BYTES), read.offset + read.nbytes
+        step, end = round_down(most_bytes, defaults.BLOCK_BYTES), read.offset + read.nbytes
         start = read.offset
         while start < end:
             stop = min(end, round_down(start, step) + step)
@@ -200,9 +200,9 @@ def joined(pieces: Iterable[Read], most_bytes: int) -> Iterator[Read]:
     """Yield reads of neighboring pieces of one read, of which only those are joined that touch, up to a block."""
     last: Read | None = None
     for piece in pieces:
-        if last is not None and piece.offset - last.offset - last.nbytes <= options.BLOCK_BYTES:
+        if last is not None and piece.offset - last.offset - last.nbytes <= defaults.BLOCK_BYTES:
             nbytes = piece.offset + piece.nbytes - last.offset
-            if piece.into is not None and last.offset + last.nbytes == piece.offset and nbytes <= options.READ_BYTES:
+            if piece.into is not None and last.offset + last.nbytes == piece.offset and nbytes <= defaults.READ_BYTES:
                 last = replace(last, nbytes=nbytes)
                 continue
             if piece.into is None and nbytes <= most_bytes:
@@ -230,9 +230,9 @@ def _shared_ranges(needs: Mapping[int, Needs]) -> Iterator[_Shared]:
     small = True
     for item in ordered:
         file, start, stop, _ = item
-        is_small = stop - start < options.SHORTEST_RUN_BYTES
+        is_small = stop - start < defaults.SHORTEST_RUN_BYTES
         near = bool(members) and members[0][0] == file
-        beside = near and small and is_small and 0 <= start - end <= options.BLOCK_BYTES
+        beside = near and small and is_small and 0 <= start - end <= defaults.BLOCK_BYTES
         fits = near and max(end, stop) - members[0][1] <= most
         if members and not (near and (start < end or (beside and fits))):
             yield from _shared(members, end, most)

@@ -17,14 +17,9 @@ from sluice.records import Entry, Opaque, UnsupportedValue
 
 __all__ = ["is_described_by", "with_inner_tensors"]
 
-#: Formats of single files. Indexes of several files number their storages anew, but not those of wrapped tensors.
-_FORMATS = frozenset({"torch-zip", "torch-legacy"})
-
 
 def with_inner_tensors(checkpoint: OpenCheckpoint) -> tuple[OpenCheckpoint, dict[str, list[UnsupportedValue]]]:
     """Return a view of a checkpoint that has the plain tensors of wrapped ones, and the wrapped ones by their names."""
-    if checkpoint.index.format not in _FORMATS:
-        return checkpoint, {}
     found: dict[str, list[UnsupportedValue]] = {}
     tree = _expanded(checkpoint.index.tree, found, {})
     if not found:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess, state_of, this_process
 from sluice.ranks.protocol import Judge, Verdict
 
@@ -137,7 +137,7 @@ class StoreGroup:
     def look(self, *, now: bool = False) -> bool:
         """See ``Group.look``."""
         time_now = self._clock()
-        if not now and time_now - self._looked < options.RANK_LOOK_SECONDS:
+        if not now and time_now - self._looked < defaults.RANK_LOOK_SECONDS:
             return False
         self._looked = time_now
         self._pulse(time_now)
@@ -192,7 +192,7 @@ class StoreGroup:
             missing.difference_update(failed)
             if failed and warned_at is None:
                 warned_at = now
-            return not missing or (warned_at is not None and now - warned_at > options.RANK_FAREWELL_SECONDS)
+            return not missing or (warned_at is not None and now - warned_at > defaults.RANK_FAREWELL_SECONDS)
 
         self._wait(complete)
         return answers, failed
@@ -226,7 +226,7 @@ class StoreGroup:
             pause = min(pause * 1.3, _LONGEST_PAUSE)
 
     def _pulse(self, now: float) -> None:
-        if now - self._pulsed >= options.RANK_PULSE_SECONDS:
+        if now - self._pulsed >= defaults.RANK_PULSE_SECONDS:
             self._pulsed = now
             self._set(f"pulse/{self.rank}", str(now).encode())
 
@@ -258,7 +258,7 @@ class StoreGroup:
             return f"ended: process {process.pid} of {process.hostname} is gone" if process else ""
         if state != "stopped":
             self._stopped.pop(rank, None)
-        elif process and now - self._stopped.setdefault(rank, now) >= options.RANK_STOPPED_SECONDS:
+        elif process and now - self._stopped.setdefault(rank, now) >= defaults.RANK_STOPPED_SECONDS:
             return f"is stopped: process {process.pid} of {process.hostname}"
         return self._silence(rank, now) if silent else ""
 
@@ -267,13 +267,13 @@ class StoreGroup:
         key = self._key(f"pulse/{rank}")
         last, since = self._seen.get(rank, (b"", now))
         self._seen.setdefault(rank, (last, since))
-        if now - since >= options.RANK_PULSE_SECONDS:
+        if now - since >= defaults.RANK_PULSE_SECONDS:
             value = self._store.get(key) if self._store.check([key]) else b""
             if value != last:
                 self._seen[rank] = value, now
-            elif now - since >= options.RANK_PATIENCE_SECONDS:
+            elif now - since >= defaults.RANK_PATIENCE_SECONDS:
                 joined = "has given no sign of life" if rank in self._processes else "did not call this function"
-                return f"{joined} for {options.RANK_PATIENCE_SECONDS:.0f} seconds"
+                return f"{joined} for {defaults.RANK_PATIENCE_SECONDS:.0f} seconds"
         return ""
 
     def _process_of(self, rank: int) -> RunningProcess | None:

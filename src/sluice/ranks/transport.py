@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice.ranks.agreement import OtherRankError, describe
 from sluice.ranks.protocol import Group, Ruling
@@ -101,7 +101,7 @@ class GroupTransport:
 
     def _lost_a_rank(self) -> bool:
         """Return whether a different rank has failed; the connections of a process close a little before it is gone."""
-        until = time.monotonic() + options.RANK_FAREWELL_SECONDS
+        until = time.monotonic() + defaults.RANK_FAREWELL_SECONDS
         while not self._group.look(now=True):
             if time.monotonic() > until:
                 return False

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunningPlan, RunResult, SessionEndedError, TargetMemory
@@ -109,7 +109,7 @@ class CheckpointReader:
             for entry in entries
         ]
         laid_out, views = single_targets(requests, self._index, offsets)
-        plan = plan_load(laid_out, self._index.files, self.facts, staging_bytes=options.SCAN_STAGING_BYTES)
+        plan = plan_load(laid_out, self._index.files, self.facts, staging_bytes=defaults.SCAN_STAGING_BYTES)
         targets = Targets(plan)
         return PendingTensors(self, entries, self.begin(plan, targets), targets, views)
 

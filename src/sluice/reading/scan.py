@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import LimitError
 from sluice._geometry import contiguous_stride, round_down
 from sluice._threads import Workers
@@ -73,12 +73,12 @@ def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:
         LimitError: Its elements repeat more than ``SCAN_REPEATS`` times.
     """
     stored = sum(checkpoint.index.storages[number].nbytes for number in entry.storages)
-    if entry.nbytes > options.SCAN_REPEATS * max(1 << 20, stored):
+    if entry.nbytes > defaults.SCAN_REPEATS * max(1 << 20, stored):
         raise LimitError(
             "the tensor repeats its stored elements too often to be read element by element",
             file=checkpoint.path,
             tensor=name,
-            expected=f"at most {options.SCAN_REPEATS} times",
+            expected=f"at most {defaults.SCAN_REPEATS} times",
             found=f"{entry.nbytes} bytes",
         )
 
@@ -86,7 +86,7 @@ def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:
 def windows(first: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges ``(first, end)`` in which a file is read; inner boundaries lie on a grid."""
     while first < end:
-        last = min(end, round_down(first, options.SCAN_WINDOW_BYTES) + options.SCAN_WINDOW_BYTES)
+        last = min(end, round_down(first, defaults.SCAN_WINDOW_BYTES) + defaults.SCAN_WINDOW_BYTES)
         yield first, last
         first = last
 
@@ -97,7 +97,7 @@ def in_batches(pieces: Iterable[ScanItem[_Item]], batch_bytes: int) -> Iterator[
     nbytes = 0
     for piece in pieces:
         more = piece.entry.nbytes
-        if batch and (nbytes + more > batch_bytes or len(batch) == options.SCAN_BATCH_PIECES):
+        if batch and (nbytes + more > batch_bytes or len(batch) == defaults.SCAN_BATCH_PIECES):
             yield batch
             batch, nbytes = [], 0
         batch.append(piece)
@@ -141,7 +141,7 @@ def work_through(workers: Workers, tasks: Iterable[tuple[int, Callable[[], None]
     for more, task in tasks:
         together.append(task)
         nbytes += more
-        if nbytes >= options.SCAN_JOB_BYTES:
+        if nbytes >= defaults.SCAN_JOB_BYTES:
             jobs.append(workers.start(partial(_do, together)))
             together, nbytes = [], 0
     _do(together)

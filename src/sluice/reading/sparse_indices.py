@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from sluice._defaults import CAST_PIECE_ELEMENTS
 from sluice._errors import FormatError
-from sluice._options import CAST_PIECE_ELEMENTS
 from sluice.records import Entry, Sparse
 
 __all__ = ["check_indices", "index_lines", "pieces_of"]

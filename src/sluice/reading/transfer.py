@@ -11,7 +11,8 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._options import SERIAL_BYTES, SMALLEST_STAGING_BYTES, MemoryLimits, TransferOptions
+from sluice._defaults import SERIAL_BYTES, SMALLEST_STAGING_BYTES
+from sluice._options import MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts

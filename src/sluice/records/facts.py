@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 
 __all__ = [
     "REMOTE_FILESYSTEM",
@@ -32,9 +32,9 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
     #: Full-sized requests in flight at once that saturate the source.
     parallel_requests: int
     #: Bytes at the beginning of a file that are read first.
-    first_bytes: int = options.HEADER_PIECE_BYTES
+    first_bytes: int = defaults.HEADER_PIECE_BYTES
     #: Bytes of a read of any other part of the headers, if fewer are needed.
-    header_bytes: int = options.HEADER_PIECE_BYTES
+    header_bytes: int = defaults.HEADER_PIECE_BYTES
     #: Whether a read continues the request of the read before it, up to ``request_bytes`` in all.
     joins_reads: bool = False
 
@@ -42,9 +42,9 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
 def local_access() -> AccessFacts:
     """Return the access facts of local files and of memory: the defaults of ``_options``."""
     return AccessFacts(
-        request_bytes=options.READ_BYTES,
-        gap_bytes=options.COALESCE_GAP_BYTES,
-        parallel_requests=options.WAITING_READERS,
+        request_bytes=defaults.READ_BYTES,
+        gap_bytes=defaults.COALESCE_GAP_BYTES,
+        parallel_requests=defaults.WAITING_READERS,
     )
 
 

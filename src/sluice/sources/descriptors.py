@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from sluice._options import OPEN_FILES
+from sluice._defaults import OPEN_FILES
 
 try:
     import resource

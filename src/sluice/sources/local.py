@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from sluice._defaults import BLOCK_BYTES
 from sluice._errors import (
     BudgetError,
     CheckpointError,
@@ -25,7 +26,6 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
-from sluice._options import BLOCK_BYTES
 from sluice._system_errors import read_error
 from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.descriptors import DESCRIPTORS, Lease

@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import round_up
 from sluice._options import TransferOptions
@@ -115,10 +115,10 @@ def divide(
         transfer: How bytes are moved.
     """
     nearest = _nearest_blocks(blocks)
-    groups = _groups(job, held, nearest, options.STREAMED_BYTES)
+    groups = _groups(job, held, nearest, defaults.STREAMED_BYTES)
     members = [_positions(group) for group in groups.values()]
     small_bytes = _bytes(job.requests) - sum(_bytes(job.requests[i] for i in each) for each in members)
-    if small_bytes > memory_bytes * options.SMALL_WEIGHTS_SHARE:
+    if small_bytes > memory_bytes * defaults.SMALL_WEIGHTS_SHARE:
         groups = _groups(job, held, nearest, 1)
         members = [_positions(group) for group in groups.values()]
     units = [_plan_unit(job, blocks[used_by[0]].path, group, transfer) for used_by, group in groups.items()]
@@ -193,7 +193,7 @@ def _plan_unit(job: ModuleJob, name: str, group: Sequence[HeldParameter], transf
 
 def _memory_bytes(plan: LoadPlan) -> int:
     """Return the bytes of the memory that a unit takes."""
-    step = options.RECYCLED_STEP_BYTES
+    step = defaults.RECYCLED_STEP_BYTES
     pairs = zip(plan.targets, plan.blocks, strict=True)
     own = [block.lead_bytes + target.nbytes for target, block in pairs if block.kind not in {"arena", "empty"}]
     return sum(round_up(nbytes, step) for nbytes in (*own, *plan.arenas))

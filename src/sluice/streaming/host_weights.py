@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import round_down, round_up
 from sluice.engine.host_memory import HostMemory
 from sluice.records import Read
@@ -116,8 +116,8 @@ class _KeptReads(ForwardingSource):
 
 def _blocks(read: Read) -> tuple[int, int]:
     """Return offset and size of the blocks of a read."""
-    first = round_down(read.offset, options.BLOCK_BYTES)
-    return first, round_up(read.offset + read.nbytes, options.BLOCK_BYTES) - first
+    first = round_down(read.offset, defaults.BLOCK_BYTES)
+    return first, round_up(read.offset + read.nbytes, defaults.BLOCK_BYTES) - first
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -16,13 +16,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import nn
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import BudgetError, StreamError
 from sluice._options import Memory, MemoryLimits, TransferOptions
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.dtensors.description import is_dtensor
-from sluice.loading.module_job import ModuleJob, ModuleRequest
+from sluice.loading.module_job import ModuleJob
+from sluice.loading.module_request import ModuleRequest
 from sluice.modules.assembled import is_assembled_model
 from sluice.modules.blocks import Block, find_blocks, smallest_blocks
 from sluice.modules.parked import ParkedParameter
@@ -214,15 +215,15 @@ def _memory_bytes(job: ModuleJob, memory: Memory) -> int:
     if found is None:
         raise BudgetError(f"the free memory of {device} is unknown; give memory=, such as memory='6GiB'")
     staging = memory.staging if isinstance(memory, MemoryLimits) else MemoryLimits().staging
-    gate = parse_bytes(staging) + options.OVERHEAD_BYTES if device == "cpu" else 0
-    return max(0, int(found * (1 - options.AUTO_RESERVE)) - gate)
+    gate = parse_bytes(staging) + defaults.OVERHEAD_BYTES if device == "cpu" else 0
+    return max(0, int(found * (1 - defaults.AUTO_RESERVE)) - gate)
 
 
 def _resting_bytes(memory: Memory, device: str) -> int:
     """Return the bytes of host memory for weights of a model on an accelerator: those of the caller, less the gate."""
     if device == "cpu" or not isinstance(memory, MemoryLimits) or memory.host is None:
         return 0
-    return max(0, parse_bytes(memory.host) - parse_bytes(memory.staging) - options.OVERHEAD_BYTES)
+    return max(0, parse_bytes(memory.host) - parse_bytes(memory.staging) - defaults.OVERHEAD_BYTES)
 
 
 def _device(job: ModuleJob) -> str:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import nn
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import contiguous_stride
 from sluice._options import TransferOptions
@@ -58,7 +58,7 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
         count, width = self.request.entry.shape
         flat = ids.reshape(-1)
         found = torch.empty((len(flat), width), dtype=torch_dtype(self.request.dtype), device=ids.device)
-        most = max(1, options.LOOKUP_BYTES // max(1, width * ITEM_BYTES[self.request.dtype]))
+        most = max(1, defaults.LOOKUP_BYTES // max(1, width * ITEM_BYTES[self.request.dtype]))
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]
             wanted, places = torch.unique(piece, return_inverse=True)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
+from sluice._defaults import BLOCK_BYTES, SMALLEST_STAGING_BYTES
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
-from sluice._options import BLOCK_BYTES, SMALLEST_STAGING_BYTES
 from sluice._public import public
 from sluice.sources.protocol import DirectIOUnavailable, Source
 

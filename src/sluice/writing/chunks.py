@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import torch_dtype
 from sluice._geometry import round_up
 from sluice.engine.host_copies import copy_in_thread
@@ -30,9 +30,9 @@ class Staging(Struct, frozen=True):
     @classmethod
     def make(cls, nbytes: int) -> Staging:
         """Return buffers of about ``nbytes`` bytes in total; only used pages become resident."""
-        piece = max(1, nbytes // options.WRITERS)
+        piece = max(1, nbytes // defaults.WRITERS)
         buffer = round_up(piece, block_bytes()) + block_bytes()
-        return cls(StagingPool(buffer_bytes=buffer, count=options.WRITERS, huge_pages=True), piece)
+        return cls(StagingPool(buffer_bytes=buffer, count=defaults.WRITERS, huge_pages=True), piece)
 
     @contextmanager
     def lent(self) -> Iterator[StagingBuffer]:
@@ -88,8 +88,8 @@ def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[Chunk
     lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.device.type == "cpu" and tensor.dtype == finished and tensor.is_contiguous() and not lazy:
         whole = _bytes(tensor)
-        for start in range(0, len(whole), options.WRITE_BYTES):
-            piece = whole[start : start + options.WRITE_BYTES]
+        for start in range(0, len(whole), defaults.WRITE_BYTES):
+            piece = whole[start : start + defaults.WRITE_BYTES]
             yield Chunk(len(piece), piece, tensor, finished)
         return
     for elements in _pieces(tensor, max(1, staging.piece_bytes // finished.itemsize)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import CheckpointError, SaveError, SluiceError
 from sluice._geometry import round_up
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
@@ -125,7 +125,7 @@ class Upload:
 
     def _send(self, file: str, key: str, *, replace: bool) -> None:
         nbytes = os.path.getsize(file)
-        part = max(options.UPLOAD_PART_BYTES, round_up(-(-nbytes // options.UPLOAD_PARTS), 1 << 20))
+        part = max(defaults.UPLOAD_PART_BYTES, round_up(-(-nbytes // defaults.UPLOAD_PARTS), 1 << 20))
         with self._refusals():
             if nbytes <= part:
                 mode = "overwrite" if replace else "create"
@@ -150,7 +150,7 @@ class Upload:
 
         try:
             self._library.put(
-                self._store, key, pieces(), chunk_size=part, max_concurrency=options.UPLOADS, use_multipart=True
+                self._store, key, pieces(), chunk_size=part, max_concurrency=defaults.UPLOADS, use_multipart=True
             )
         except self._library.exceptions.BaseError:
             if interrupts:  # the upload could not be aborted, for which obstore raises instead
@@ -210,5 +210,5 @@ class _Refusals:
 def _pieces(file: str) -> Iterator[bytes]:
     """Yield a file in pieces. An exception here, such as an interrupt, aborts the upload."""
     with open(file, "rb") as opened:
-        while piece := opened.read(options.UPLOAD_PIECE_BYTES):
+        while piece := opened.read(defaults.UPLOAD_PIECE_BYTES):
             yield piece

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._threads import Task, Workers
 from sluice.writing.chunks import Chunk, Staging, chunks
 
@@ -34,7 +34,7 @@ def write_queue(nbytes: int, staging: Staging, wrote: Callable[[int], None]) -> 
     Raises:
         SaveError: A write failed.
     """
-    count = options.WRITERS if nbytes >= options.DIRECT_FILE_BYTES else 0
+    count = defaults.WRITERS if nbytes >= defaults.DIRECT_FILE_BYTES else 0
     with Workers(count, "sluice-writer") as workers:
         queue = WriteQueue(workers, staging, wrote)
         yield queue
@@ -62,7 +62,7 @@ class WriteQueue:
         """
         at = 0
         for chunk in chunks(tensor, dtype, self._staging):
-            while len(self._under_way) >= 2 * options.WRITERS:
+            while len(self._under_way) >= 2 * defaults.WRITERS:
                 self._wait()
             work = partial(self._make_and_put, chunk, first + at, partial(put, at), consumer)
             if consumer is None:

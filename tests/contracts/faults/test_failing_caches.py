@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.remote.cache_files import OpenFiles
 from sluice.testing import memory_limit_refusal, run_limited
 from support.cached_objects import cached_bytes, entries
@@ -51,9 +51,9 @@ print(hash(bytes(buffer)), type(source).__name__)
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
-    monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(options, "REMOTE_READ_BYTES", 1 << 20)
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     with RangeServer({"/m": safetensors.torch.save(STATE)}) as running:
         yield running
 

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 import sluice
-from sluice import _options
+from sluice import _defaults, _options
 from support.fault_injection import Injection, failing, short
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="this platform has no preadv")
@@ -67,7 +67,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture
 def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read small files directly, as if every file system supported it."""
-    monkeypatch.setattr(_options, "DIRECT_FILE_BYTES", 0)
+    monkeypatch.setattr(_defaults, "DIRECT_FILE_BYTES", 0)
 
 
 def assert_loaded(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from support.range_server import Fault, RangeServer, chunked, compressed, cut, headers, moved, shifted, status, whole
 
 #: Faults after which a load succeeds, wherever they occur.
@@ -68,12 +68,12 @@ def as_torch_file(state: dict[str, torch.Tensor]) -> bytes:
 @pytest.fixture(params=["pth", "safetensors"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stated]:
     """Return a server whose file takes several requests; failed ones are repeated at once."""
-    monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(options, "REMOTE_TIMEOUT_SECONDS", 0.1)
-    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 4096)
-    monkeypatch.setattr(options, "REMOTE_READ_BYTES", 1 << 20)
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
-    monkeypatch.setattr(options, "REMOTE_GAP_BYTES", 0)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 4096)
+    monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
+    monkeypatch.setattr(defaults, "REMOTE_GAP_BYTES", 0)
     torch.manual_seed(0)
     state = Model().state_dict()
     content = as_torch_file(state) if request.param == "pth" else safetensors.torch.save(state)

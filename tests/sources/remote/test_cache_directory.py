@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.protocol import Source
 from sluice.sources.remote import cache_directory, cache_files
 from sluice.sources.remote.cache_directory import CacheDirectory
@@ -120,7 +120,7 @@ def test_an_object_that_is_larger_than_the_bound_is_cached_in_part(tmp_path: Pat
 
 def test_the_file_system_keeps_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(1, tmp_path)
-    monkeypatch.setattr(options, "CACHE_FREE_BYTES", 1 << 60)
+    monkeypatch.setattr(defaults, "CACHE_FREE_BYTES", 1 << 60)
     assert "leaves no room" in note(load(2, tmp_path))
     assert names(tmp_path) == {"1.bin"}  # to remove it would not be enough
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.protocol import Source
 from sluice.sources.remote.file import RemoteFile
 from sluice.testing import check_source
@@ -56,7 +56,7 @@ def test_other_sources_of_the_same_version_read_what_is_present(remote: Versione
 def test_a_large_cached_part_divides_a_request(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "CACHE_GAP_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(defaults, "CACHE_GAP_BYTES", 2 * BLOCK)
     source = opened(remote, tmp_path)
     read(source, 3 * BLOCK, 2 * BLOCK)
     read(source, 8 * BLOCK, BLOCK)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import RemoteError, TruncatedError
 from sluice.sources.protocol import Source
 from sluice.sources.remote.file import RemoteFile
@@ -87,7 +87,7 @@ def test_the_first_bytes_are_released_by_close() -> None:
 
 def test_the_first_bytes_of_few_files_are_kept() -> None:
     memory = Memory()
-    files = [opened(memory) for _ in range(options.REMOTE_FIRST_BYTES_KEPT + 1)]
+    files = [opened(memory) for _ in range(defaults.REMOTE_FIRST_BYTES_KEPT + 1)]
     memory.requests.clear()
     assert {file.read_at(0, 10) for file in files} == {CONTENT[:10]}
     assert memory.requests == [(0, 10)]
@@ -105,9 +105,9 @@ def test_the_opening_request_is_repeated() -> None:
 
 def test_requests_suit_the_latency_of_the_opening_request() -> None:
     memory = Memory()
-    assert opened(memory).access.request_bytes == options.REMOTE_READ_BYTES
+    assert opened(memory).access.request_bytes == defaults.REMOTE_READ_BYTES
     memory.seconds_per_piece = 0.2
-    assert opened(memory).access.request_bytes == 2 * options.REMOTE_READ_BYTES
+    assert opened(memory).access.request_bytes == 2 * defaults.REMOTE_READ_BYTES
 
 
 def test_an_empty_object() -> None:
@@ -118,7 +118,7 @@ def test_an_empty_object() -> None:
 
 
 def test_bodies_that_end_at_once_are_given_up() -> None:
-    memory = Memory(longest=options.REMOTE_PROGRESS_BYTES - 1)
+    memory = Memory(longest=defaults.REMOTE_PROGRESS_BYTES - 1)
     file = opened(memory)
     with pytest.raises(RemoteError, match="ended too early after 7 tries"):
         file.read_at(0, len(CONTENT))
@@ -130,7 +130,7 @@ def test_a_trickle_is_given_up_in_opening_and_in_reading() -> None:
     memory.seconds_per_piece = 1.0
     with pytest.raises(RemoteError, match=r"less than 4\.00 KiB/s"):
         file.read_at(100_000, 100_000)
-    assert memory.now <= options.REMOTE_PATIENCE_SECONDS + options.REMOTE_SLOW_SECONDS
+    assert memory.now <= defaults.REMOTE_PATIENCE_SECONDS + defaults.REMOTE_SLOW_SECONDS
     with pytest.raises(RemoteError, match=r"less than 4\.00 KiB/s"):
         opened(memory)
 
@@ -180,7 +180,7 @@ def test_time_between_the_reads_of_a_request_is_not_that_of_the_server() -> None
     file = opened(memory)
     with file.request(100_000, 200_000) as shared:
         for start in range(100_000, 300_000, 1_000):
-            memory.now += 10 * options.REMOTE_SLOW_SECONDS
+            memory.now += 10 * defaults.REMOTE_SLOW_SECONDS
             assert read(shared, start, 1_000)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import (
     MissingFileError,
     PathEscapeError,
@@ -39,8 +39,8 @@ def test_a_file_is_a_source(filesystem: Any) -> None:
 def test_a_range_is_read_in_pieces(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is memory in addition to the target."""
     filesystem.pipe_file("/f", CONTENT)
-    monkeypatch.setattr(options, "FSSPEC_READ_BYTES", 4096)
-    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1000)
+    monkeypatch.setattr(defaults, "FSSPEC_READ_BYTES", 4096)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1000)
     asked = _recorded(filesystem, monkeypatch)
     source = filesystem_source(filesystem, "/f")
     assert asked == [(0, 1000)]
@@ -63,7 +63,7 @@ def test_a_file_system_without_asyncio_takes_one_request_at_a_time(
         finally:
             inside[0] -= 1
 
-    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1)
     monkeypatch.setattr(filesystem, "cat_file", counted)
     sources = [filesystem_source(filesystem, "/f"), open_source("memory://f")]
     assert {source.access.parallel_requests for source in sources} == {1}
@@ -95,9 +95,9 @@ def test_a_replaced_or_removed_file_has_changed(filesystem: Any) -> None:
 
 def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     filesystem.pipe_file("/f", CONTENT)
-    monkeypatch.setattr(options, "REMOTE_LONGEST_PAUSE", 0.0)
-    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1)
-    monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
     with closing(open_source("memory://f")) as source:
         with _failing(filesystem, ConnectionError("secret"), times=2):
             assert source.read_at(5, 5) == CONTENT[5:10]
@@ -113,7 +113,7 @@ def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch:
 
 def test_answers_that_are_not_the_range_are_refused(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     filesystem.pipe_file("/f", CONTENT)
-    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1)
     source = open_source("memory://f")
     monkeypatch.setattr(filesystem, "cat_file", lambda *_, **__: CONTENT)
     with pytest.raises(RemoteError, match="other bytes than the range"):

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import (
     MissingFileError,
     RemoteError,
@@ -68,7 +68,7 @@ def server() -> Iterator[RangeServer]:
 def test_it_is_a_source(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     content = CONTENT[:30_000]
     server.files["/m.pth"] = content
-    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 8)  # everything else takes requests
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 8)  # everything else takes requests
 
     @contextmanager
     def failing() -> Iterator[None]:
@@ -88,7 +88,7 @@ def test_it_is_a_source(server: RangeServer, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_opening_request_brings_the_first_bytes(server: RangeServer) -> None:
     with opened(server.url("/m.pth")) as file:
         assert file.identity.nbytes == len(CONTENT)
-        assert file.read_at(0, options.REMOTE_FIRST_BYTES) == CONTENT[: options.REMOTE_FIRST_BYTES]
+        assert file.read_at(0, defaults.REMOTE_FIRST_BYTES) == CONTENT[: defaults.REMOTE_FIRST_BYTES]
         assert len(server.requests) == 1
         assert file.read_at(1000, 200_000) == CONTENT[1000:201_000]
     asked = [request.headers["Range"] for request in server.requests]
@@ -267,7 +267,7 @@ def test_what_was_given_up_says_after_how_many_tries(server: RangeServer) -> Non
         with pytest.raises(RemoteError, match="503 Service Unavailable after 7 tries") as caught:
             file.read_at(FAR, 9)
         assert caught.value.offset == FAR
-    assert len(server.requests) == 1 + 1 + options.REMOTE_RETRIES
+    assert len(server.requests) == 1 + 1 + defaults.REMOTE_RETRIES
 
 
 def test_a_server_that_is_gone(server: RangeServer) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.remote import http_pools
 from sluice.sources.remote.http import open_object
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
@@ -35,7 +35,7 @@ def test_a_read_returns_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 206 Partial Content\r\nX-Long: "], ids=["status", "header"])
 def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
     """Each byte arrives long before the timeout of the connection."""
-    monkeypatch.setattr(options, "REMOTE_HEADERS_SECONDS", 0.05)
+    monkeypatch.setattr(defaults, "REMOTE_HEADERS_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def drip() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import RemoteError
 from sluice.sources.remote.protocol import RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed, TooSlowError, pause_seconds
@@ -39,28 +39,28 @@ def attempts(time: Time) -> Attempts:
 
 
 def test_attempts_in_a_row_end(attempts: Attempts, time: Time) -> None:
-    for _ in range(options.REMOTE_RETRIES):
+    for _ in range(defaults.REMOTE_RETRIES):
         attempts.failed(FAILED, 0)
     with pytest.raises(RemoteError, match=r"http://h/x, byte 7: it failed after 7 tries in \d+ s") as caught:
-        attempts.failed(FAILED, options.REMOTE_PROGRESS_BYTES - 1)
+        attempts.failed(FAILED, defaults.REMOTE_PROGRESS_BYTES - 1)
     assert caught.value.__cause__ is FAILED
-    assert len(time.pauses) == options.REMOTE_RETRIES
+    assert len(time.pauses) == defaults.REMOTE_RETRIES
 
 
 def test_bytes_begin_the_count_anew(attempts: Attempts) -> None:
     for _ in range(100):
-        attempts.failed(FAILED, options.REMOTE_PROGRESS_BYTES)
-    for _ in range(options.REMOTE_RETRIES - 1):
+        attempts.failed(FAILED, defaults.REMOTE_PROGRESS_BYTES)
+    for _ in range(defaults.REMOTE_RETRIES - 1):
         attempts.failed(FAILED, 0)
     with pytest.raises(RemoteError, match="after 106 tries"):
         attempts.failed(FAILED, 0)
 
 
 def test_slow_answers_are_not_progress(attempts: Attempts) -> None:
-    for _ in range(options.REMOTE_RETRIES):
-        attempts.failed(TooSlowError(), options.REMOTE_PROGRESS_BYTES)
+    for _ in range(defaults.REMOTE_RETRIES):
+        attempts.failed(TooSlowError(), defaults.REMOTE_PROGRESS_BYTES)
     with pytest.raises(RemoteError, match="after 7 tries"):
-        attempts.failed(TooSlowError(), options.REMOTE_PROGRESS_BYTES)
+        attempts.failed(TooSlowError(), defaults.REMOTE_PROGRESS_BYTES)
 
 
 def test_a_failure_that_stays_is_not_repeated(attempts: Attempts, time: Time) -> None:
@@ -72,7 +72,7 @@ def test_a_failure_that_stays_is_not_repeated(attempts: Attempts, time: Time) ->
 
 def test_patience_ends(attempts: Attempts, time: Time) -> None:
     attempts.failed(FAILED, 0)
-    time.now += options.REMOTE_PATIENCE_SECONDS
+    time.now += defaults.REMOTE_PATIENCE_SECONDS
     with pytest.raises(RemoteError, match=r"after 2 tries in 12\d s"):
         attempts.failed(FAILED, 0)
 
@@ -87,7 +87,7 @@ def test_the_server_says_how_long_to_wait(attempts: Attempts, time: Time) -> Non
 
 def test_pauses_grow_to_a_limit_and_differ() -> None:
     for failures in (0, 3, 50):
-        longest = min(options.REMOTE_LONGEST_PAUSE, options.REMOTE_FIRST_PAUSE * 2**failures)
+        longest = min(defaults.REMOTE_LONGEST_PAUSE, defaults.REMOTE_FIRST_PAUSE * 2**failures)
         found = [pause_seconds(failures, None) for _ in range(200)]
         assert 0 <= min(found) < longest / 2 < max(found) <= longest
 
@@ -95,11 +95,11 @@ def test_pauses_grow_to_a_limit_and_differ() -> None:
 def test_an_answer_that_trickles_is_too_slow(time: Time) -> None:
     speed = Speed(time)
     for _ in range(100):  # fast enough, for a long time
-        time.now += options.REMOTE_SLOW_SECONDS
-        speed.received(int(options.REMOTE_SLOW_SECONDS * options.REMOTE_SLOWEST_BYTES))
-    for _ in range(int(options.REMOTE_SLOW_SECONDS) - 1):
+        time.now += defaults.REMOTE_SLOW_SECONDS
+        speed.received(int(defaults.REMOTE_SLOW_SECONDS * defaults.REMOTE_SLOWEST_BYTES))
+    for _ in range(int(defaults.REMOTE_SLOW_SECONDS) - 1):
         time.now += 1
-        speed.received(options.REMOTE_SLOWEST_BYTES - 1)
+        speed.received(defaults.REMOTE_SLOWEST_BYTES - 1)
     time.now += 1
     with pytest.raises(TooSlowError, match=r"less than 4\.00 KiB/s for 20 s"):
-        speed.received(options.REMOTE_SLOWEST_BYTES - 1)
+        speed.received(defaults.REMOTE_SLOWEST_BYTES - 1)

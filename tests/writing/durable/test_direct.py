@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import Replacement
 from support.direct_writes import force_direct_writes
@@ -142,7 +142,7 @@ def test_a_direct_write_that_fails_is_an_error(tmp_path: Path, monkeypatch: pyte
         return real(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(options, "WRITE_BYTES", 50_000)
+    monkeypatch.setattr(defaults, "WRITE_BYTES", 50_000)
     (tmp_path / "f.pth").write_bytes(b"old")
     with pytest.raises(sluice.SaveError, match="Input/output error"):
         sluice.save({"w": torch.ones(200, 500)}, tmp_path / "f.pth", overwrite=True)
@@ -172,8 +172,8 @@ def test_saves_hold_what_they_should(
     manifest: bool,
     staging: int,
 ) -> None:
-    monkeypatch.setattr(options, "SAVE_STAGING_BYTES", staging)
-    monkeypatch.setattr(options, "WRITE_BYTES", 50_000)
+    monkeypatch.setattr(defaults, "SAVE_STAGING_BYTES", staging)
+    monkeypatch.setattr(defaults, "WRITE_BYTES", 50_000)
     hashes = tmp_path / "m.json" if manifest else None
     sluice.save(STATE, tmp_path / name, dtype=dtype, manifest=hashes)
     read = torch.load(tmp_path / name) if name == "f.pth" else safetensors.torch.load_file(tmp_path / name)

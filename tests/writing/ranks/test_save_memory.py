@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sluice
-from sluice import _options as options
+from sluice import _defaults as defaults
 from support.ranks import Ranks
 
 _MIB = 1 << 20
@@ -76,7 +76,7 @@ def test_every_rank_takes_its_share_of_staging(two_ranks: Ranks, tmp_path: Path)
             two_ranks.run(save, tmp_path / path, dtype)
             for process, start in zip(two_ranks.processes, before, strict=True):
                 growth = _memory(process.pid, "VmHWM") - start
-                assert growth <= options.SAVE_STAGING_BYTES // 2 + 8 * _MIB, f"{path}: {growth / _MIB:.1f} MiB"
+                assert growth <= defaults.SAVE_STAGING_BYTES // 2 + 8 * _MIB, f"{path}: {growth / _MIB:.1f} MiB"
     finally:
         two_ranks.run(forget)
     for path, dtype in (("w.pth", torch.float32), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):

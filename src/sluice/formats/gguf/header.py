@@ -12,8 +12,9 @@ from math import prod
 
 from msgspec import Struct
 
+from sluice._defaults import HEADER_PIECE_BYTES
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
-from sluice._options import HEADER_PIECE_BYTES, Limits
+from sluice._options import Limits
 from sluice.formats.gguf.types import TYPES, TensorType
 from sluice.sources.protocol import Source
 

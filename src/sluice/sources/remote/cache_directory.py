@@ -21,7 +21,7 @@ from contextlib import suppress
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.remote.cache_files import (
     EntryFiles,
     Header,
@@ -68,12 +68,12 @@ class CachedObjectName(Struct, frozen=True, kw_only=True):
 
 def blocks_of(nbytes: int) -> int:
     """Return the number of blocks of an object."""
-    return -(-nbytes // options.CACHE_BLOCK_BYTES)
+    return -(-nbytes // defaults.CACHE_BLOCK_BYTES)
 
 
 def cost_of(blocks: int) -> int:
     """Return the bytes that blocks are charged."""
-    return blocks * (options.CACHE_BLOCK_BYTES + _RECORD_BYTES)
+    return blocks * (defaults.CACHE_BLOCK_BYTES + _RECORD_BYTES)
 
 
 class CacheDirectory:
@@ -207,7 +207,7 @@ class CacheDirectory:
     def _has_room(self, total: int, bound: int, nbytes: int, *, freed: int = 0) -> bool:
         found = os.statvfs(self.path)
         free = found.f_bavail * found.f_frsize + freed
-        return total + nbytes <= bound and free - nbytes >= options.CACHE_FREE_BYTES
+        return total + nbytes <= bound and free - nbytes >= defaults.CACHE_FREE_BYTES
 
     def _total(self, state: StateLock) -> int:
         """Return what all entries are charged, at least. Looking at each takes 20 µs, so the sum is recorded."""
@@ -277,7 +277,7 @@ class CacheEntry:
             needed = cost_of(blocks)
             if self._reserved < needed:
                 missing = needed - self._reserved
-                most = min(options.CACHE_RESERVED_BYTES, self.bound // _SHARES, cost_of(blocks_of(self.name.nbytes)))
+                most = min(defaults.CACHE_RESERVED_BYTES, self.bound // _SHARES, cost_of(blocks_of(self.name.nbytes)))
                 self._reserved += self.directory.reserve(self, max(missing, most), least=missing)
             self._reserved -= needed
 

@@ -25,7 +25,7 @@ from typing import Self
 
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 
 __all__ = ["EntryFiles", "Header", "OpenFiles", "boot_id", "file_name"]
 
@@ -200,7 +200,7 @@ class OpenFiles:
 
     def read(self, index: int, buffer: memoryview, crc: int) -> bool:
         """Read a block into a buffer of its size; return whether it is as it was written."""
-        at, done = index * options.CACHE_BLOCK_BYTES, 0
+        at, done = index * defaults.CACHE_BLOCK_BYTES, 0
         while done < len(buffer):
             found = os.preadv(self._data, [buffer[done:]], at + done)
             if not found:
@@ -233,12 +233,12 @@ class OpenFiles:
 
     def block_bytes(self, index: int) -> int:
         """Return the size of a block: the last one may be shorter."""
-        return min(options.CACHE_BLOCK_BYTES, self._nbytes - index * options.CACHE_BLOCK_BYTES)
+        return min(defaults.CACHE_BLOCK_BYTES, self._nbytes - index * defaults.CACHE_BLOCK_BYTES)
 
     def forget_damaged(self) -> None:
         """Forget all blocks that are not as they were written."""
-        buffer = memoryview(bytearray(options.CACHE_BLOCK_BYTES))
-        count = -(-self._nbytes // options.CACHE_BLOCK_BYTES)
+        buffer = memoryview(bytearray(defaults.CACHE_BLOCK_BYTES))
+        count = -(-self._nbytes // defaults.CACHE_BLOCK_BYTES)
         for first in range(0, count, 1024):
             for index, crc in enumerate(self.present(first, min(1024, count - first)), first):
                 if crc is not None and not self.read(index, buffer[: self.block_bytes(index)], crc):

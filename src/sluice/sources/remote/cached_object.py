@@ -11,7 +11,7 @@ import zlib
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Self
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.remote.cache_directory import CacheEntry, blocks_of
 from sluice.sources.remote.cache_files import OpenFiles
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RequestFailedError
@@ -69,7 +69,7 @@ class CachedObject:
         Raises:
             OSError: The entry cannot be read.
         """
-        most = max(1, request_bytes // options.CACHE_BLOCK_BYTES)
+        most = max(1, request_bytes // defaults.CACHE_BLOCK_BYTES)
         count = blocks_of(self.entry.name.nbytes)
         runs: list[tuple[int, int]] = []
         with self.entry.open() as files:
@@ -81,7 +81,7 @@ class CachedObject:
                         runs[-1] = runs[-1][0], index + 1
                     else:
                         runs.append((index, index + 1))
-        size = options.CACHE_BLOCK_BYTES
+        size = defaults.CACHE_BLOCK_BYTES
         return [range(start * size, min(end * size, self.entry.name.nbytes)) for start, end in runs]
 
     def keep_first(self, data: bytes) -> None:
@@ -109,12 +109,12 @@ class _BlockWriter:
     def write(self, data: memoryview) -> None:
         self._files.write(self.at, data)
         while data:
-            room = options.CACHE_BLOCK_BYTES - self.at % options.CACHE_BLOCK_BYTES
+            room = defaults.CACHE_BLOCK_BYTES - self.at % defaults.CACHE_BLOCK_BYTES
             piece = data[:room]
             self.crc = zlib.crc32(piece, self.crc)
             self.at += len(piece)
             if len(piece) == room or self.at == self._nbytes:
-                self._files.mark((self.at - 1) // options.CACHE_BLOCK_BYTES, self.crc)
+                self._files.mark((self.at - 1) // defaults.CACHE_BLOCK_BYTES, self.crc)
                 self.crc = 0
             data = data[len(piece) :]
 
@@ -130,14 +130,14 @@ class _Range:
         """
         self._cached, self._files, self._facts = cached, files, facts
         self._at, self._end = offset, offset + nbytes
-        self._first = offset // options.CACHE_BLOCK_BYTES
+        self._first = offset // defaults.CACHE_BLOCK_BYTES
         self._request = ExitStack()
         self._body: Body | None = None
         self._body_end = 0
         self._writer: _BlockWriter | None = None
         self._scratch: memoryview | None = None
         try:
-            count = -(-self._end // options.CACHE_BLOCK_BYTES) - self._first
+            count = -(-self._end // defaults.CACHE_BLOCK_BYTES) - self._first
             self._present = files.present(self._first, count)
         except BaseException:
             files.close()
@@ -151,7 +151,7 @@ class _Range:
             if kind is None and self._at == self._end:
                 self._read_rest()
             writer = self._writer
-            if writer is not None and writer.at % options.CACHE_BLOCK_BYTES and writer.at == self._at:
+            if writer is not None and writer.at % defaults.CACHE_BLOCK_BYTES and writer.at == self._at:
                 self._cached.begun[writer.at] = writer.crc
         finally:
             self._files.close()
@@ -177,12 +177,12 @@ class _Range:
 
     def _from_cache(self, buffer: memoryview) -> int:
         """Copy bytes of the block at the current position; return their number, 0 if it is missing or damaged."""
-        index = self._at // options.CACHE_BLOCK_BYTES
+        index = self._at // defaults.CACHE_BLOCK_BYTES
         crc = self._present[index - self._first]
         if crc is None:
             return 0
         nbytes = self._files.block_bytes(index)
-        before = self._at - index * options.CACHE_BLOCK_BYTES
+        before = self._at - index * defaults.CACHE_BLOCK_BYTES
         try:
             if not before and len(buffer) >= nbytes:
                 if self._files.read(index, buffer[:nbytes], crc):
@@ -199,9 +199,9 @@ class _Range:
 
     def _open_request(self) -> None:
         """Request all that is missing from the current position on, up to a part of the cache that is worth a pause."""
-        index = self._at // options.CACHE_BLOCK_BYTES
+        index = self._at // defaults.CACHE_BLOCK_BYTES
         after, missing = self._missing_until(index)
-        start, end, crc = index * options.CACHE_BLOCK_BYTES, after * options.CACHE_BLOCK_BYTES, 0
+        start, end, crc = index * defaults.CACHE_BLOCK_BYTES, after * defaults.CACHE_BLOCK_BYTES, 0
         if (known := self._cached.begun.pop(self._at, None)) is not None:
             start, crc = self._at, known
         keeps = self._cached.entry.usable
@@ -224,7 +224,7 @@ class _Range:
         """Return the end of the blocks to request from ``index`` on, and the number of those that are missing."""
         present = 0
         position = index - self._first
-        gap = options.CACHE_GAP_BYTES // options.CACHE_BLOCK_BYTES
+        gap = defaults.CACHE_GAP_BYTES // defaults.CACHE_BLOCK_BYTES
         while position < len(self._present) and present < max(1, gap):
             present = present + 1 if self._present[position] is not None else 0
             position += 1
@@ -254,7 +254,7 @@ class _Range:
     def _close_request(self) -> None:
         if self._writer is not None:
             with suppress(OSError):
-                start = self._first * options.CACHE_BLOCK_BYTES
+                start = self._first * defaults.CACHE_BLOCK_BYTES
                 self._files.start_writing(start, self._writer.at - start)
         self._body = self._writer = None
         self._request.close()
@@ -269,5 +269,5 @@ class _Range:
 
     def _room(self) -> memoryview:
         if self._scratch is None:
-            self._scratch = memoryview(bytearray(options.CACHE_BLOCK_BYTES))
+            self._scratch = memoryview(bytearray(defaults.CACHE_BLOCK_BYTES))
         return self._scratch

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import TruncatedError
 from sluice.records import AccessFacts, FileIdentity, Traffic
 from sluice.sources.coalesced import read_ranges
@@ -65,11 +65,11 @@ class RemoteFile:
         self._traffic, self._counting = Traffic(), threading.Lock()
         self._expected = Expectations()
         self.access = access or AccessFacts(
-            request_bytes=options.REMOTE_READ_BYTES,
-            gap_bytes=options.REMOTE_GAP_BYTES,
-            parallel_requests=options.REMOTE_REQUESTS,
-            first_bytes=options.REMOTE_FIRST_BYTES,
-            header_bytes=options.REMOTE_HEADER_BYTES,
+            request_bytes=defaults.REMOTE_READ_BYTES,
+            gap_bytes=defaults.REMOTE_GAP_BYTES,
+            parallel_requests=defaults.REMOTE_REQUESTS,
+            first_bytes=defaults.REMOTE_FIRST_BYTES,
+            header_bytes=defaults.REMOTE_HEADER_BYTES,
             joins_reads=True,
         )
         try:
@@ -78,7 +78,7 @@ class RemoteFile:
             if self.access.joins_reads:
                 self.access = for_latency(self.access, clock() - began)
             _KEPT.append(weakref.ref(self))
-            while len(_KEPT) > options.REMOTE_FIRST_BYTES_KEPT:
+            while len(_KEPT) > defaults.REMOTE_FIRST_BYTES_KEPT:
                 if (oldest := _KEPT.popleft()()) is not None:
                     oldest._head = b""  # noqa: SLF001  (of this class)
             if not self._facts.nbytes:
@@ -178,8 +178,8 @@ class RemoteFile:
         while True:
             done = 0
             try:
-                facts, opened = self._remote.open_first(options.REMOTE_FIRST_BYTES)
-                head = bytearray(min(options.REMOTE_FIRST_BYTES, facts.nbytes))
+                facts, opened = self._remote.open_first(defaults.REMOTE_FIRST_BYTES)
+                head = bytearray(min(defaults.REMOTE_FIRST_BYTES, facts.nbytes))
                 with opened as body, memoryview(head) as view:
                     speed = Speed(self._clock)
                     # Fewer bytes are not a failure: missing ones are requested when they are read.

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from fsspec.core import url_to_fs
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError, UnsupportedError
 from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
@@ -91,11 +91,11 @@ class FilesystemFile(RemoteFile):
         """
         self._object = _FilesystemObject(filesystem, path, shown)
         access = AccessFacts(
-            request_bytes=options.FSSPEC_READ_BYTES,
-            gap_bytes=options.FSSPEC_GAP_BYTES,
-            parallel_requests=options.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1,
-            first_bytes=options.REMOTE_FIRST_BYTES,
-            header_bytes=options.REMOTE_HEADER_BYTES,
+            request_bytes=defaults.FSSPEC_READ_BYTES,
+            gap_bytes=defaults.FSSPEC_GAP_BYTES,
+            parallel_requests=defaults.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1,
+            first_bytes=defaults.REMOTE_FIRST_BYTES,
+            header_bytes=defaults.REMOTE_HEADER_BYTES,
         )
         self._was_closed = False
         super().__init__(self._object, access=access)
@@ -196,7 +196,7 @@ class _Body:
         self._end = self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        count = min(len(buffer), self._end - self._position, options.FSSPEC_READ_BYTES)
+        count = min(len(buffer), self._end - self._position, defaults.FSSPEC_READ_BYTES)
         if not count:
             return 0
         data = self._remote.piece(self._position, self._position + count)

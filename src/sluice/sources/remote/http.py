@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 import urllib3
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import RemoteError
 from sluice.sources.directory import Directory
 from sluice.sources.remote.http_addresses import (
@@ -69,7 +69,7 @@ class HttpObject:
         self._first_is_private: bool | None = None
         self._headers = _own_headers(settings.headers, authorization, self.path)
         self._verify = settings.verify
-        self._timeout = settings.timeout or options.REMOTE_TIMEOUT_SECONDS
+        self._timeout = settings.timeout or defaults.REMOTE_TIMEOUT_SECONDS
         self._connections, self._return = lend_connections(self, verify=self._verify)
 
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
@@ -133,7 +133,7 @@ class HttpObject:
 
     def _resolved(self, wanted: Mapping[str, str]) -> tuple[urllib3.BaseHTTPResponse, HttpAddress]:
         address = self._first
-        for _ in range(options.REMOTE_REDIRECTS + 1):
+        for _ in range(defaults.REMOTE_REDIRECTS + 1):
             response = self._get(address, wanted)
             if response.status not in _REDIRECTS:
                 self._target = address
@@ -141,7 +141,7 @@ class HttpObject:
             location = response.headers.get("Location")
             discard(response)
             address = next_address(address, location)
-        raise RequestFailedError(f"the server redirects more than {options.REMOTE_REDIRECTS} times", temporary=False)
+        raise RequestFailedError(f"the server redirects more than {defaults.REMOTE_REDIRECTS} times", temporary=False)
 
     def _get(self, address: HttpAddress, wanted: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         own = address.origin == self._first.origin

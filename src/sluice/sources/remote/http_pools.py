@@ -11,7 +11,7 @@ from urllib3 import BaseHTTPResponse
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice.sources.remote.http_addresses import is_private
 from sluice.sources.remote.protocol import RequestFailedError
 
@@ -62,7 +62,7 @@ class _HeaderLines:
             arrived = self.stream.peek()
             now = time.monotonic()
             if self._until is None:
-                self._until = now + options.REMOTE_HEADERS_SECONDS
+                self._until = now + defaults.REMOTE_HEADERS_SECONDS
             if now > self._until:
                 raise SlowHeadersError
             if not arrived:

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sluice import _options
+from sluice import _defaults
 from sluice._errors import UnsupportedError
 from sluice._messages import type_of
 from sluice._public import public
@@ -110,7 +110,7 @@ class Remote:
     @property
     def cache_bound(self) -> int:
         """Most bytes of the cache directory."""
-        return _options.CACHE_BYTES if self.cache_bytes is None else parse_bytes(self.cache_bytes)
+        return _defaults.CACHE_BYTES if self.cache_bytes is None else parse_bytes(self.cache_bytes)
 
     @property
     def settings(self) -> RemoteSettings:

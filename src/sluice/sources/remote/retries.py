@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import RemoteError
 from sluice._units import format_bytes
 from sluice.sources.remote.protocol import RequestFailedError
@@ -17,8 +17,8 @@ class TooSlowError(RequestFailedError):
     """An answer arrives more slowly than a working connection is."""
 
     def __init__(self) -> None:
-        slowest = format_bytes(options.REMOTE_SLOWEST_BYTES)
-        problem = f"the server sent less than {slowest}/s for {options.REMOTE_SLOW_SECONDS:g} s"
+        slowest = format_bytes(defaults.REMOTE_SLOWEST_BYTES)
+        problem = f"the server sent less than {slowest}/s for {defaults.REMOTE_SLOW_SECONDS:g} s"
         super().__init__(problem, temporary=True)
 
 
@@ -47,9 +47,9 @@ class Speed:
         self._nbytes += nbytes
         self._last = self._clock()
         seconds = self._last - self._since
-        if seconds < options.REMOTE_SLOW_SECONDS:
+        if seconds < defaults.REMOTE_SLOW_SECONDS:
             return
-        if self._nbytes < seconds * options.REMOTE_SLOWEST_BYTES:
+        if self._nbytes < seconds * defaults.REMOTE_SLOWEST_BYTES:
             raise TooSlowError
         self._since, self._nbytes = self._since + seconds, 0
 
@@ -78,12 +78,12 @@ class Attempts:
         """
         now = self._clock()
         self._failures += 1
-        if received >= options.REMOTE_PROGRESS_BYTES and not isinstance(error, TooSlowError):
+        if received >= defaults.REMOTE_PROGRESS_BYTES and not isinstance(error, TooSlowError):
             self._in_a_row, self._last = 0, now
         pause = pause_seconds(self._in_a_row, error.retry_after)
         self._in_a_row += 1
-        in_time = now + pause < self._last + options.REMOTE_PATIENCE_SECONDS
-        if not error.temporary or self._in_a_row > options.REMOTE_RETRIES or not in_time:
+        in_time = now + pause < self._last + defaults.REMOTE_PATIENCE_SECONDS
+        if not error.temporary or self._in_a_row > defaults.REMOTE_RETRIES or not in_time:
             raise self._given_up(error, now) from error
         self._sleep(pause)
 
@@ -103,5 +103,5 @@ def pause_seconds(failures: int, retry_after: float | None) -> float:
         failures: Failures in a row before the last one.
         retry_after: Seconds that the server asks to wait, or None.
     """
-    longest = min(options.REMOTE_LONGEST_PAUSE, options.REMOTE_FIRST_PAUSE * 2**failures)
+    longest = min(defaults.REMOTE_LONGEST_PAUSE, defaults.REMOTE_FIRST_PAUSE * 2**failures)
     return (retry_after or 0.0) + random.uniform(0, longest)  # noqa: S311  (no secret)

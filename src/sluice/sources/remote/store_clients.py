@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import UnsupportedError
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote_names import without_credentials
@@ -146,8 +146,8 @@ def make_store(address: StoreAddress, settings: RemoteSettings, purpose: Purpose
             client_options=_client_options(address.kind, config, settings),
             # A read is repeated by RemoteFile, which resumes and keeps the limit in time.
             retry_config={
-                "max_retries": 0 if purpose == "read" else options.REMOTE_RETRIES,
-                "retry_timeout": timedelta(seconds=options.REMOTE_PATIENCE_SECONDS),
+                "max_retries": 0 if purpose == "read" else defaults.REMOTE_RETRIES,
+                "retry_timeout": timedelta(seconds=defaults.REMOTE_PATIENCE_SECONDS),
             },
             **more,
         )
@@ -175,7 +175,7 @@ def root_of(store: Any) -> str:
 
 
 def _client_options(kind: str, config: Mapping[str, Any], settings: RemoteSettings) -> dict[str, Any]:
-    seconds = options.REMOTE_TIMEOUT_SECONDS if settings.timeout is None else settings.timeout
+    seconds = defaults.REMOTE_TIMEOUT_SECONDS if settings.timeout is None else settings.timeout
     made: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=seconds),
         "read_timeout": timedelta(seconds=seconds),

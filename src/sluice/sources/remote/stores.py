@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Self
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError
 from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
@@ -88,11 +88,11 @@ def stored_directory(store: Any, prefix: str) -> Directory | None:
 
 def _source(remote: RemoteObject) -> RemoteFile:
     access = AccessFacts(
-        request_bytes=options.REMOTE_READ_BYTES,
-        gap_bytes=options.REMOTE_GAP_BYTES,
-        parallel_requests=options.STORE_REQUESTS,
-        first_bytes=options.REMOTE_FIRST_BYTES,
-        header_bytes=options.REMOTE_HEADER_BYTES,
+        request_bytes=defaults.REMOTE_READ_BYTES,
+        gap_bytes=defaults.REMOTE_GAP_BYTES,
+        parallel_requests=defaults.STORE_REQUESTS,
+        first_bytes=defaults.REMOTE_FIRST_BYTES,
+        header_bytes=defaults.REMOTE_HEADER_BYTES,
         joins_reads=True,
     )
     return RemoteFile(remote, access=access)
@@ -159,7 +159,7 @@ class StoredObject:
             raise translated(error, self.path, pinned=False) from None
 
     def _body(self, result: Any) -> _Body:
-        return _Body(iter(result.stream(min_chunk_size=options.REMOTE_PIECE_BYTES)), self.path)
+        return _Body(iter(result.stream(min_chunk_size=defaults.REMOTE_PIECE_BYTES)), self.path)
 
     def _check_range(self, result: Any, start: int, end: int) -> None:
         if tuple(result.range) != (start, end):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import round_up
 from sluice.records import AccessFacts
 
@@ -23,5 +23,5 @@ def for_latency(access: AccessFacts, seconds: float) -> AccessFacts:
             become larger than needed.
     """
     step = access.request_bytes
-    bytes_per_request = int(seconds * options.REMOTE_LINE_BYTES) // max(1, access.parallel_requests - 1)
-    return replace(access, request_bytes=min(max(step, round_up(bytes_per_request, step)), options.REMOTE_MOST_BYTES))
+    bytes_per_request = int(seconds * defaults.REMOTE_LINE_BYTES) // max(1, access.parallel_requests - 1)
+    return replace(access, request_bytes=min(max(step, round_up(bytes_per_request, step)), defaults.REMOTE_MOST_BYTES))

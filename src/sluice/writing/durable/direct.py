@@ -14,7 +14,7 @@ import threading
 
 import numpy as np
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._geometry import round_down, round_up
 from sluice.engine.staging import StagingPool
 from sluice.machine.facts import takes_direct_io
@@ -25,7 +25,7 @@ __all__ = ["DirectWrites", "block_bytes", "direct_writes", "write_all"]
 
 def block_bytes() -> int:
     """Return the alignment of direct writes: no page of the cache may hold a block that is written directly."""
-    return max(options.BLOCK_BYTES, mmap.PAGESIZE)
+    return max(defaults.BLOCK_BYTES, mmap.PAGESIZE)
 
 
 def write_all(descriptor: int, offset: int, view: memoryview) -> None:
@@ -77,7 +77,7 @@ class DirectWrites:
         """Write all of ``view`` at ``offset``; each byte of the file once. Thread-safe."""
         end = offset + len(view)
         first, last = round_up(offset, block_bytes()), round_down(end, block_bytes())
-        if last - first < options.DIRECT_WRITE_BYTES:
+        if last - first < defaults.DIRECT_WRITE_BYTES:
             self._keep(offset, view)
             return
         reached = first + self._write_blocks(first, view[first - offset : last - offset])
@@ -101,7 +101,7 @@ class DirectWrites:
         with self._lock:
             self._small.append((offset, bytes(view)))
             self._small_bytes += len(view)
-            if self._small_bytes > options.SMALL_WRITES_BYTES or len(self._small) >= options.SMALL_WRITES:
+            if self._small_bytes > defaults.SMALL_WRITES_BYTES or len(self._small) >= defaults.SMALL_WRITES:
                 self._write_small()
 
     def _write_small(self) -> None:

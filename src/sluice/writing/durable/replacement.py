@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice.engine.staging import StagingPool
 from sluice.writing.durable.direct import DirectWrites, direct_writes, write_all
@@ -91,7 +91,7 @@ class NewFile:
         self._bypass_cache(nbytes, staging)
 
     def _bypass_cache(self, nbytes: int, staging: StagingPool | None) -> None:
-        if staging is not None and nbytes >= options.DIRECT_FILE_BYTES:
+        if staging is not None and nbytes >= defaults.DIRECT_FILE_BYTES:
             self._direct = direct_writes(self._made, self._descriptor, staging)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice.engine.staging import StagingPool
 from sluice.writing.durable.direct import write_all
@@ -57,7 +57,7 @@ class SharedFile(NewFile):
                 piece = data[at : at + nbytes]
                 at += nbytes
                 # Shorter pieces would fill the list of short writes, which is made for the edges of long ones.
-                if self._direct is not None and nbytes >= options.DIRECT_WRITE_BYTES:
+                if self._direct is not None and nbytes >= defaults.DIRECT_WRITE_BYTES:
                     self._direct.write(offset, piece)
                 else:
                     write_all(self._descriptor, offset, piece)

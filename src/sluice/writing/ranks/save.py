@@ -25,7 +25,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice import _options as options
+from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice.formats.safetensors.ties import declare_ties
@@ -266,7 +266,7 @@ def _divided(
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]
     tensors = divide(stored)
     local = sum(rank.host == host for rank in ranks)
-    staging = Staging.make(options.SAVE_STAGING_BYTES // local)
+    staging = Staging.make(defaults.SAVE_STAGING_BYTES // local)
     return _Division(
         job=replace(job, staging=staging), tensors=tensors, ties=ties, written=_written(tensors, group.size)
     )

@@ -1,0 +1,251 @@
+"""Decide a load into a module from the arguments of the user.
+
+All that headers can show is settled here, before a byte of tensor data is read: names, shapes, dtypes, memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from msgspec.structs import replace
+from torch import nn
+
+from sluice._errors import MismatchError
+from sluice._options import TransferOptions
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.dtensors.description import is_dtensor, local_of
+from sluice.entries import tree as trees
+from sluice.entries.lookup import subtree
+from sluice.entries.rules import Rule
+from sluice.loading.devices import Device, other_devices, parse_placement
+from sluice.loading.job import LoadRequest
+from sluice.loading.module_job import ModuleJob, module_job
+from sluice.matching.match import Outline, match
+from sluice.matching.name_fit import unwrap
+from sluice.matching.renaming import Rename, rename_entries
+from sluice.matching.selection import Selection, select
+from sluice.modules.collect import ModuleState, collect
+from sluice.modules.load_hooks import follow_loading
+from sluice.modules.moves import describe_moves
+from sluice.modules.refused_models import advice_for
+from sluice.planning.alternatives import Change
+from sluice.reading.transfer import changed
+from sluice.records import Entry, UnsupportedValue
+
+if TYPE_CHECKING:
+    from sluice.ranks.protocol import Group
+
+__all__ = ["EntriesRequest", "ModuleRequest"]
+
+#: The dtype offered if a load does not fit: half the size of float32, with the same range.
+_SMALLER_DTYPE = "bfloat16"
+
+
+class _IntoModule(LoadRequest, frozen=True, kw_only=True):
+    """A load into a module, which several ranks may hold."""
+
+    #: The module to load into.
+    model: nn.Module
+
+    can_map: ClassVar[bool] = True
+
+    def group(self) -> Group | None:
+        """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
+        if "torch.distributed.fsdp" in sys.modules:  # otherwise no module is divided by it
+            from sluice.modules.fully_sharded import reshard
+
+            reshard(self.model)  # a gathered parameter is an ordinary tensor
+        tensors = list(chain(self.model.parameters(), self.model.buffers()))
+        if not any(map(is_dtensor, tensors)):
+            return None
+        # Here, not above: most models are those of one process.
+        from sluice.ranks.membership import group_of
+
+        return group_of(tensors)
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """See ``LoadRequest.process_groups``."""
+        from sluice.ranks.membership import process_groups_of
+
+        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
+
+
+class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
+    """Arguments of ``sluice.load_into``."""
+
+    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
+    device: Device = None
+    #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
+    dtype: str | None = None
+    #: Part of the checkpoint; None searches for the state dict.
+    key: str | None = None
+    #: New names for the names of the checkpoint.
+    rename: Rename | None = None
+    #: Rules to apply before names are matched.
+    rules: Sequence[Rule] = ()
+    #: Whether missing and unexpected names are errors.
+    strict: bool = True
+    #: Whether it is accepted that no tensor of the module is in the checkpoint.
+    allow_empty: bool = False
+    #: Quantizes weights; a configuration of torchao, or a function.
+    quantize: object = None
+
+    def arguments(self) -> dict[str, str]:
+        """See ``LoadRequest.arguments``."""
+        return {
+            "dtype": str(self.dtype),
+            "key": str(self.key),
+            "strict": str(self.strict),
+            "rename": "a function" if callable(self.rename) else repr(self.rename),
+            "rules": ", ".join(type(rule).__name__ for rule in self.rules),
+            "place": self.options.place,
+            "share": self.share,
+        }
+
+    def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
+        """See ``LoadRequest.job``; the errors are those of ``sluice.load_into``."""
+        try:
+            return self._job(checkpoint)
+        except MismatchError as error:
+            advice = advice_for(self.model)
+            if advice is not None:
+                error.advice = f"{error.advice} {advice}"
+            raise
+
+    def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
+        state = self.describe()
+        tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
+        selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
+        _refuse_opaques(self, selection, state, checkpoint)
+        followed = follow_loading(
+            self.model, selection.entries, selection.extra_state, versions=selection.versions, strict=self.strict
+        )
+        match_on = partial(
+            match,
+            state.outline,
+            followed.entries if self.dtype else _in_own_dtype(followed.entries, followed.assigned),
+            dtype=self.dtype,
+            strict=followed.strict,
+            versions=selection.versions,
+            extra_state=followed.extra_state,
+            optional_names=followed.optional_names,
+            problems=followed.problems,
+            allow_empty=self.allow_empty,
+            candidates=selection.candidates,
+            needs_values=self.strict,
+            has_attributes=bool(followed.attributes),
+        )
+        own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
+        skipped = [name for name, value in own.items() if trees.opaques(value)]
+        job = module_job(
+            checkpoint, state, match_on, self.device, self.options, strict=self.strict, quantize=self.quantize
+        )
+        return replace(
+            job,
+            key=selection.key,
+            prefix=selection.prefix,
+            receivers=followed.receivers,
+            attributes=followed.attributes,
+            extra_state={name: value for name, value in own.items() if name not in skipped},
+            notes=(
+                *selection.notes,
+                *followed.notes,
+                *job.notes,
+                *(describe_moves(map(local_of, state.tensors)) if self.device is None else ()),
+                *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
+            ),
+        )
+
+    def describe(self) -> ModuleState:
+        """Return the description of the module, or of the part of it that is loaded."""
+        return collect(self.model)
+
+    def changed(self, change: Change) -> ModuleRequest:
+        """See ``LoadRequest.changed``."""
+        return replace(
+            self,
+            dtype=change.dtype or self.dtype,
+            device=change.device or self.device,
+            options=changed(self.options, change),
+        )
+
+    def offers(self) -> Sequence[Change]:
+        """See ``LoadRequest.offers``."""
+        # If the caller asked for a cast, the file's own dtypes may fit: they can be mapped, or are in place.
+        dtypes = (_SMALLER_DTYPE, "auto") if self.dtype not in {None, "auto"} else (_SMALLER_DTYPE,)
+        return [*_other_places(self.device, self.options), *(Change(dtype=dtype) for dtype in dtypes)]
+
+
+class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
+    """A load of entries that have the module's names already, because a library converted them.
+
+    Nothing is searched, and load hooks of modules are not followed: the library has handled both. Tensors without an
+    entry must be real and keep their values.
+    """
+
+    #: The entry of each parameter and persistent buffer, by name.
+    entries: Mapping[str, Entry]
+    #: As in ``ModuleRequest``.
+    device: Device = None
+    #: As in ``ModuleRequest``.
+    quantize: object = None
+
+    def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
+        """See ``LoadRequest.job``."""
+        state = collect(self.model)
+        match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
+        return module_job(checkpoint, state, match_on, self.device, self.options, strict=False, quantize=self.quantize)
+
+    def changed(self, change: Change) -> EntriesRequest:
+        """See ``LoadRequest.changed``."""
+        return replace(self, device=change.device or self.device, options=changed(self.options, change))
+
+    def offers(self) -> Sequence[Change]:
+        """See ``LoadRequest.offers``."""
+        return list(_other_places(self.device, self.options))
+
+
+def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Mapping[str, Entry]:
+    """Return the entries, of which those that are assigned keep the dtype of the checkpoint."""
+    if not assigned:
+        return entries
+    return {
+        name: replace(entry, cast=entry.cast or entry.dtype) if name in assigned else entry
+        for name, entry in entries.items()
+    }
+
+
+def _other_places(device: Device, options: TransferOptions) -> Iterator[Change]:
+    """Yield the changes that keep every value."""
+    if options.place == "copy":
+        yield Change(place="map")
+    for other in other_devices(parse_placement(device)):
+        yield Change(device=other)
+
+
+def _without_entry(outline: Outline, checkpoint: OpenCheckpoint) -> set[str]:
+    """Return the names that the module has, and the checkpoint only in metadata that may name tied tensors."""
+    ties = checkpoint.stored_names
+    if not ties:
+        return set()
+    slots = (slot.names for slot in outline.slots if not any(name in checkpoint.entries for name in slot.names))
+    return {name for names in slots for name in names if name in ties}
+
+
+def _refuse_opaques(
+    request: ModuleRequest, selection: Selection, state: ModuleState, checkpoint: OpenCheckpoint
+) -> None:
+    """Refuse values of the state dict that sluice does not build; without ``strict``, only tensors of the module."""
+    opaques = trees.opaques(subtree(checkpoint.index.tree, selection.key or ""))
+    own = {unwrap(name) for slot in state.outline.slots for name in slot.names} if opaques else set()
+    for name, leaf in opaques.items():
+        for new_name in rename_entries({name: leaf}, request.rename):
+            spellings = [new_name, unwrap(new_name)]
+            rests = [each.removeprefix(selection.prefix) for each in spellings if each.startswith(selection.prefix)]
+            needed = isinstance(leaf, UnsupportedValue) and any(unwrap(rest) in own for rest in rests)
+            if needed or (request.strict and rests):
+                raise trees.refusal(leaf, name, checkpoint.path)
