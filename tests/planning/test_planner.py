@@ -6,7 +6,8 @@ from msgspec.structs import replace
 import sluice
 from sluice._dtypes import ITEM_BYTES
 from sluice.planning.memory_layout import shared_targets, single_targets
-from sluice.planning.planner import plan_load, reader_count
+from sluice.planning.planner import plan_load
+from sluice.planning.threads import reader_count
 from sluice.records import Elements, Fill, LoadPlan, MachineFacts, Request, Target
 from support.plans import FILE, MIB, entry, facts, index_of, request
 

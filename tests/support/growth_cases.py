@@ -63,7 +63,7 @@ def _into(
         if readers:
             from sluice.planning import planner
 
-            planner.reader_count = lambda reads, *_, **__: min(readers, len(reads))
+            vars(planner)["reader_count"] = lambda reads, *_, **__: min(readers, len(reads))
 
         def call() -> Outcome:
             report = load_into(model, path, memory=memory, **how)

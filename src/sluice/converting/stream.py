@@ -19,7 +19,7 @@ from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
 from sluice.planning.conversion import TargetGroup, group_targets, in_long_runs, plan_group, plan_stream
-from sluice.planning.planner import staging_buffer_bytes
+from sluice.planning.threads import staging_buffer_bytes
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Target
 from sluice.writing.chunks import Staging

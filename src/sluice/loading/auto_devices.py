@@ -17,7 +17,7 @@ from sluice.modules.collect import ModuleState, undivided
 from sluice.planning.auto_placement import Member, Room, auto_placement
 from sluice.planning.budget import device_limit
 from sluice.planning.cuda_allocator import scratch_bytes
-from sluice.planning.planner import staging_buffer_bytes
+from sluice.planning.threads import staging_buffer_bytes
 
 __all__ = ["choose_placement"]
 

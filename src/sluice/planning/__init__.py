@@ -2,5 +2,6 @@
 
 In: requests for tensors and ``MachineFacts``. Out: a frozen ``LoadPlan``. Pure functions: no I/O, no torch.
 
-Start with ``planner.plan_load``; ``memory_layout`` lays out final memory, ``budget`` checks limits.
+Start with ``planner.plan_load``; ``memory_layout`` lays out final memory, ``threads`` counts readers and buffers,
+``budget`` checks limits.
 """

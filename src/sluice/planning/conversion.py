@@ -18,9 +18,10 @@ from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import round_up
 from sluice._options import PageCache
-from sluice.planning.planner import most_threads, plan_load, reader_count
+from sluice.planning.planner import plan_load
 from sluice.planning.reads import StagedReads, collapse_fill, collapse_fills
 from sluice.planning.requests import join_requests
+from sluice.planning.threads import most_threads, reader_count
 from sluice.records import Block, FileRecord, LoadPlan, MachineFacts, Peaks, Target
 
 __all__ = ["TargetGroup", "group_targets", "in_long_runs", "plan_group", "plan_stream"]

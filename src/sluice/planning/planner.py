@@ -11,10 +11,8 @@ from itertools import accumulate, chain
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import BudgetError
-from sluice._geometry import round_down, round_up
+from sluice._geometry import round_up
 from sluice._options import PageCache
-from sluice._units import format_bytes
 from sluice.planning.budget import address_space_bytes
 from sluice.planning.cuda_allocator import plan_reservation, scratch_bytes
 from sluice.planning.mappings import NOTHING_MAPPED, Mapped
@@ -24,15 +22,14 @@ from sluice.planning.reads import (
     StagedReads,
     cached_share,
     collapse_fills,
-    is_cached,
     needs_no_staging,
     read_in_place,
     shared_ids,
 )
 from sluice.planning.reasons import cast_reasons, read_reasons
 from sluice.planning.requests import join_requests
+from sluice.planning.threads import buffer_count, copier_count, most_threads, reader_count, staging_buffer_bytes
 from sluice.records import (
-    AccessFacts,
     Block,
     DevicePlan,
     FileRecord,
@@ -42,10 +39,9 @@ from sluice.records import (
     Read,
     Target,
     largest_access,
-    local_access,
 )
 
-__all__ = ["copier_count", "most_threads", "plan_load", "reader_count", "staging_buffer_bytes"]
+__all__ = ["plan_load"]
 
 
 def plan_load(
@@ -82,7 +78,7 @@ def plan_load(
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
     threads = most_threads(facts, _address_space_bytes(targets, blocks, arenas, mapped, staging_bytes, facts))
     readers = min(reader_count(reads, facts, serial_bytes=serial_bytes), threads)
-    buffers = _buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
+    buffers = buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
     most_unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
     unfinished = _most_unfinished(reads, targets, most_unfinished, lambda each: each.nbytes * (each.device == "cpu"))
     predicted = _predict(targets, blocks, arenas, staging_bytes=buffers * buffer_bytes, unfinished=unfinished)
@@ -108,31 +104,6 @@ def plan_load(
         mapped_ranges=mapped.ranges,
         huge_staging=facts.huge_pages and any(read.nbytes >= defaults.HUGE_PAGE_BYTES for read in reads),
     )
-
-
-def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) -> int:
-    """Return the size of one staging buffer, between one huge page and one full request.
-
-    The aim is two buffers per reader: one to fill and one to empty.
-
-    Args:
-        staging_bytes: Most bytes of all staging buffers together.
-        access: Access facts of the sources that are read; None for local files.
-
-    Raises:
-        BudgetError: ``staging_bytes`` is less than the smallest staging.
-    """
-    access = access or local_access()
-    if staging_bytes < defaults.SMALLEST_STAGING_BYTES:
-        raise BudgetError(
-            "staging is too small",
-            expected=f"at least {format_bytes(defaults.SMALLEST_STAGING_BYTES)}",
-            found=format_bytes(staging_bytes),
-        )
-    if staging_bytes < defaults.HUGE_PAGE_BYTES:
-        return round_down(staging_bytes, defaults.BLOCK_BYTES)
-    share = round_down(staging_bytes // (2 * access.parallel_requests), defaults.HUGE_PAGE_BYTES)
-    return min(max(share, defaults.HUGE_PAGE_BYTES), access.request_bytes)
 
 
 def _plan_reads(
@@ -185,104 +156,6 @@ def _address_space_bytes(
     """Return the virtual memory of the load without its threads, in bytes."""
     shared = [*arenas, *(mapping.nbytes for mapping in mapped.ranges)]
     return address_space_bytes(targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_targets)
-
-
-def _buffer_count(
-    reads: Sequence[Read],
-    targets: Sequence[Target],
-    facts: MachineFacts,
-    access: AccessFacts,
-    *,
-    readers: int,
-    most: int,
-) -> int:
-    """Return the number of staging buffers.
-
-    Readers that wait for a disk need two buffers each: while one is filled, a copier empties the other. A reader that
-    copies its own reads needs one, and so does the thread of the caller without readers. Transfers to an accelerator
-    hold buffers until they are done, so that every buffer helps.
-
-    Args:
-        reads: All reads of the plan.
-        targets: All targets of the plan.
-        facts: Facts about the machine.
-        access: Largest access facts of the files that are read.
-        readers: Number of reader threads.
-        most: Number of buffers that staging has room for.
-    """
-    staged = sum(read.into is None for read in reads)
-    if any(target.device != "cpu" for target in targets):
-        useful = staged
-    elif readers > facts.cores:  # most of them wait for a disk
-        useful = 2 * min(readers, access.parallel_requests)
-    else:
-        useful = max(1, readers)
-    return min(max(1, most), staged, useful)
-
-
-def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: int = 0) -> int:
-    """Return the number of reader threads; 0 to read in the thread of the caller.
-
-    Threads that wait for a disk sleep, so that there may be more of them than cores. Threads that copy cached pages
-    need a core each.
-
-    Args:
-        reads: All reads of the plan.
-        facts: Facts about the machine.
-        serial_bytes: Most bytes of local files that are read in the thread of the caller.
-    """
-    total = sum(read.nbytes for read in reads)
-    local = all(facts.files[read.file].access == local_access() for read in reads)
-    waiting = [read for read in reads if _waits(read, facts)]
-    mostly_waits = 2 * sum(read.nbytes for read in waiting) > total
-    probed = any(file.cached for file in facts.files)
-    copied = sum(len(read.copies) for read in reads)
-    # Threads that copy many small tensors wait for the lock of the interpreter.
-    tiny = total < defaults.SMALL_COPY_BYTES * copied and not (probed and mostly_waits)
-    if serial_bytes and not waiting:
-        serial_bytes = max(serial_bytes, defaults.CACHED_SERIAL_BYTES)
-    if serial_bytes and local and total > 0 and (total <= serial_bytes or tiny):
-        return 0
-    if not waiting:
-        return max(1, min(facts.cores, len(reads)))
-    copying = min(facts.cores, len(reads) - len(waiting))
-    most = max(defaults.MOST_WAITING_READERS, facts.access.parallel_requests)
-    requests = sum(not read.continues for read in waiting)
-    return min(min(_waiting_readers(waiting, facts), requests) + copying, most)
-
-
-def _waits(read: Read, facts: MachineFacts) -> bool:
-    """Return whether a read mostly waits for a disk."""
-    return read.methods[0] == "direct" or not is_cached(facts.files[read.file], read.offset, read.nbytes)
-
-
-def _waiting_readers(reads: Sequence[Read], facts: MachineFacts) -> int:
-    """Return the number of threads that keep the bytes of ``parallel_requests`` full requests in flight."""
-    total_bytes = sum(read.nbytes for read in reads)
-    access = largest_access(facts.files[file].access for file in {read.file for read in reads})
-    staged_bytes = sum(read.nbytes for read in reads if read.into is None)
-    if 2 * staged_bytes > total_bytes:
-        return access.parallel_requests  # more readers would occupy buffers that are being emptied
-    requests = sum(not read.continues for read in reads)
-    at_once = access.parallel_requests * access.request_bytes * requests // total_bytes
-    return max(access.parallel_requests, min(at_once, defaults.MOST_WAITING_READERS))
-
-
-def copier_count(readers: int, buffers: int, threads: int, facts: MachineFacts) -> int:
-    """Return the number of threads that copy out of staging; 0 if readers do it because they rarely wait for a disk."""
-    return max(0, min(facts.cores, buffers - 1, threads - readers)) if readers > facts.cores else 0
-
-
-def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
-    """Return the number of threads that fit next to ``needed_bytes`` under a limit on virtual memory.
-
-    A thread takes a stack and a malloc arena. The number can be 0: even one reader, mapped first, could take the room
-    of the last weights.
-    """
-    if facts.address_space_bytes is None:
-        most_readers = max(defaults.MOST_WAITING_READERS, facts.access.parallel_requests)
-        return most_readers + max(facts.cores, defaults.WRITERS)  # most threads of any plan
-    return max(0, facts.address_space_bytes - needed_bytes) // defaults.THREAD_ADDRESS_BYTES
 
 
 def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:

@@ -1,6 +1,6 @@
 """Permitted globals of a ``torch.save`` pickle: storages, tensors and parameters, rebuilt as records without torch.
 
-- persistent id of a storage, ``("storage", class, key, location, elements)``: a ``StorageReference``
+- persistent id of a storage: a ``StorageReference`` (``storages``)
 - ``_rebuild_tensor``, ``_v2``, ``_v3``: an ``Entry``, whose view is checked against its storage in exact integers
 - ``_rebuild_parameter``, ``_rebuild_parameter_with_state``: the ``Entry`` of the tensor, as a parameter
 - ``_rebuild_from_type_v2`` for a plain tensor: the ``Entry`` of the tensor
@@ -21,15 +21,12 @@ The leaf of a tensor that wraps others has its attributes (``UnsupportedValue.in
 
 from __future__ import annotations
 
-import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from reprlib import repr as short_repr
 from types import MappingProxyType
-from typing import Any, NamedTuple, Never, cast
+from typing import Any, Never, cast
 
 from msgspec.structs import replace
 
@@ -43,36 +40,13 @@ from sluice.formats.torch_save.plain_values import (
     DTYPE_PREFIX,
     PlainValues,
     constructor,
-    from_bytes,
     unknown_dtype,
     why_unsupported,
 )
+from sluice.formats.torch_save.storages import DeclaredStorages, StorageReference, storage_kinds
 from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
 
-__all__ = ["StorageKind", "StorageReference", "TorchAllowlist"]
-
-#: ``("storage", class, key, location, elements)``
-_IDENTITY_FIELDS = 5
-
-_STORAGE_DTYPES: dict[str, str] = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "QInt8Storage": "qint8",
-    "QInt32Storage": "qint32",
-    "QUInt8Storage": "quint8",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
-}
+__all__ = ["TorchAllowlist"]
 
 _UNSUPPORTED_TENSORS = {
     "_rebuild_sparse_csr_tensor": "a sparse tensor written by torch 1.9, which later versions of torch do not read",
@@ -84,61 +58,8 @@ _UNSUPPORTED_TENSORS = {
     "_rebuild_xla_tensor": "a tensor on a device without storages",
 }
 
-#: Device of a storage when it was saved: one of torch's device types, or a name that a known vendor registers for
-#: ``privateuseone``. The device is not used, but a valid file contains no other text.
-_LOCATION = re.compile(
-    r"(cpu|cuda|mps|meta|xpu|xla|hpu|mtia|maia|ipu|hip|ve|fpga|vulkan|lazy|mkldnn|privateuseone"
-    r"|npu|mlu|musa|gcu|sdaa|supa|tpu)(:\d{1,4})?",
-    re.ASCII,
-)
 
-#: The same with any name, which has to be registered.
-_NAMED_LOCATION = re.compile(r"[a-z][a-z0-9_]{0,31}(:\d{1,3})?", re.ASCII)
-
-
-def _is_registered(location: str) -> bool:
-    """Return whether torch, if it is imported, knows a device by this name, such as that of a vendor's package."""
-    torch = sys.modules.get("torch")
-    if torch is None or not _NAMED_LOCATION.fullmatch(location):
-        return False
-    try:
-        torch.device(location)
-    except RuntimeError:
-        return False
-    return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageKind(Opaque):
-    """A storage class; an opaque leaf if the tree contains it as a value."""
-
-    #: Dtype of the elements.
-    dtype: str
-
-
-class StorageReference(NamedTuple):
-    """A storage, as declared by a persistent id."""
-
-    #: Position in ``TorchAllowlist.storages``.
-    position: int
-    #: Key of the storage; in a zip file, the name of its record under ``data/``.
-    key: str
-    #: Dtype of the elements: ``uint8`` for untyped storages, for example ``qint8`` for quantized storages.
-    dtype: str
-    #: Number of elements.
-    numel: int
-    #: Size of the data, in bytes.
-    nbytes: int
-    #: Offset in the storage at that position, in bytes; not 0 only for the storage views of legacy files.
-    start: int = 0
-
-    @property
-    def element_dtype(self) -> str:
-        """Dtype of the elements as plain numbers: ``int8`` for ``qint8``, ``uint8`` for packed dtypes."""
-        return QUANTIZED_DTYPES.get(self.dtype) or PACKED_DTYPES.get(self.dtype) or self.dtype
-
-
-class TorchAllowlist:
+class TorchAllowlist(DeclaredStorages):
     """The permitted globals of the pickle of one file, and the storages that it has used so far."""
 
     def __init__(self, limits: Limits, pickle_bytes: int, *, big_endian: bool = False) -> None:
@@ -149,17 +70,12 @@ class TorchAllowlist:
             pickle_bytes: Size of the pickle, in bytes.
             big_endian: Whether the data of the storages is big-endian.
         """
+        super().__init__()
         self.keys = KeyGuard(limits)
-        #: Storages in the order of first use.
-        self.storages: list[StorageReference] = []
-        #: Names of the storage classes that sluice does not know.
-        self.unknown_storages: set[str] = set()
         #: Number of dropped Python attributes of tensors: objects of arbitrary classes.
         self.attributes_dropped = 0
         self._limits = limits
         self._big_endian = big_endian
-        self._by_key: dict[str, StorageReference] = {}
-        self._locations: set[str] = set()
         self._tensors = 0
         self._rebuilds: dict[str, Callable[[tuple[Any, ...]], Entry]] = {
             "torch._utils._rebuild_tensor": self._rebuild_tensor,
@@ -185,56 +101,6 @@ class TorchAllowlist:
 
     def find_unlisted(self, module: str, name: str) -> object | None:
         return unknown_dtype(module, name)
-
-    def load_persistent(self, identity: object) -> StorageReference:
-        """Return the storage that a persistent id declares.
-
-        Raises:
-            FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
-            UnsupportedError: The class or the device of the storage is unknown.
-        """
-        if type(identity) is StorageReference:  # the memo holds it in place of the id
-            return identity
-        if type(identity) is tuple and identity and type(identity[0]) is bytes:
-            identity = tuple(map(from_bytes, identity))
-        if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or identity[0] != "storage":
-            raise FormatError("a persistent id does not identify a storage")
-        _, kind, key, location, numel = identity
-        if type(kind) is Opaque and kind.qualified_name.startswith("torch."):
-            self.unknown_storages.add(kind.qualified_name)
-            raise UnsupportedError("a storage of a class that sluice does not know", found=kind.qualified_name)
-        if type(kind) is not StorageKind or type(key) is not str or type(numel) is not int or numel < 0:
-            raise FormatError("a storage is malformed", expected="class, key and number of elements")
-        known = self._declare(kind, key, numel)
-        if type(location) is not str or location not in self._locations:
-            self._check_location(location)
-        return known
-
-    def _declare(self, kind: StorageKind, key: str, numel: int) -> StorageReference:
-        known = self._by_key.get(key)
-        if known is None:
-            known = StorageReference(len(self.storages), key, kind.dtype, numel, 0)
-            known = known._replace(nbytes=numel * ITEM_BYTES[known.element_dtype])
-            self._by_key[key] = known
-            self.storages.append(known)
-        elif known.dtype != kind.dtype or known.numel != numel:
-            if known.numel or numel:
-                raise FormatError(
-                    f"storage {key!r} is declared twice with different dtypes or sizes",
-                    expected=f"{known.numel} of {known.dtype}",
-                    found=f"{numel} of {kind.dtype}",
-                )
-            # torch.save can declare one empty storage with the dtypes of all its views.
-            known = known._replace(dtype=kind.dtype)
-        return known
-
-    def _check_location(self, location: object) -> None:
-        if type(location) is not str:
-            raise FormatError("the device of a storage is not text")
-        if not _LOCATION.fullmatch(location) and not _is_registered(location):
-            problem = "a storage on an unknown device, which torch reads with map_location='cpu'"
-            raise UnsupportedError(problem, found=short_repr(location))
-        self._locations.add(location)
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (4,))
@@ -371,13 +237,8 @@ class TorchAllowlist:
 @cache
 def _names() -> Mapping[tuple[str, str], object]:
     """Return the replacements that are the same in every pickle; cached, because each shard has its own pickle."""
-    names: dict[tuple[str, str], object] = {
-        ("torch", name): StorageKind(qualified_name=f"torch.{name}", dtype=dtype)
-        for name, dtype in _STORAGE_DTYPES.items()
-    }
+    names = storage_kinds()
     names["torch", "Tensor"] = Opaque(qualified_name="torch.Tensor")
-    untyped = StorageKind(qualified_name="torch.storage.UntypedStorage", dtype="uint8")
-    names["torch.storage", "UntypedStorage"] = untyped
     for name, kind in _UNSUPPORTED_TENSORS.items():
         names["torch._utils", name] = constructor("torch._utils", name, _refusing(kind))
     return MappingProxyType(names)

@@ -22,8 +22,9 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, PendingObject
-from sluice.formats.torch_save.allowlist import StorageKind, StorageReference, TorchAllowlist
+from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.plain_values import from_bytes
+from sluice.formats.torch_save.storages import StorageKind, StorageReference
 from sluice.records import Entry, Opaque
 
 __all__ = ["LegacyAllowlist"]

@@ -22,7 +22,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.machine import Refusal
-from sluice.formats.torch_save.allowlist import StorageReference
+from sluice.formats.torch_save.storages import StorageReference
 from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue, elements_of
 
 __all__ = ["check_tree"]

@@ -36,8 +36,9 @@ from sluice.formats.archives.zip_records import expect_records, locate_records, 
 from sluice.formats.first_bytes import is_torch_zip
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
-from sluice.formats.torch_save.allowlist import StorageReference, TorchAllowlist
+from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.pickled_object import check_object
+from sluice.formats.torch_save.storages import StorageReference
 from sluice.records import Entry, FileRecord, Index, Storage
 from sluice.sources.protocol import Source, checks_with_data
 
