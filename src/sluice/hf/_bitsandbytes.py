@@ -22,6 +22,7 @@ from torch import nn
 from sluice._errors import MismatchError
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.assembly import permute, reshape
+from sluice.hf._library import bitsandbytes_operations
 from sluice.hf._matching import MatchedWeights
 from sluice.hf._quantization import LibraryQuantizer
 from sluice.quantizing.bitsandbytes_layers import quantize_layers, quantized_form
@@ -120,10 +121,8 @@ class BitsAndBytesQuantizer(LibraryQuantizer):
             name = f"{path}.weight"
             _Description.of(text, name, file).check(weight, layer, name, file)
             loaded[f"_weight_quant_state.bitsandbytes__{weight.quant_type}"] = loaded.pop(_TEXT)
-        # Here, not above: it imports bitsandbytes.
-        from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb8bitDeserialize
-
-        operation = Bnb8bitDeserialize if "SCB" in loaded else Bnb4bitDeserialize
+        in_4_bits, in_8_bits = bitsandbytes_operations()
+        operation = in_8_bits if "SCB" in loaded else in_4_bits
         made = operation(self.quantizer).convert(
             {name.replace("_weight_", "weight."): tensor for name, tensor in loaded.items()},
             model=model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["VERSIONS", "find_library"]
+__all__ = ["VERSIONS", "bitsandbytes_operations", "find_library"]
 
 #: Supported releases of transformers: the first, and the first unsupported one.
 VERSIONS = ((5, 20), (5, 24))
@@ -55,3 +55,10 @@ def find_library() -> Any:
         patch_output_recorders=patch_output_recorders,
         get_hf_quantizer=get_hf_quantizer,
     )
+
+
+def bitsandbytes_operations() -> tuple[Any, Any]:
+    """Import, with bitsandbytes, the operations that make weights of saved ones in 4 and in 8 bits."""
+    from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb8bitDeserialize
+
+    return Bnb4bitDeserialize, Bnb8bitDeserialize

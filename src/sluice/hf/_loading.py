@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -128,8 +128,8 @@ def from_pretrained(
         progress=progress,
     )
     path = path_argument(directory, "directory")
-    if (named := parse_dtype(dtype, floats_only=True)) != "auto":
-        dtype = torch_dtype(named)
+    dtype = _parsed(dtype)
+    options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     model_class, config = class_and_config(library, path, model_class, config, limits=limits)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
@@ -145,9 +145,7 @@ def from_pretrained(
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen, quantizer)
         checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
-        for name, leaf in trees.opaques(checkpoint.index.tree).items():
-            if isinstance(leaf, UnsupportedValue):  # the conversions may need it
-                raise trees.refusal(leaf, name, path)
+        _refuse_unsupported(checkpoint, path)
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
         quantizer.matched(model, names)
         apply_dtype_plan(model, chosen, names.entries)
@@ -157,24 +155,39 @@ def from_pretrained(
         check(model, names, strict=strict, allow_empty=allow_empty)
         make_real(model, names.missing)
         quantize = quantizer.function(model)
-        options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
         request = EntriesRequest(model=model, entries=names.entries, device=device, quantize=quantize, options=options)
         loaded = load(request, nullcontext(checkpoint), progress=progress)
     _finish(model, names, path)
     quantizer.finish(model)
     if report is not None:
-        missing = tuple(sorted(names.missing))
-        report(
-            replace(
-                loaded,
-                missing=missing,
-                initialised=missing,
-                unexpected=tuple(names.unexpected),
-                seconds=time.perf_counter() - started,
-                notes=(*loaded.notes, *notes),
-            )
-        )
+        report(_reported(loaded, names, notes, time.perf_counter() - started))
     return model
+
+
+def _parsed(dtype: DType) -> DType:
+    """Return the argument, with a name as the dtype."""
+    named = parse_dtype(dtype, floats_only=True)
+    return dtype if named == "auto" else torch_dtype(named)
+
+
+def _refuse_unsupported(checkpoint: OpenCheckpoint, path: str) -> None:
+    """Refuse tensors of kinds that sluice does not read, also those of other names: the conversions may need them."""
+    for name, leaf in trees.opaques(checkpoint.index.tree).items():
+        if isinstance(leaf, UnsupportedValue):
+            raise trees.refusal(leaf, name, path)
+
+
+def _reported(loaded: LoadReport, names: MatchedWeights, notes: Sequence[str], seconds: float) -> LoadReport:
+    """Return the report of a load, with what the library did besides."""
+    missing = tuple(sorted(names.missing))
+    return replace(
+        loaded,
+        missing=missing,
+        initialised=missing,
+        unexpected=tuple(names.unexpected),
+        seconds=seconds,
+        notes=(*loaded.notes, *notes),
+    )
 
 
 def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype, quantizer: Quantizer) -> Any:
