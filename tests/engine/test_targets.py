@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from sluice.engine import targets as engine_targets
 from sluice.engine.host_memory import HostMemory
+from sluice.engine.page_sizes import PageSizes
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
@@ -46,21 +47,30 @@ def test_large_targets_are_mapped_before_the_first_read(tmp_path: Path, monkeypa
         source.close()
 
 
-@pytest.mark.parametrize("reclaimed", [False, True])
-def test_targets_are_on_small_pages_where_the_host_takes_free_memory_back(
-    monkeypatch: pytest.MonkeyPatch, reclaimed: bool
+@pytest.mark.parametrize("way", ["read", "cast", "transposed"])
+def test_pages_are_chosen_for_every_byte_of_a_large_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    used: list[bool] = []
-
-    def mapped(nbytes: int, *, huge_pages: bool) -> HostMemory:
-        used.append(huge_pages)
-        return HostMemory(nbytes, huge_pages=huge_pages)
-
-    monkeypatch.setattr(engine_targets, "HostMemory", mapped)
-    index = index_of([(0, 4 * MIB)])
-    targets, _ = single_targets([request("t", entry_of(torch.empty(MIB), 0))], index, {})
-    machine = replace(facts(cached=False), reclaimed_by_host=reclaimed)
-    plan = plan_load(targets, index.files, machine, staging_bytes=8 * MIB)
-    Targets(plan).window(0, 0, 4 * MIB)
-    assert used == [not reclaimed]
-    assert plan.huge_staging
+    chosen: list[tuple[int, int]] = []
+    monkeypatch.setattr(PageSizes, "choose", lambda *where: chosen.append(where[-2:]))
+    tensor = torch.randn(2048, 2048)
+    places = write_storages(tmp_path / "f", [tensor])
+    source = LocalFile(tmp_path / "f")
+    try:
+        index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
+        wanted = request("t", entry_of(tensor.t() if way == "transposed" else tensor, 0))
+        if way == "cast":
+            wanted = replace(wanted, dtype="bfloat16")
+        targets, views = single_targets([wanted], index, {})
+        plan = plan_load(targets, index.files, facts(cached=False), staging_bytes=8 * MIB)
+        memory = Targets(plan)
+        execute(plan, [source], memory)
+        [result] = memory.tensors(views)
+    finally:
+        source.close()
+    assert torch.equal(result, (tensor.t() if way == "transposed" else tensor).to(result.dtype))
+    end = plan.blocks[0].lead_bytes
+    for start, nbytes in sorted(chosen):
+        assert start <= end
+        end = max(end, start + nbytes)
+    assert end >= plan.blocks[0].lead_bytes + result.nbytes

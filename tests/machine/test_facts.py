@@ -12,7 +12,7 @@ from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
 from sluice.machine import page_cache as _residency
 from sluice.machine.cgroups import cgroup_headroom
-from sluice.machine.facts import file_facts, machine_facts, reclaimed_by_host
+from sluice.machine.facts import file_facts, machine_facts
 from sluice.machine.page_cache import probe_cache
 from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
@@ -275,19 +275,3 @@ def test_files_in_memory_are_cached_and_their_pages_are_not_counted(
     monkeypatch.setattr("sluice._defaults.PROBE_STEP_BYTES", 102_400)
     known = file_facts(file)
     assert (known.direct_io, known.cached) == (False, (1.0, 1.0, 1.0))
-
-
-@pytest.mark.parametrize(("features", "expected"), [("0110011", True), ("0110001", False), ("011", False)])
-def test_a_host_that_takes_free_memory_back(tmp_path: Path, features: str, expected: bool) -> None:
-    """Bit 5 of the features of the balloon; the driver's directory holds files and devices."""
-    (tmp_path / "bind").touch()
-    assert not reclaimed_by_host(str(tmp_path))
-    (tmp_path / "virtio0").mkdir()
-    (tmp_path / "virtio0" / "features").write_text(features + "\n")
-    reclaimed_by_host.cache_clear()
-    assert reclaimed_by_host(str(tmp_path)) is expected
-    reclaimed_by_host.cache_clear()
-
-
-def test_a_machine_without_a_balloon(tmp_path: Path) -> None:
-    assert not reclaimed_by_host(str(tmp_path / "virtio_balloon"))

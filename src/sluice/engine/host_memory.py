@@ -2,13 +2,14 @@
 
 The first touch of 4 KiB pages takes several times as long as the copy that causes it; 2 MiB pages make it cheap. They
 need an address that is a multiple of 2 MiB and ``madvise``. They must not cover a partial tail, because the rest of the
-last huge page would count as resident.
+last huge page would count as resident. ``page_sizes`` chooses between them while memory is filled.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from contextlib import suppress
 
 from sluice import _defaults as defaults
@@ -20,6 +21,8 @@ __all__ = ["HostMemory"]
 #: Number of the advice, which ``mmap`` does not name.
 _MADV_POPULATE_WRITE = 23
 
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
 
 class HostMemory:
     """Zeroed private memory, freed when the last object that views it is deleted.
@@ -30,7 +33,7 @@ class HostMemory:
         nbytes: Usable bytes from ``start``.
     """
 
-    __slots__ = ("_address", "mapping", "nbytes", "start")
+    __slots__ = ("_address", "_unchosen", "mapping", "nbytes", "start")
 
     def __init__(self, nbytes: int, *, huge_pages: bool) -> None:
         """Map at least ``nbytes``; only pages that are touched become resident.
@@ -39,6 +42,8 @@ class HostMemory:
             BudgetError: The operating system refused the mapping.
         """
         self._address: int | None = None
+        #: For each huge page 1, or 0 once it was chosen. Changed by single calls, so that threads need no lock.
+        self._unchosen = bytearray()
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         huge = huge_pages and self.nbytes >= defaults.HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
         if not huge:
@@ -53,6 +58,7 @@ class HostMemory:
             self.mapping = _map(self.nbytes + defaults.HUGE_PAGE_BYTES)
             self.start = -_address(self.mapping) % defaults.HUGE_PAGE_BYTES
         whole = round_down(self.nbytes, defaults.HUGE_PAGE_BYTES)
+        self._unchosen.extend(b"\1" * (whole // defaults.HUGE_PAGE_BYTES))
         self.mapping.madvise(mmap.MADV_HUGEPAGE, self.start, whole)
         if whole < self.nbytes:
             self.mapping.madvise(mmap.MADV_NOHUGEPAGE, self.start + whole, self.nbytes - whole)
@@ -68,6 +74,31 @@ class HostMemory:
         """Make all of it resident by one call, which takes less time than a fault for each page (Linux 5.14)."""
         with suppress(OSError):  # older kernels
             self.mapping.madvise(_MADV_POPULATE_WRITE)
+
+    def unchosen_pages(self, start: int, nbytes: int) -> range:
+        """Return the huge pages of a range, from the first that no call has returned; the next call returns others.
+
+        Args:
+            start: First byte of the range, from ``start`` of this memory.
+            nbytes: Bytes of the range.
+        """
+        end = min(-(-(start + nbytes) // defaults.HUGE_PAGE_BYTES), len(self._unchosen))
+        first = self._unchosen.find(1, start // defaults.HUGE_PAGE_BYTES, end)
+        if first < 0:
+            return range(0)
+        self._unchosen[first:end] = bytes(end - first)
+        return range(first, end)
+
+    def populate_page(self, page: int) -> None:
+        """Make a huge page resident and keep its bytes; nothing happens on Linux before 5.14."""
+        if _libc is not None:  # mmap.madvise would stop the other threads meanwhile
+            address = self.address + page * defaults.HUGE_PAGE_BYTES
+            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), _MADV_POPULATE_WRITE)
+
+    def use_small_pages(self, pages: range) -> None:
+        """Use 4 KiB pages in place of huge pages that are not resident."""
+        start, nbytes = pages.start * defaults.HUGE_PAGE_BYTES, len(pages) * defaults.HUGE_PAGE_BYTES
+        self.mapping.madvise(mmap.MADV_NOHUGEPAGE, self.start + start, nbytes)
 
     def view(self) -> memoryview:
         """Return the usable bytes."""

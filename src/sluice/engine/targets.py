@@ -18,10 +18,12 @@ import torch
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._geometry import span_elements
 from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory
+from sluice.engine.page_sizes import PageSizes
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import Constant, Copy, LoadPlan, Read, Swap, View
 from sluice.sources.protocol import MappableSource, Source
@@ -65,6 +67,7 @@ class Targets:
         self._flats: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._arena_lock = threading.Lock()
+        self._pages = PageSizes()
         self._reserved = False
         self._begun: list[Accelerator] = []
         #: Positions of live tensors that bytes were read or copied into.
@@ -85,6 +88,7 @@ class Targets:
             return memoryview(raw).cast("B")[offset : offset + nbytes]
         memory = self._mapping(position)
         start = self._plan.blocks[position].lead_bytes + offset
+        self._pages.choose(memory, start, nbytes)
         return memory.view()[start : start + nbytes]
 
     def map_files(self, sources: Sequence[Source]) -> None:
@@ -184,6 +188,8 @@ class Targets:
         target = self._plan.targets[copy.target]
         source = staged_bytes(copy, buffer, first, target.dtype)
         box = _box(self._flat(copy.target), copy)
+        if copy.target in self._mappings:
+            self._choose_pages(copy.target, box)
         if source.elements is None:
             box = box.view(source.dtype)
         if copy.cast_at is not None:
@@ -191,6 +197,12 @@ class Targets:
         if target.device != "cpu":
             started.add(target.device)
         self._send(target.device, box, source)
+
+    def _choose_pages(self, position: int, box: torch.Tensor) -> None:
+        """Choose the pages of a target that a copy to a box is about to fill."""
+        memory = self._mappings[position]
+        nbytes = span_elements(box.shape, box.stride()) * box.element_size()
+        self._pages.choose(memory, box.data_ptr() - memory.address, nbytes)
 
     def _moves_bytes(self, copy: Copy, read_address: int) -> bool:
         """Copy unchanged bytes to small memory of the host, without tensors; return whether that is possible.
@@ -336,7 +348,7 @@ class Targets:
     def _mapping_locked(self, position: int) -> HostMemory:
         if position not in self._mappings:
             nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
-            self._mappings[position] = self._new_memory(nbytes, huge_pages=self._plan.facts.huge_targets)
+            self._mappings[position] = self._new_memory(nbytes, huge_pages=self._plan.facts.huge_pages)
         return self._mappings[position]
 
     def _new_memory(self, nbytes: int, *, huge_pages: bool) -> HostMemory:

@@ -28,7 +28,7 @@ from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source
 
-__all__ = ["file_facts", "machine_facts", "mappable", "reclaimed_by_host", "takes_direct_io"]
+__all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 
 #: Local file systems on which direct reads and writes were measured to be at least as fast as buffered ones. Network
 #: and FUSE file systems, and those that merely accept the flag, are excluded.
@@ -36,11 +36,6 @@ _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs",
 
 #: File systems that keep every byte in memory. Counting the pages of a file there takes a tenth of the load's time.
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
-
-#: Driver of the device through which a virtual machine gives memory back to its host, and the position in the features
-#: of its devices of "free page reporting" (Virtual I/O Device specification 1.2, section 5.5.3).
-_BALLOON = "/sys/bus/virtio/drivers/virtio_balloon"
-_REPORTING = 5
 
 #: Memory that programs can take without swapping, in KiB.
 _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+)", re.MULTILINE)
@@ -68,7 +63,6 @@ def machine_facts(
         files=tuple(file_facts(source) if source else _UNKNOWN_FILE for source in sources),
         devices=devices,
         address_space_bytes=address_space_room(),
-        reclaimed_by_host=reclaimed_by_host(),
         host_ranks=host_ranks,
     )
 
@@ -133,17 +127,6 @@ def _available_bytes() -> int:
 def _huge_pages() -> bool:
     modes = read_system_file("/sys/kernel/mm/transparent_hugepage/enabled")
     return modes is not None and b"[never]" not in modes
-
-
-@cache
-def reclaimed_by_host(balloon: str = _BALLOON) -> bool:
-    """Return whether the host takes back memory of this virtual machine that stays free for seconds."""
-    try:
-        devices = os.listdir(balloon)
-    except OSError:
-        return False
-    features = (read_system_file(f"{balloon}/{device}/features") for device in devices)
-    return any(bits is not None and bits[_REPORTING : _REPORTING + 1] == b"1" for bits in features)
 
 
 def _opens_direct(source: LocalFile) -> bool:

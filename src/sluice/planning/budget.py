@@ -135,7 +135,7 @@ def plan_needs(plan: LoadPlan) -> dict[str, int]:
             plan.blocks,
             [*plan.arenas, *(held.nbytes for held in plan.mapped_ranges)],
             staging_bytes=plan.staging_buffers * plan.staging_buffer_bytes,
-            huge_pages=plan.facts.huge_targets,
+            huge_pages=plan.facts.huge_pages,
         ),
         **{device.device: device.predicted_bytes for device in plan.devices},
     }

@@ -155,7 +155,7 @@ def _address_space_bytes(
 ) -> int:
     """Return the virtual memory of the load without its threads, in bytes."""
     shared = [*arenas, *(mapping.nbytes for mapping in mapped.ranges)]
-    return address_space_bytes(targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_targets)
+    return address_space_bytes(targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_pages)
 
 
 def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:

@@ -108,19 +108,8 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceFacts, ...] = ()
     #: Virtual memory that the process may still map (RLIMIT_AS), in bytes; None if there is no limit.
     address_space_bytes: int | None = None
-    #: Whether this is a virtual machine whose host takes free memory back (free page reporting).
-    reclaimed_by_host: bool = False
     #: Processes of the host that load at the same time; available memory and memory limit are divided by them.
     host_ranks: int = 1
-
-    @property
-    def huge_targets(self) -> bool:
-        """Whether finished tensors are on huge pages.
-
-        Not where the host takes free memory back: it does so in blocks of 2 MiB, and gives each back slowly when it is
-        touched, while pages of 4 KiB mostly come from smaller blocks, which it never took.
-        """
-        return self.huge_pages and not self.reclaimed_by_host
 
     @property
     def access(self) -> AccessFacts:

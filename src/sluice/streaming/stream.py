@@ -45,9 +45,7 @@ class Stream:
         self._lock = threading.RLock()
         self._units = [Unit(plan) for plan in job.units]
         facts = job.whole.plan.facts
-        self._window = Window(
-            self._units, reader, most_bytes=job.decision.window_bytes, huge_pages=facts.huge_targets or facts.huge_pages
-        )
+        self._window = Window(self._units, reader, most_bytes=job.decision.window_bytes, huge_pages=facts.huge_pages)
         self._order = CallOrder([i for i, block in enumerate(job.blocks) if job.uses[i] and not block.optional])
         self._calls = [0] * len(job.blocks)
         self._groups = _optional_blocks(job)
