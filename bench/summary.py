@@ -1,4 +1,4 @@
-"""``python -m bench.summary [RESULTS]``: write the tables of one run of ``bench.load`` into the pages."""
+"""``python -m bench.summary [RESULTS ...]``: write the tables of one or several runs of ``bench.load`` into the pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-__all__ = ["ALL_CELLS_PAGE", "PAGES", "all_cells", "main", "replace_block", "summary_lines"]
+__all__ = ["ALL_CELLS_PAGE", "PAGES", "all_cells", "joined", "main", "replace_block", "summary_lines"]
 
 #: Pages that show the table.
 PAGES = (Path("README.md"), Path("docs/performance.md"))
@@ -169,6 +169,24 @@ def _lost(scenario: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def joined(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the results of several runs on one machine as those of one.
+
+    Args:
+        documents: Contents of their JSON files.
+
+    Raises:
+        click.ClickException: The runs were on different machines, or with different versions.
+    """
+    first = documents[0]
+    # Free memory and the date change between runs.
+    alike = [{key: each["machine"].get(key) for key in ("processor", "system", "versions")} for each in documents]
+    if any(each != alike[0] for each in alike):
+        raise click.ClickException("the runs were on different machines, or with different versions")
+    scenarios = [scenario for document in documents for scenario in document["scenarios"]]
+    return {**first, "command": "` and `".join(each["command"] for each in documents), "scenarios": scenarios}
+
+
 def replace_block(page: str, name: str, lines: Sequence[str]) -> str:
     """Return the text of a page with other lines between the markers of a block.
 
@@ -189,12 +207,15 @@ def replace_block(page: str, name: str, lines: Sequence[str]) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument(
-    "results", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=Path("bench-out/load.json")
+    "results",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    nargs=-1,
+    default=(Path("bench-out/load.json"),),
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the tables and change no page.")
-def main(results: Path, *, only_print: bool) -> None:
-    """Write the tables of one run of bench.load into README.md and docs/performance.md."""
-    document = json.loads(results.read_text(encoding="utf-8"))
+def main(results: Sequence[Path], *, only_print: bool) -> None:
+    """Write the tables of bench.load into README.md and docs/performance.md; several runs have different cases."""
+    document = joined([json.loads(path.read_text(encoding="utf-8")) for path in results])
     lines, cells = summary_lines(document), all_cells(document)
     if only_print:
         click.echo("\n".join([*lines, "", *cells]))

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from bench.summary import ALL_CELLS_PAGE, PAGES, all_cells, main, replace_block, summary_lines
+from bench.summary import ALL_CELLS_PAGE, PAGES, all_cells, joined, main, replace_block, summary_lines
 from sluice.benchmark.records import MethodRun
 from sluice.benchmark.results import as_document
 from support.comparisons import MIB, good, scenario
@@ -112,6 +112,21 @@ def test_lost_cells_are_listed() -> None:
     rows["torch-mmap"]["seconds"]["warm"] = 1.25
     lines = all_cells(document)
     assert lines[-1] == "- GPT-2 small, .pth, fp32 → float32, cached: torch-mmap 1.25 s, sluice 3.00 s"
+
+
+def test_runs_of_different_cases_are_shown_as_one() -> None:
+    document = _document()
+    parts = [
+        {**document, "command": f"python -m bench.load --case {number}", "scenarios": [each]}
+        for number, each in enumerate(document["scenarios"])
+    ]
+    whole = joined(parts)
+    assert summary_lines(whole) == summary_lines(document)
+    assert all_cells(whole)[1:] == all_cells(document)[1:]
+    assert all_cells(whole)[0] == "Measured with `python -m bench.load --case 0` and `python -m bench.load --case 1`."
+    parts[1]["machine"] = {**document["machine"], "processor": "another one"}
+    with pytest.raises(click.ClickException, match="different machines"):
+        joined(parts)
 
 
 def test_all_pages_show_the_same_table() -> None:
