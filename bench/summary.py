@@ -1,4 +1,4 @@
-"""``python -m bench.summary [RESULTS ...]``: write the tables of one or several runs of ``bench.load`` into the pages."""
+"""``python -m bench.summary [RESULTS ...]``: write the tables of runs of ``bench.load`` into the pages."""
 
 from __future__ import annotations
 
