@@ -46,7 +46,7 @@ _STATES = ("cold", "warm")
 _WIDTH = 120
 
 #: Headings of the states in the table of every cell.
-_STATE_HEADINGS = {"warm": "cached", "lazy": "cold, memory not claimed:"}
+_STATE_HEADINGS = {"warm": "cached", "lazy": "cold, memory not claimed"}
 
 
 def summary_lines(document: Mapping[str, Any]) -> list[str]:
@@ -127,7 +127,7 @@ def all_cells(document: Mapping[str, Any]) -> list[str]:
 
 def _table(scenario: Mapping[str, Any]) -> list[str]:
     states = scenario["states"]
-    heads = [f"{_STATE_HEADINGS.get(state, state)} s | cpu s | all s | runs" for state in states]
+    heads = [f"{_STATE_HEADINGS.get(state, state)}, s | cpu s | all s | runs" for state in states]
     lines = [f"### {scenario['title']}", "", f"| method | peak / F | {' | '.join(heads)} |"]
     lines.append("|---|" + "---:|" * (1 + 4 * len(states)))
     for row in scenario["rows"]:

@@ -16,7 +16,7 @@ SKIPPED = {
     "bench/README.md": 20,
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
-    "docs/performance.md": 11,
+    "docs/performance.md": 10,
     "docs/quantizing.md": 5,  # torchao, bitsandbytes, minutes
     "docs/quickstart.md": 1,
     "docs/ranks.md": 4,  # several ranks
