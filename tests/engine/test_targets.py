@@ -47,6 +47,14 @@ def test_large_targets_are_mapped_before_the_first_read(tmp_path: Path, monkeypa
         source.close()
 
 
+def test_recycled_memory_stays_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageSizes, "choose", lambda *_: pytest.fail("chosen"))
+    index = index_of([(0, 4 * MIB)])
+    targets, _ = single_targets([request("t", entry_of(torch.empty(MIB), 0))], index, {})
+    plan = plan_load(targets, index.files, facts(cached=False), staging_bytes=8 * MIB)
+    Targets(plan, take_memory=lambda nbytes: HostMemory(nbytes, huge_pages=True)).window(0, 0, 4 * MIB)
+
+
 @pytest.mark.parametrize("way", ["read", "cast", "transposed"])
 def test_pages_are_chosen_for_every_byte_of_a_large_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str

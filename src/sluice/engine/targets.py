@@ -67,7 +67,8 @@ class Targets:
         self._flats: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._arena_lock = threading.Lock()
-        self._pages = PageSizes()
+        # Memory that is used again and again stays on huge pages: direct reads into them are faster.
+        self._pages = PageSizes() if take_memory is None else None
         self._reserved = False
         self._begun: list[Accelerator] = []
         #: Positions of live tensors that bytes were read or copied into.
@@ -88,7 +89,8 @@ class Targets:
             return memoryview(raw).cast("B")[offset : offset + nbytes]
         memory = self._mapping(position)
         start = self._plan.blocks[position].lead_bytes + offset
-        self._pages.choose(memory, start, nbytes)
+        if self._pages is not None:
+            self._pages.choose(memory, start, nbytes)
         return memory.view()[start : start + nbytes]
 
     def map_files(self, sources: Sequence[Source]) -> None:
@@ -188,8 +190,8 @@ class Targets:
         target = self._plan.targets[copy.target]
         source = staged_bytes(copy, buffer, first, target.dtype)
         box = _box(self._flat(copy.target), copy)
-        if copy.target in self._mappings:
-            self._choose_pages(copy.target, box)
+        if self._pages is not None and copy.target in self._mappings:
+            self._choose_pages(self._pages, copy.target, box)
         if source.elements is None:
             box = box.view(source.dtype)
         if copy.cast_at is not None:
@@ -198,11 +200,11 @@ class Targets:
             started.add(target.device)
         self._send(target.device, box, source)
 
-    def _choose_pages(self, position: int, box: torch.Tensor) -> None:
+    def _choose_pages(self, pages: PageSizes, position: int, box: torch.Tensor) -> None:
         """Choose the pages of a target that a copy to a box is about to fill."""
         memory = self._mappings[position]
         nbytes = span_elements(box.shape, box.stride()) * box.element_size()
-        self._pages.choose(memory, box.data_ptr() - memory.address, nbytes)
+        pages.choose(memory, box.data_ptr() - memory.address, nbytes)
 
     def _moves_bytes(self, copy: Copy, read_address: int) -> bool:
         """Copy unchanged bytes to small memory of the host, without tensors; return whether that is possible.
