@@ -47,6 +47,11 @@ def test_the_parts_of_a_divided_gguf_file(tmp_path: Path) -> None:
     with sluice.open(parts) as checkpoint:
         assert (checkpoint.format, list(checkpoint)) == ("gguf-parts", ["a", "b"])
         assert torch.equal(checkpoint["a"].read(), elements)
+    with sluice.open(parts[0]) as checkpoint:
+        assert list(checkpoint) == ["a", "b"]
+    parts[1].unlink()
+    with pytest.raises(sluice.MissingFileError, match="00002-of-00002"):
+        sluice.open(parts[0])
 
 
 def test_a_list_of_one_path_is_the_path(shards: list[Path]) -> None:

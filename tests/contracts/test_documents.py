@@ -22,6 +22,7 @@ SKIPPED = {
     "docs/ranks.md": 4,  # several ranks
     "docs/recipes/hugging-face-directory.md": 1,
     "docs/recipes/limited-ram.md": 1,
+    "docs/gguf.md": 1,  # a model of transformers
     "docs/recipes/notebook-gpu.md": 2,
     "docs/reliability.md": 1,
     "docs/saving.md": 1,  # several ranks

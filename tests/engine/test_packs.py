@@ -14,6 +14,7 @@ from sluice.formats.gguf.types import TYPES
 from sluice.records import Packing
 from support import fresh_process
 
+BY_PACKAGE = [each.name for each in TYPES.values() if each.package]
 SIZES = {each.name: (each.elements, each.nbytes) for each in TYPES.values()}
 
 
@@ -39,13 +40,14 @@ def test_bits_of_the_reference(gguf: Any, name: str) -> None:
     assert same.mean() > 0.7  # the others are sums of NaN, whose bits depend on the order of the operands
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_pieces_and_parts_of_packs(name: str) -> None:
+@pytest.mark.parametrize("name", [*DECODERS, *BY_PACKAGE])
+def test_pieces_and_parts_of_packs(gguf: Any, name: str) -> None:
     elements, nbytes = SIZES[name]
     generator = np.random.default_rng(1)
     raw = torch.from_numpy(generator.integers(0, 60, nbytes * 700 + 1, dtype=np.uint8))[1:]  # any address
     packs = raw.view(7, 100, nbytes)
-    whole = _decoded(name, raw.view(700, nbytes)).view(7, 100, elements)
+    reference = gguf.quants.dequantize(raw.numpy().reshape(700, nbytes), gguf.GGMLQuantizationType[name])
+    whole = torch.from_numpy(reference).view(7, 100, elements)
     packing = Packing(name=name, elements=elements, nbytes=nbytes, first=3, taken=elements - 5)
     target = torch.empty(elements - 5, 7, 100, dtype=torch.bfloat16).permute(1, 2, 0)
     decode_packs(target, packs, packing, cast)

@@ -194,7 +194,7 @@ def test_rules_and_pages_of_the_file(tmp_path: Path) -> None:
     assert torch.equal(model["vocabulary"], torch.cat([tensors["vocabulary"], torch.zeros(2, 3)]))
     assert torch.equal(model["scaled"], tensors["scaled"] * 0.1)
     [copied] = [note for note in report.notes if "are copied" in note]
-    assert "1 multiplied" in copied
+    assert "1 computed" in copied
     assert "1 assembled from parts" in copied
 
 

@@ -10,7 +10,7 @@ import torch
 from sluice._dtypes import dtype_name
 from sluice.engine.accelerators import Accelerator, BlockingAccelerator
 from sluice.engine.targets import Targets
-from sluice.entries.assembly import multiply, pad, permute
+from sluice.entries.assembly import compute, pad, permute
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import Entry, FileRecord, LoadPlan
@@ -60,9 +60,9 @@ def test_products_and_constants_arrive(tmp_path: Path, blocking: bool, dtype: to
     tensors = [torch.randn(700, 500), torch.randn(3, 4), torch.randn(MIB), torch.empty(0, 2)]
     entries = [entry_of(tensor, i) for i, tensor in enumerate(tensors)]
     wanted = [
-        permute(multiply(entries[0], 0.1), (1, 0)),
-        multiply(pad(entries[1], 0, 5, 0.3), 3.3),
-        multiply(multiply(entries[2], 1.7), -0.3),
+        permute(compute(entries[0], "mul", 0.1), (1, 0)),
+        compute(pad(entries[1], 0, 5, 0.3), "add", 3.3),
+        compute(compute(entries[2], "mul", 1.7), "add", -0.3),
         pad(entries[3], 0, 4, 2.5),
     ]
     fake = _Blocking() if blocking else FakeAccelerator()
@@ -71,8 +71,8 @@ def test_products_and_constants_arrive(tmp_path: Path, blocking: bool, dtype: to
         fake.assert_filled_once()
     expected = [
         (tensors[0] * 0.1).t(),
-        torch.cat([tensors[1], torch.full((2, 4), 0.3)]) * 3.3,
-        tensors[2] * 1.7 * -0.3,
+        torch.cat([tensors[1], torch.full((2, 4), 0.3)]) + 3.3,
+        tensors[2] * 1.7 - 0.3,
         torch.full((4, 2), 2.5),
     ]
     for ours, theirs in zip(loaded, expected, strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -19,6 +21,9 @@ from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
 __all__ = ["open_list", "open_path", "open_section"]
+
+#: End of the name of the first of several parts of a GGUF file; of one part, the file is whole.
+_FIRST_PART = re.compile(r"-00001-of-(?!0000[01])([0-9]{5})\.gguf$")
 
 
 def open_path(path: Location, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple[Index, tuple[OpenFile, ...]]:
@@ -38,6 +43,8 @@ def open_path(path: Location, limits: Limits, encoding: str = TEXT_ENCODING) -> 
         UnsupportedError: The format is one that sluice does not read, or the library of a URL is not installed.
     """
     name = location_name(path)
+    if (divided := _FIRST_PART.search(name)) is not None:
+        return open_list(_parts(path, name, int(divided[1])), limits, encoding)
     if is_remote(path) or os.path.isdir(str(path)) or name.endswith(".json") or name == METADATA_FILE:
         # Here, not above: most checkpoints are one file.
         from sluice.checkpoint.several_files import open_files_at
@@ -46,6 +53,18 @@ def open_path(path: Location, limits: Limits, encoding: str = TEXT_ENCODING) -> 
         if found is not None:
             return found
     return open_alone(open_source(path), limits, encoding)
+
+
+def _parts(path: Location, name: str, count: int) -> list[Location]:
+    """Return all parts of a divided GGUF file from the location of the first, as llama.cpp does."""
+    parts: list[Location] = []
+    for number in range(1, count + 1):
+        text = f"-{number:05}-of-{count:05}.gguf"
+        if isinstance(path, str):
+            parts.append(path.replace(name, _FIRST_PART.sub(text, name)))
+        else:
+            parts.append(dataclasses.replace(path, url=path.url.replace(name, _FIRST_PART.sub(text, name))))
+    return parts
 
 
 def open_list(

@@ -166,9 +166,9 @@ class StreamAccelerator:
                 decode_packs(target, source.seen_in(scratch), source.packing, source.function)
                 return
             # In place, gaps and all, so that no further memory is needed. A view may show an element twice, which torch
-            # refuses to multiply in place.
-            for factor in source.factors:
-                scratch.view(source.dtype).mul_(factor)
+            # refuses to compute with in place.
+            for operation, number in source.arithmetic:
+                getattr(scratch.view(source.dtype), f"{operation}_")(number)
             target.copy_(source.seen_in(scratch))
 
     def _send(self, target: torch.Tensor, source: StridedBytes) -> None:

@@ -1,4 +1,4 @@
-"""Computations on elements between a staging buffer and their target: casts and factors.
+"""Computations on elements between a staging buffer and their target: casts, and arithmetic with numbers.
 
 Each element is computed by itself, so that a tensor may be cut anywhere. Functions run in the engine's threads, without
 gradients, and must not keep their arguments.
@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from sluice.records import Elements
+from sluice.records import Arithmetic, Elements
 
-__all__ = ["ElementFunction", "cast", "element_function", "scaled"]
+__all__ = ["ElementFunction", "cast", "computed", "element_function"]
 
 
 class ElementFunction(Protocol):
@@ -29,17 +29,17 @@ def cast(target: torch.Tensor, elements: torch.Tensor, /) -> None:
     target.copy_(elements)
 
 
-def scaled(factors: Iterable[float]) -> ElementFunction:
-    """Return the function that multiplies by each factor in the dtype of the source, then casts."""
+def computed(arithmetic: Iterable[tuple[Arithmetic, float]]) -> ElementFunction:
+    """Return the function that computes each step in the dtype of the source, then casts."""
 
-    def scale(target: torch.Tensor, elements: torch.Tensor, /) -> None:
-        for factor in factors:
-            elements = elements * factor
+    def compute(target: torch.Tensor, elements: torch.Tensor, /) -> None:
+        for operation, number in arithmetic:
+            elements = getattr(elements, operation)(number)
         target.copy_(elements)
 
-    return scale
+    return compute
 
 
 def element_function(elements: Elements) -> ElementFunction:
     """Return what fills a target from elements; conjugates and negatives are views, and packs are decoded, before."""
-    return scaled(elements.factors) if elements.factors else cast
+    return computed(elements.arithmetic) if elements.arithmetic else cast

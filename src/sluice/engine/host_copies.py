@@ -22,7 +22,7 @@ from sluice.engine.elementwise import ElementFunction, cast, element_function
 from sluice.engine.packs import decode_packs
 from sluice.engine.scratch import scratch
 from sluice.engine.staging import StagingBuffer
-from sluice.records import Constant, Copy, Elements, Packing
+from sluice.records import Arithmetic, Constant, Copy, Elements, Packing
 
 __all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_thread", "staged_bytes"]
 
@@ -57,9 +57,9 @@ class StridedBytes(Struct, frozen=True):
         return self.elements is not None and self.elements.computed
 
     @property
-    def factors(self) -> tuple[float, ...]:
-        """Numbers that each element is multiplied by, one after the other."""
-        return self.elements.factors if self.elements is not None else ()
+    def arithmetic(self) -> tuple[tuple[Arithmetic, float], ...]:
+        """Products and sums of each element with a number, one after the other."""
+        return self.elements.arithmetic if self.elements is not None else ()
 
     @property
     def packing(self) -> Packing | None:

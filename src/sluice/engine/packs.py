@@ -2,16 +2,19 @@
 
 A decoder gets ``(packs, bytes of a pack)`` and fills ``(packs, elements of a pack)`` in float32, on the same device. It
 allocates no float32 tensor of that size, which would stay in the heap of each thread. The operations and their order
-are those of ``gguf.quants``, so that the results have the same bits. Numbers in a pack are little-endian. Names follow
+are those of ``gguf.quants``, so that the results have the same bits. Codes with tables of values, and rare ones, are
+decoded by that package itself, which takes several times as long. Numbers in a pack are little-endian. Names follow
 ggml: ``d`` is a scale, ``m`` or ``dmin`` a minimum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from sluice import _defaults as defaults
@@ -35,7 +38,7 @@ def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, fu
         function: Computes the target from the decoded elements.
     """
     shape = packs.shape[:-1]
-    decoder, end = DECODERS[packing.name], packing.first + packing.taken
+    decoder, end = DECODERS.get(packing.name) or _by_package(packing.name), packing.first + packing.taken
     most = max(defaults.CAST_PIECE_ELEMENTS, defaults.DECODED_ELEMENTS // torch.get_num_threads())
     for key in boxes(tuple(shape), max(1, most // packing.elements)):
         piece = packs[key]
@@ -50,6 +53,20 @@ def _room(count: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(count, dtype=torch.float32, device=device)
     return scratch.of_at_least(4 * count)[: 4 * count].view(torch.float32)
+
+
+@cache
+def _by_package(name: str) -> Decoder:
+    """Return a decoder that calls the package gguf, on the host."""
+    from gguf import GGMLQuantizationType, quants  # an extra; most files need no code of it
+
+    code = GGMLQuantizationType[name]
+
+    def decode(packs: torch.Tensor, into: torch.Tensor) -> None:
+        with np.errstate(all="ignore"):  # damaged scales may be infinite, as in torch
+            into.copy_(torch.from_numpy(quants.dequantize(packs.cpu().numpy(), code)))
+
+    return decode
 
 
 def _half(packs: torch.Tensor, first: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._geometry import contiguous_stride
 from sluice.entries.slicing import slice_entry
-from sluice.records import NO_STORAGE, Entry, Part, elements_of
+from sluice.records import NO_STORAGE, Arithmetic, Entry, Part, elements_of
 
-__all__ = ["join", "multiply", "narrow", "pad", "permute", "reshape", "stack"]
+__all__ = ["compute", "join", "narrow", "pad", "permute", "reshape", "stack"]
 
 Shape = tuple[int, ...]
 
@@ -39,14 +39,13 @@ def narrow(entry: Entry, dim: int, start: int, size: int) -> Entry:
     return _whole(part, part.shape, part.parts) if part.parts else part
 
 
-def multiply(entry: Entry, factor: float) -> Entry:
-    """Return the entry with every element multiplied by a factor, in the dtype of the entry."""
+def compute(entry: Entry, operation: Arithmetic, number: float) -> Entry:
+    """Return the entry with every element multiplied by a number or added to it, in the dtype of the entry."""
     if not entry.parts:
-        elements = replace(entry.elements, factors=(*entry.elements.factors, factor))
-        return replace(entry, elements=elements)
-    return replace(
-        entry, parts=tuple(Part(entry=multiply(part.entry, factor), start=part.start) for part in entry.parts)
-    )
+        steps = (*entry.elements.arithmetic, (operation, number))
+        return replace(entry, elements=replace(entry.elements, arithmetic=steps))
+    parts = (Part(entry=compute(part.entry, operation, number), start=part.start) for part in entry.parts)
+    return replace(entry, parts=tuple(parts))
 
 
 def join(entries: Sequence[Entry], dim: int) -> Entry:

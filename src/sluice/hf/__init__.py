@@ -1,9 +1,10 @@
-"""Hugging Face models: ``from_pretrained`` with sluice reading the weights.
+"""Hugging Face models: ``from_pretrained`` with sluice reading the weights, and GGUF files for models of transformers.
 
-In: a local model directory. Out: a model of transformers. Only this package uses transformers and its private loading
-code, which is imported when ``from_pretrained``, the entry function, is called.
+In: a local model directory or a GGUF file. Out: a model of transformers, or rules. Only this package uses transformers
+and its private loading code, which is imported when ``from_pretrained``, the entry function, is called.
 """
 
+from sluice.hf._gguf import gguf_rules
 from sluice.hf._loading import from_pretrained
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "gguf_rules"]

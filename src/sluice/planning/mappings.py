@@ -85,8 +85,8 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
     if len(target.fills) != 1 or target.constants:
         return "assembled from parts"
     fill = target.fills[0]
-    if fill.elements.factors:
-        return "multiplied"
+    if fill.elements.arithmetic:
+        return "computed"
     if fill.dtype != target.dtype:
         return "cast"
     if fill.elements.packing is not None:

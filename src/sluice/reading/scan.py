@@ -52,7 +52,7 @@ Batch = list[ScanItem[_Item]]
 
 def row_major(entry: Entry) -> bool:
     """Return whether the bytes of an entry in the file are those of a contiguous tensor, or of its packs in order."""
-    computed = entry.elements.math_bits or entry.elements.factors
+    computed = entry.elements.math_bits or entry.elements.arithmetic
     if entry.parts or entry.composite is not None or computed or entry.constant is not None:
         return False
     steps = zip(entry.shape, entry.stride, contiguous_stride(entry.shape), strict=True)

@@ -16,7 +16,7 @@ name says elements.
 
 from __future__ import annotations
 
-from sluice.records.elements import Elements, MathBit, Packing, elements_of
+from sluice.records.elements import Arithmetic, Elements, MathBit, Packing, elements_of
 from sluice.records.facts import (
     REMOTE_FILESYSTEM,
     AccessFacts,
@@ -62,6 +62,7 @@ __all__ = [
     "NO_STORAGE",
     "REMOTE_FILESYSTEM",
     "AccessFacts",
+    "Arithmetic",
     "Block",
     "BlockKind",
     "Constant",

@@ -14,10 +14,13 @@ from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 
-__all__ = ["Elements", "MathBit", "Packing", "elements_of"]
+__all__ = ["Arithmetic", "Elements", "MathBit", "Packing", "elements_of"]
 
 #: Lazy operations that torch records as bits of a tensor: conjugate and negative of its storage.
 MathBit = Literal["conj", "neg"]
+
+#: Operations of an element with a number, as methods of tensors.
+Arithmetic = Literal["mul", "add"]
 
 
 class Packing(Struct, frozen=True, kw_only=True):
@@ -52,13 +55,13 @@ class Elements(Struct, frozen=True, kw_only=True):
     math_bits: tuple[MathBit, ...] = ()
     #: The code that packs are decoded from, to ``dtype``; None if each element is stored by itself.
     packing: Packing | None = None
-    #: Factors by which each element is multiplied in sequence, in ``dtype``.
-    factors: tuple[float, ...] = ()
+    #: Products and sums of each element with a number in sequence, in ``dtype``.
+    arithmetic: tuple[tuple[Arithmetic, float], ...] = ()
 
     @property
     def computed(self) -> bool:
         """Whether there is a computation other than a change of byte order or a cast."""
-        return bool(self.math_bits or self.factors or self.packing)
+        return bool(self.math_bits or self.arithmetic or self.packing)
 
     @property
     def verbatim(self) -> bool:

@@ -24,8 +24,8 @@ after the other, each to the result of the one before it. The final result is ma
 each a ``MismatchError``, before anything is read. ``optional=True`` lets a rule match nothing. Shapes that still differ
 from the model's are errors as without rules.
 
-**Values.** Elements are multiplied first, in the dtype of the file, and cast last, once, in any order of the
-rules: ``(tensor * factor).to(dtype)``.
+**Values.** Products and sums come first, in the order of the rules and in the dtype of the file, and the cast comes
+last, once: ``(tensor * factor).to(dtype)``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from sluice._dtypes import parse_dtype
 from sluice.entries.patterns import NamePattern
 from sluice.entries.rules import Rule
 from sluice.rules._kinds import (
+    ArithmeticRule,
     CastRule,
     CopyRule,
     DropRule,
@@ -45,7 +46,6 @@ from sluice.rules._kinds import (
     RenameRule,
     ReshapeRule,
     ResizeRule,
-    ScaleRule,
     SplitRule,
     TransposeRule,
 )
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NamePattern",
     "Rule",
+    "add",
     "cast",
     "concatenate",
     "copy",
@@ -214,7 +215,18 @@ def scale(pattern: NamePattern, factor: float, *, optional: bool = False) -> Rul
     Example:
         >>> folded = scale("layers.*.q.weight", 128**-0.5)
     """
-    return ScaleRule(pattern=pattern, factor=float(factor), optional=optional)
+    return ArithmeticRule(pattern=pattern, operation="mul", number=float(factor), optional=optional)
+
+
+def add(pattern: NamePattern, number: float, *, optional: bool = False) -> Rule:
+    """Add a number to every element: ``(tensor + number).to(dtype)``, with the sum in the dtype of the file.
+
+    The same dtypes as for ``scale``.
+
+    Example:
+        >>> gemma_from_gguf = add("**_norm.weight", -1.0)
+    """
+    return ArithmeticRule(pattern=pattern, operation="add", number=float(number), optional=optional)
 
 
 def resize(pattern: NamePattern, rows: int, *, fill: float = 0.0, dim: int = 0, optional: bool = False) -> Rule:

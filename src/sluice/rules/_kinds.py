@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES, why_no_cast
-from sluice.entries.assembly import join, multiply, narrow, pad, permute, reshape, stack
+from sluice.entries.assembly import compute, join, narrow, pad, permute, reshape, stack
 from sluice.entries.patterns import NamePattern, compile_pattern, compile_template, expand, spell
 from sluice.entries.rules import EachRule, Rule, RuleFindings
-from sluice.records import Entry
+from sluice.records import Arithmetic, Entry
 
 __all__ = [
+    "ArithmeticRule",
     "CastRule",
     "CopyRule",
     "DropRule",
@@ -24,7 +25,6 @@ __all__ = [
     "RenameRule",
     "ReshapeRule",
     "ResizeRule",
-    "ScaleRule",
     "SplitRule",
     "TransposeRule",
 ]
@@ -32,8 +32,8 @@ __all__ = [
 #: Maximum number of names in the description of a joined tensor; of more, the first two and the last are shown.
 _NAMED = 4
 
-#: Dtypes that torch multiplies by a real number and keeps.
-_SCALABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
+#: Dtypes that torch multiplies by a real number, or adds it to, and keeps.
+_COMPUTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 #: Words for the elements of a dimension, by number of dimensions and dimension.
 _DIMENSIONS = {(1, 0): "elements", (2, 0): "rows", (2, 1): "columns"}
@@ -153,17 +153,24 @@ class CastRule(_ChangeRule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleRule(_ChangeRule):
-    """See ``sluice.rules.scale``."""
+class ArithmeticRule(_ChangeRule):
+    """See ``sluice.rules.scale`` and ``sluice.rules.add``."""
 
-    #: Factor of every element.
-    factor: float
+    #: Operation of every element with the number.
+    operation: Arithmetic
+    #: The number.
+    number: float
+
+    def __str__(self) -> str:
+        return f"{'scale' if self.operation == 'mul' else 'add'}({spell(self.pattern)})"
 
     def _change(self, entry: Entry) -> tuple[Entry, str]:
         dtypes = {part.entry.dtype for part in entry.parts} or {entry.dtype}
-        if not dtypes <= _SCALABLE:
-            raise ValueError(f"{', '.join(sorted(dtypes))} cannot be multiplied: only {', '.join(sorted(_SCALABLE))}")
-        return multiply(entry, self.factor), f" times {self.factor}"
+        if not dtypes <= _COMPUTABLE:
+            how = "multiplied" if self.operation == "mul" else "added to"
+            raise ValueError(f"{', '.join(sorted(dtypes))} cannot be {how}: only {', '.join(sorted(_COMPUTABLE))}")
+        sign = "times" if self.operation == "mul" else "plus"
+        return compute(entry, self.operation, self.number), f" {sign} {self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

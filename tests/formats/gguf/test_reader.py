@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
 from sluice.engine.packs import DECODERS
+from sluice.formats.gguf import reader
 from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.gguf.types import TYPES
 from sluice.records import Entry, Index, UnsupportedValue
@@ -99,18 +100,31 @@ def test_a_vocabulary_takes_no_memory_and_few_reads() -> None:
 
 
 def test_types_that_are_not_decoded_refuse_their_tensor_only() -> None:
-    tensors: dict[str, Tensor] = {"iq": ((2, 256), 23, bytes(272)), "new": ((2, 256), 99, b""), "b": ONE}
+    tensors: dict[str, Tensor] = {"q8": ((2, 256), 15, bytes(584)), "new": ((2, 256), 99, b""), "b": ONE}
     entries = tree(index(gguf_bytes(tensors)))
     assert entries["b"].shape == (3, 2)
-    for name, kind in (("iq", "IQ4_XS"), ("new", "type 99")):
+    for name, kind in (("q8", "Q8_K"), ("new", "type 99")):
         leaf = entries[name]
         assert isinstance(leaf, UnsupportedValue)
         assert leaf.qualified_name == kind
         assert "llama-quantize" in str(leaf.advice)
 
 
+def test_types_of_the_package_are_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_has_package", lambda: False)
+    leaf = tree(index(gguf_bytes({"iq": ((2, 256), 23, bytes(272))})))["iq"]
+    assert isinstance(leaf, UnsupportedValue)
+    assert "sluice[gguf]" in str(leaf.advice)
+
+
+def test_nested_empty_arrays_are_bounded() -> None:
+    nested = array(9, 2_000_000, (struct.pack("<IQ", 4, 0)) * 2_000_000)
+    with pytest.raises(LimitError, match="'entries'"):
+        index(gguf_bytes({}, {"k": nested}))
+
+
 def test_every_packed_type_has_a_decoder() -> None:
-    stored = [each.stored for each in TYPES.values() if each.stored is not None]
+    stored = [each.stored for each in TYPES.values() if each.stored is not None and not each.package]
     assert sorted(elements.packing.name for elements in stored if elements.packing) == sorted(DECODERS)
 
 

@@ -83,6 +83,7 @@ class Header:
         self._data = b""
         self._start = begin
         self._next = 0
+        self._arrays = 0  # arrays inside of arrays
 
     @property
     def position(self) -> int:
@@ -209,6 +210,9 @@ class Header:
             return f"array of {count} texts"
         if kind == _ARRAY:
             self._check_count(count, 12, "arrays")
+            self._arrays += count
+            if self._arrays > self._limits.entries:
+                raise self._over_limit("entries", self._arrays)
             for _ in range(count):
                 self._array(depth + 1)
             return f"array of {count} arrays"

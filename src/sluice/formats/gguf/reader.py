@@ -19,13 +19,16 @@ not whole packs; offsets that are not aligned; tensors that overlap or pass the 
 between tensors and after the last one may be anything.
 
 Dtypes: F32, F16, BF16, F64 and integers are those of torch. Packs of the quantized types (``types``) are decoded to
-float32. Tensors of other types become ``UnsupportedValue`` leaves.
+float32, those with tables of values by the package gguf. Tensors of other types become ``UnsupportedValue`` leaves.
 
 The tree is a flat dict in data order: names are those of llama.cpp, and shapes are in the order of torch, the reverse
 of that in the file.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
 
 from sluice._errors import FormatError, TruncatedError, UnsupportedError
 from sluice._geometry import contiguous_stride, round_up
@@ -125,6 +128,11 @@ def _check_data(header: Header, descriptions: list[TensorDescription], data_star
             end, before = each.begin + each.nbytes, each.name
 
 
+@cache
+def _has_package() -> bool:
+    return find_spec("gguf") is not None
+
+
 def _tensors(
     descriptions: list[TensorDescription], data_start: int, path: str
 ) -> tuple[dict[str, Entry | UnsupportedValue], tuple[Storage, ...]]:
@@ -133,10 +141,14 @@ def _tensors(
     storages: list[Storage] = []
     for each in descriptions:
         stored = each.type.stored if each.type is not None else None
-        if stored is None:
+        absent = each.type is not None and each.type.package and not _has_package()
+        if stored is None or absent:
             name = each.type.name if each.type is not None else f"type {each.type_number}"
-            reason = f"a tensor of GGUF {name}, which sluice does not decode"
-            tree[each.name] = UnsupportedValue(qualified_name=name, reason=reason, file=path, advice=_REQUANTIZE)
+            reason = f"a tensor of GGUF {name}, which " + (
+                "the package gguf decodes, and it is not installed" if absent else "sluice does not decode"
+            )
+            advice = "pip install 'sluice[gguf]'" if absent else _REQUANTIZE
+            tree[each.name] = UnsupportedValue(qualified_name=name, reason=reason, file=path, advice=advice)
             continue
         tree[each.name] = Entry(stored, each.shape, contiguous_stride(each.shape), len(storages))
         storages.append(Storage(0, data_start + each.begin, each.nbytes, each.name))
