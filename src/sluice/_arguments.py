@@ -181,7 +181,7 @@ def _check_rename(rename: object) -> None:
     if rename is None or callable(rename):
         return
     if isinstance(rename, Mapping):
-        fine = all(isinstance(old, str) and (new is None or isinstance(new, str)) for old, new in rename.items())
+        fine = all(_is_pattern(old) and (new is None or isinstance(new, str)) for old, new in rename.items())
     else:
         fine = isinstance(rename, Sequence) and not isinstance(rename, (str, bytes)) and all(map(_is_pair, rename))
     if not fine:
@@ -197,7 +197,11 @@ def _check_rename(rename: object) -> None:
 def _is_pair(pair: object) -> bool:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], str)):
         return False
-    return isinstance(pair[0].pattern if isinstance(pair[0], re.Pattern) else pair[0], str)
+    return _is_pattern(pair[0])
+
+
+def _is_pattern(value: object) -> bool:
+    return isinstance(value.pattern if isinstance(value, re.Pattern) else value, str)
 
 
 def _check_regex(pattern: str | re.Pattern[str]) -> None:

@@ -186,7 +186,10 @@ def test_a_flat_form_takes_the_state_dict_and_reports_omitted_values(tmp_path: P
     assert "values that are not tensors were left out (1): 'epoch'" in notes
     sluice.convert(tmp_path / "run.pt", tmp_path / "o.safetensors", key="optimizer.state")
     assert_equal(read_back(tmp_path / "o.safetensors"), {"0.m": torch.ones(9)})
-    torch.save({"a": state["model"], "b": {"w": torch.ones(3, 3)}}, tmp_path / "two.pt")
+    torch.save(
+        {"a": {"v": torch.ones(1), "w": torch.ones(3, 3), "epoch": 4}, "b": {"w": torch.ones(3, 3)}},
+        tmp_path / "two.pt",
+    )
     with pytest.raises(sluice.MismatchError, match="more than one state dict"):
         sluice.convert(tmp_path / "two.pt", tmp_path / "x.safetensors")
     assert not (tmp_path / "x.safetensors").exists()

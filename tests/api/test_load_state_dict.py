@@ -109,6 +109,15 @@ def test_the_only_candidate_is_found_and_several_are_listed(tmp_path: Path) -> N
     assert same(dict(sluice.load_state_dict(tmp_path / "two.pth", key="model")), weights)
 
 
+@pytest.mark.parametrize("settings", [{"mean": torch.ones(3), "hidden": 64}, {"mean": torch.ones(3), "a": 1, "b": "x"}])
+def test_settings_with_a_tensor_are_not_a_state_dict(tmp_path: Path, settings: dict[str, Any]) -> None:
+    weights = torch.nn.Linear(3, 2).state_dict()
+    torch.save({"model_state_dict": weights, "config": settings}, tmp_path / "f.pth")
+    assert same(dict(sluice.load_state_dict(tmp_path / "f.pth")), dict(weights))
+    torch.save({"config": settings}, tmp_path / "g.pth")  # the only candidate
+    assert same(sluice.load_state_dict(tmp_path / "g.pth")["mean"], settings["mean"])
+
+
 def test_a_prefix_of_flat_names_is_a_key(tmp_path: Path) -> None:
     torch.save({"a.0.w": torch.ones(2), "a.1.w": torch.zeros(2), "b": torch.zeros(1)}, tmp_path / "f.pth")
     assert list(sluice.load_state_dict(tmp_path / "f.pth", key="a.1")) == ["w"]

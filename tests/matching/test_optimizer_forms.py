@@ -42,7 +42,7 @@ TREES = st.recursive(
 def outline(*, names: bool, groups: int, adapts: bool) -> OptimizerOutline:
     parameters = [ParameterOutline(names=(name,) if names else (), shape=(2,)) for name in ("w", "b")]
     together = (tuple(parameters),) if groups == 1 else ((parameters[0],), (parameters[1],))
-    return OptimizerOutline(groups=together, known_shapes=True, adapts=adapts)
+    return OptimizerOutline(groups=together, kind="Own", adapts=adapts)
 
 
 @given(tree=TREES, names=st.booleans(), groups=st.sampled_from([1, 2]), adapts=st.booleans())

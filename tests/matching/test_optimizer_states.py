@@ -140,7 +140,7 @@ def test_wrapped_and_tied_names(tmp_path: Path) -> None:
         tmp_path / "f.pt",
         {
             "state": {"module._orig_mod.head.weight": values},
-            "param_groups": [{"lr": 0.5, "params": ["module._orig_mod.head.weight"]}],
+            "param_groups": [{**optimizer.defaults, "lr": 0.5, "params": ["module._orig_mod.head.weight"]}],
         },
     )
     again = Tied()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from sluice._errors import MismatchError
 from sluice._options import Limits
 from sluice.matching.match import Outline, Slot
-from sluice.matching.renaming import Rename, rename_entries
+from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
 from sluice.records import Entry, elements_of
 from support.work import at_most
@@ -216,14 +217,38 @@ def test_rename_comes_before_the_search(rename: Rename) -> None:
     assert select({"model": prefixed("old."), "x": 1}, MODULE, rename=rename).entries == PLAIN
 
 
-def test_rename_drops_names() -> None:
-    plain = entries(["a", "b", "c"])
-    assert set(rename_entries(plain, {"a": None, "b": "d"})) == {"c", "d"}
-    assert set(rename_entries(plain, lambda name: None if name == "a" else name)) == {"b", "c"}
-    with pytest.raises(MismatchError, match="same name"):
-        rename_entries(plain, {"a": "b"})
-    with pytest.raises(TypeError, match="int"):
-        rename_entries(plain, len)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({"a": None, "b": "d"}, {"c.0.w", "d"}),
+        ({"a": "b", "b": "a"}, {"a", "b", "c.0.w"}),
+        ({"c.*.w": "e.*.w", "b": ""}, {"a", "e.0.w"}),
+        ({"c.**": "**", "**": "x.**"}, {"x.a", "x.b", "0.w"}),  # the exact name, or the first pattern
+        ({re.compile(r"c\.(\d)\.w"): r"w\1"}, {"a", "b", "w0"}),
+        ([(r"^c\.0\.", ""), ("^a$", "")], {"b", "w"}),  # an empty name drops
+        (lambda name: None if name == "a" else name, {"b", "c.0.w"}),
+    ],
+)
+def test_rename_takes_names_patterns_pairs_and_functions(rename: Rename, expected: set[str]) -> None:
+    renaming = Renaming(rename)
+    assert set(renaming.apply(entries(["a", "b", "c.0.w"]))) == expected
+    renaming.check(())
+
+
+@pytest.mark.parametrize(
+    ("rename", "error", "message"),
+    [
+        ({"nope": "x"}, MismatchError, "rename='nope' matches no name.*found 'a', 'b'"),
+        ({"a": "x", "fc.*": ""}, MismatchError, r"rename='fc\.\*' matches no name"),
+        ([("^a$", "x"), ("^fc", "")], MismatchError, r"rename='\^fc' matches no name"),
+        ({"a": "b"}, MismatchError, "same name"),
+        ({"*": "x"}, ValueError, "repeat the wildcards"),
+        (len, TypeError, "int"),
+    ],
+)
+def test_a_rename_that_does_not_fit_is_an_error(rename: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"(?s){message}"):
+        select(entries(["a", "b"]), outline("a", "b"), rename=rename)
 
 
 def test_names_that_a_tree_spells_twice_do_not_stop_the_search() -> None:

@@ -393,3 +393,13 @@ def test_the_faulty_source_ends_one_read_early(source: LocalFile) -> None:
     with pytest.raises(TruncatedError) as caught:
         FaultySource(source, at=1, found_bytes=3).read_at(5, 4)
     assert (caught.value.offset, caught.value.found) == (5, "3 bytes")
+
+
+def test_a_file_that_is_left_at_the_end_of_the_process_does_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = LocalFile(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "DESCRIPTORS", None)  # as the interpreter leaves globals
+        file.__del__(lambda: True)
+    file.close()

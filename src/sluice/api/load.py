@@ -68,8 +68,9 @@ def load_into(
             ``"torch.bfloat16"`` and ``"bf16"`` are the same; so are ``"half"``, ``"fp16"`` and ``"float16"``.
         key: Part of the checkpoint: a path into the nested object or a dotted prefix of names
             (``load_into(model.trf_blocks[0], f, key="trf_blocks.0")``). None finds the state dict that fits the module.
-        rename: New names for those of the checkpoint: a mapping, ``(regular expression, replacement)`` pairs, or a
-            function that returns None to drop a name.
+        rename: New names for those of the checkpoint, after ``key``: a mapping of names or of patterns, as ``--rename``
+            takes them (``{"backbone.**": "encoder.**", "head.*": None}``), ``(regular expression, replacement)`` pairs
+            for ``re.sub``, or a function. None or an empty new name drops a tensor. What matches no name is an error.
         rules: Changes to the tensors before they are matched, by their new names: transposed, split, joined, cast;
             see ``sluice.rules``.
         strict: Whether missing and unexpected names are errors. If not, live parameters without an entry keep their

@@ -14,7 +14,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
-from sluice.matching.renaming import Rename, rename_entries
+from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import only_state_dict
 from sluice.records import Entry
 
@@ -58,10 +58,11 @@ def whole_contents(
             total=_count(tree),
         )
     chosen, path = _state_dict(checkpoint, tree, key)
-    entries, taken = _entries(checkpoint, chosen, rename, rules)
+    renaming = Renaming(rename)
+    entries, taken = _entries(checkpoint, chosen, renaming, rules)
     renamed: dict[str, object] = {**entries}
     values = {name: value for name, value in trees.leaves(chosen) if not isinstance(value, Entry)}
-    for name, value in rename_entries(values, rename).items():
+    for name, value in renaming.apply(values).items():
         if name in renamed:
             raise MismatchError(
                 "rename maps a tensor and another value to the same name", file=checkpoint.path, tensor=name
@@ -93,7 +94,7 @@ def flat_contents(
     flags = sum(entry.parameter for entry in trees.every_entry(chosen))
     if flags:
         notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
-    entries, taken = _entries(checkpoint, chosen, rename, rules)
+    entries, taken = _entries(checkpoint, chosen, Renaming(rename), rules)
     tensors = {name: entry for name, entry in entries.items() if not entry.bare}
     taken -= len(entries) - len(tensors)
     return ConvertedContents(tree=tensors, key=path, notes=tuple(notes), taken=taken, total=_count(tree))
@@ -135,7 +136,7 @@ def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tu
 
 
 def _entries(
-    checkpoint: OpenCheckpoint, chosen: Mapping[str, object], rename: Rename | None, rules: Sequence[Rule]
+    checkpoint: OpenCheckpoint, chosen: Mapping[str, object], renaming: Renaming, rules: Sequence[Rule]
 ) -> tuple[dict[str, Entry], int]:
     """Return the tensors by their new names, and the number of names of the checkpoint that they come from.
 
@@ -146,7 +147,8 @@ def _entries(
         problem = f"tensor names must be strings, not {type(key).__name__}"
         raise MismatchError(problem, file=checkpoint.path, tensor=short_repr(key))
     flat = trees.flatten(chosen, checkpoint.limits)
-    renamed = rename_entries(flat, rename)
+    renamed = renaming.apply(flat)
+    renaming.check(name for name, _ in trees.leaves(chosen))
     entries = apply_rules(renamed, rules)
     if not entries and checkpoint.entries:
         problem = f"none of its {len(checkpoint.entries):,} tensors would be converted"

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-__all__ = ["NamePattern", "compile_pattern", "compile_template", "expand", "spell"]
+__all__ = ["NamePattern", "compile_pattern", "compile_template", "expand", "is_pattern", "spell"]
 
 #: Pattern of a rule.
 NamePattern = str | re.Pattern[str]
@@ -40,6 +40,11 @@ class _Compiled(Struct, frozen=True, kw_only=True):
     def number(self) -> int | None:
         """Group of the ``#``, or None."""
         return self.wildcards.index("#") + 1 if self.wildcards and "#" in self.wildcards else None
+
+
+def is_pattern(name: NamePattern) -> bool:
+    """Return whether a pattern is more than one name."""
+    return isinstance(name, re.Pattern) or "*" in name
 
 
 def compile_pattern(pattern: NamePattern, *, numbered: bool = False) -> _Compiled:

@@ -21,7 +21,7 @@ from sluice.entries.patterns import NamePattern, compile_pattern, spell
 from sluice.records import Entry
 from sluice.records.bulk import collector_paused
 
-__all__ = ["EachRule", "Rule", "RuleFindings", "apply_rules"]
+__all__ = ["EachRule", "Rule", "RuleFindings", "apply_rules", "nearest_to_pattern"]
 
 #: Maximum number of names compared with a pattern that matches nothing.
 _COMPARED = 2000
@@ -91,19 +91,19 @@ class RuleFindings:
                 tensor=self._problems[0][0],
             )
         if not (self.matched or self._rule.optional):
-            raise _matches_nothing(str(self._rule), self._rule.pattern, entries)
+            raise MismatchError(
+                f"the rule {self._rule} matches no tensor: correct the pattern, or pass optional=True",
+                expected=f"a name that {spell(self._rule.pattern)} matches",
+                found=nearest_to_pattern(self._rule.pattern, entries),
+            )
 
 
-def _matches_nothing(rule: str, pattern: NamePattern, names: Iterable[str]) -> MismatchError:
-    """Return the error for a pattern without a match; it shows the most similar names."""
+def nearest_to_pattern(pattern: NamePattern, names: Iterable[str]) -> str:
+    """Return the names that are most similar to a pattern without a match, as text for an error."""
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
     known = list(names)
     close = get_close_matches(text, known[:_COMPARED], n=3, cutoff=0.4) or known[:3]
-    return MismatchError(
-        f"the rule {rule} matches no tensor: correct the pattern, or pass optional=True",
-        expected=f"a name that {spell(pattern)} matches",
-        found=", ".join(map(repr, close)) + (", ..." if len(known) > len(close) else "") if known else "no tensors",
-    )
+    return ", ".join(map(repr, close)) + (", ..." if len(known) > len(close) else "") if known else "no tensors"
 
 
 def apply_rules(entries: Mapping[str, Entry], rules: Sequence[Rule]) -> dict[str, Entry]:

@@ -26,7 +26,7 @@ from sluice.loading.job import LoadRequest
 from sluice.loading.module_job import ModuleJob, module_job
 from sluice.matching.match import Outline, match
 from sluice.matching.name_fit import unwrap
-from sluice.matching.renaming import Rename, rename_entries
+from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.load_hooks import follow_loading
@@ -242,8 +242,10 @@ def _refuse_opaques(
     """Refuse values of the state dict that sluice does not build; without ``strict``, only tensors of the module."""
     opaques = trees.opaques(subtree(checkpoint.index.tree, selection.key or ""))
     own = {unwrap(name) for slot in state.outline.slots for name in slot.names} if opaques else set()
+    renaming = Renaming(request.rename)
     for name, leaf in opaques.items():
-        for new_name in rename_entries({name: leaf}, request.rename):
+        new_name = renaming.new_name(name)
+        if new_name is not None:
             spellings = [new_name, unwrap(new_name)]
             rests = [each.removeprefix(selection.prefix) for each in spellings if each.startswith(selection.prefix)]
             needed = isinstance(leaf, UnsupportedValue) and any(unwrap(rest) in own for rest in rests)

@@ -171,7 +171,7 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.install``.
 
         Raises:
-            MismatchError: torch refuses the state after a hook of the optimizer changed it.
+            MismatchError: The optimizer, or one of its hooks, refuses the state.
         """
         file = self.checkpoint.path
         tensors, result = fetched
@@ -180,12 +180,14 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
             state_dict["state"] = as_dtensors(self.state_dict["state"], state_dict["state"], self.divided)
         if self.deferred:
             state_dict["state"] = keep_devices(self.state_dict["state"], state_dict["state"], self.deferred)
+        before = dict(vars(self.optimizer))
         try:
             self.optimizer.load_state_dict(state_dict)
-        except ValueError as error:
-            if str(error).startswith("loaded state dict"):  # torch's text for groups that do not fit
-                raise MismatchError(str(error), file=file) from error
-            raise
+        except Exception as error:  # hooks and subclasses may raise anything
+            vars(self.optimizer).update(before)
+            where = type(self.optimizer).__name__
+            problem = f"load_state_dict of {where} raised {type(error).__name__}: {error}; the optimizer is unchanged"
+            raise MismatchError(problem, file=file) from error
         if self.deferred:
             move_at_first_step(self.optimizer)
         return Loaded(result=result, missing=self.missing, unexpected=self.unexpected)
@@ -212,10 +214,21 @@ def _outline(optimizer: Optimizer, model: torch.nn.Module | None) -> OptimizerOu
             tuple(ParameterOutline(names=tuple(names.get(id(p), ())), shape=tuple(p.shape)) for p in group["params"])
             for group in optimizer.param_groups
         ),
-        known_shapes=type(optimizer).__module__.startswith("torch.optim"),
+        kind=type(optimizer).__name__ if type(optimizer).__module__.startswith("torch.optim") else None,
+        needed_options=_needed_options(optimizer),
         adapts=bool(optimizer._optimizer_load_state_dict_pre_hooks)
         or type(optimizer).load_state_dict is not Optimizer.load_state_dict,
     )
+
+
+def _needed_options(optimizer: Optimizer) -> frozenset[str]:
+    """Return the options that ``__setstate__`` of one of torch's own optimizers does not add to old groups."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return frozenset()
+    kind = type(optimizer)
+    empty = kind.__new__(kind)
+    empty.__setstate__({"defaults": {}, "state": {}, "param_groups": [{"params": []}]})
+    return frozenset(optimizer.defaults.keys() - empty.param_groups[0].keys())
 
 
 def _refuse_parameters(optimizer: Optimizer, outline: OptimizerOutline, file: str, device: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 
 from msgspec import Struct
 
@@ -10,8 +11,8 @@ from sluice._errors import MismatchError
 from sluice._options import Limits
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
-from sluice.entries.tree import CONTAINERS, children, component, every_entry, flatten, sizes, walk
-from sluice.matching.renaming import Rename, rename_entries
+from sluice.entries.tree import CONTAINERS, children, component, every_entry, flatten, leaves, sizes, walk
+from sluice.matching.renaming import Rename, Renaming
 from sluice.records import Entry
 
 __all__ = [
@@ -38,9 +39,10 @@ def state_dict_candidates(tree: object) -> tuple[str, ...]:
 
 
 def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
-    """Return the tensors of each candidate by its key, the largest first, without metrics saved next to a model.
+    """Return the tensors of each candidate by its key, the largest first, without metrics and settings next to a model.
 
-    Metrics are tensors by name as well: a dict of scalars counts only if every candidate is one.
+    They can be tensors by name as well: a dict of scalars, or with no more tensors than other values, counts only if
+    every candidate is one.
     """
     return {key: list(every_entry(part)) for key, part in _likely(tree).items()}
 
@@ -52,7 +54,14 @@ def names_by_state_dict(tree: object) -> dict[str, set[str]]:
 
 def _likely(tree: object) -> dict[str, object]:
     parts = _candidates(tree)
-    return {key: part for key, part in parts.items() if any(entry.shape for entry in every_entry(part))} or parts
+    return {key: part for key, part in parts.items() if _is_model(part)} or parts
+
+
+def _is_model(part: object) -> bool:
+    """Return whether a candidate looks like weights: it has tensors with dimensions, and few other values."""
+    values = list(part.values()) if isinstance(part, dict) else []
+    others = sum(isinstance(value, (bool, int, float, str, NoneType)) for value in values)
+    return any(entry.shape for entry in every_entry(part)) and 2 * others < len(values)
 
 
 def _candidates(tree: object) -> dict[str, object]:
@@ -121,12 +130,17 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
     #: Bounds for flattening the tree.
     limits: Limits
 
+    @property
+    def changes(self) -> bool:
+        """Whether names or tensors change, which may fit one part of the checkpoint and not another."""
+        return self.rename is not None or bool(self.rules)
+
     def read(self, key: str) -> Candidate:
         """Return the part at ``key``; ``""`` is the whole checkpoint.
 
         Raises:
             FormatError: Two tensors have the same dotted name.
-            MismatchError: ``key`` does not exist, ``rename`` gives two entries the same name, or a rule does not apply.
+            MismatchError: ``key`` does not exist, or ``rename`` or a rule does not apply.
         """
         part = subtree(self.tree, key)
         versions = {}
@@ -138,21 +152,24 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
                     versions[path] = version
         flat = flatten(part, self.limits)
         entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name or not _is_extra_state(name)}
+        renaming = Renaming(self.rename)
+        renamed, extra_state = renaming.apply(entries), renaming.apply(dict(_extra_state(part)))
+        renaming.check(name for name, _ in leaves(part))
         return Candidate(
             key=key or None,
-            entries=apply_rules(rename_entries(entries, self.rename), self.rules),
+            entries=apply_rules(renamed, self.rules),
             versions=versions,
-            extra_state=rename_entries(dict(_extra_state(part)), self.rename),
+            extra_state=extra_state,
         )
 
     def read_all(self, keys: Sequence[str]) -> list[Candidate]:
-        """Return the parts to which the rules apply; if there is none, raise the error of the first part."""
+        """Return the parts to which ``rename`` and rules apply; if there is none, raise the error of the first part."""
         candidates, errors = [], []
         for key in keys:
             try:
                 candidates.append(self.read(key))
             except MismatchError as error:
-                if not self.rules:
+                if not self.changes:
                     raise
                 errors.append(error)
         if errors and not candidates:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from sluice._units import format_bytes
 from sluice.entries.tree import every_entry
 from sluice.matching.name_fit import unwrap
-from sluice.matching.renaming import Rename, renamed
+from sluice.matching.renaming import Renaming
 
 __all__ = ["ParameterNames", "SavedState", "as_list", "saved_state", "saved_states"]
 
@@ -45,8 +45,8 @@ class ParameterNames(Struct, frozen=True, kw_only=True):
 
     #: Names of the optimizer's parameters in the model, unwrapped.
     known: frozenset[str] = frozenset()
-    #: New names for the parameters of the checkpoint.
-    rename: Rename | None = None
+    #: New names for the parameters of the checkpoint; None keeps them.
+    renaming: Renaming | None = None
 
     def own(self, name: str) -> str | None:
         """Return the unwrapped name in the model for a name of the checkpoint; None to drop it.
@@ -54,7 +54,7 @@ class ParameterNames(Struct, frozen=True, kw_only=True):
         Raises:
             TypeError: The caller's function returns neither a name nor None.
         """
-        new = name if self.rename is None else renamed(name, self.rename)
+        new = name if self.renaming is None else self.renaming.new_name(name)
         return None if new is None else unwrap(new)
 
     def __contains__(self, name: object) -> bool:

@@ -21,7 +21,7 @@ from sluice.entries.tree import walk
 from sluice.formats.divided import divided_state
 from sluice.matching.name_fit import unwrap
 from sluice.matching.optimizer_forms import ParameterNames, SavedState, as_list, saved_state, saved_states
-from sluice.matching.renaming import Rename
+from sluice.matching.renaming import Rename, Renaming
 from sluice.records import Entry
 
 __all__ = ["MatchedState", "OptimizerOutline", "ParameterOutline", "find_state"]
@@ -40,6 +40,21 @@ _PARAMETER_SHAPED = frozenset(
         "sum",
     }
 )
+
+#: State that a parameter has after the first step, by class of ``torch.optim``: without one of these the next step, or
+#: ``load_state_dict`` itself, raises KeyError. The other classes need none.
+_NEEDED = {
+    "ASGD": {"step", "eta", "mu", "ax"},
+    "Adadelta": {"step", "square_avg", "acc_delta"},
+    "Adafactor": {"step"},
+    "Adagrad": {"step", "sum"},
+    **{key: {"step", "exp_avg", "exp_avg_sq"} for key in ("Adam", "AdamW", "RAdam", "SparseAdam")},
+    "Adamax": {"step", "exp_avg", "exp_inf"},
+    "LBFGS": {"func_evals", "n_iter"},
+    "NAdam": {"step", "exp_avg", "exp_avg_sq", "mu_product"},
+    "RMSprop": {"step", "square_avg"},
+    "Rprop": {"step", "prev", "step_size"},
+}
 
 #: Most parameters that a message names.
 _NAMES_SHOWN = 3
@@ -61,8 +76,10 @@ class OptimizerOutline(Struct, frozen=True, kw_only=True):
 
     #: Parameters of each group, in order.
     groups: tuple[tuple[ParameterOutline, ...], ...]
-    #: Whether it is one of torch's own optimizers, whose state has known shapes.
-    known_shapes: bool = False
+    #: Name of its class if it is one of torch's own, whose state is known.
+    kind: str | None = None
+    #: Options without which a group of it cannot be used.
+    needed_options: frozenset[str] = frozenset()
     #: Whether a hook or an override may change the state before torch checks it: mismatches are then not refused here.
     adapts: bool = False
 
@@ -123,7 +140,7 @@ def find_state(
         UnsupportedError: The state was divided over ranks, not over tensors.
     """
     known = frozenset(unwrap(name) for parameter in outline.parameters for name in parameter.names)
-    names = ParameterNames(known=known, rename=rename)
+    names = ParameterNames(known=known, renaming=None if rename is None else Renaming(rename))
     divided = divided_state(tree if key is None else subtree(tree, key))
     if divided is not None:
         problem = f"the checkpoint holds {divided.what}"
@@ -136,7 +153,10 @@ def find_state(
         except _ProblemsError as error:
             refused.append((saved, error))
     if len(fitting) == 1:
-        return fitting[0][1]
+        [(saved, matched)] = fitting
+        if names.renaming is not None and saved.groups is not None:  # only groups name parameters without state
+            names.renaming.check(map(str, chain(saved.state, *saved.ids)))
+        return matched
     if fitting:
         lines = [saved.describe() for saved, _ in fitting[:SHOWN]]
         text = f"more than one state of the checkpoint fits the optimizer\n{section('choose one', lines, fitting)}"
@@ -185,8 +205,8 @@ def _matched(saved: SavedState, outline: OptimizerOutline, names: ParameterNames
         parameters = ", ".join(repr(owner) for owner in islice(saved.state, _NAMES_SHOWN))
         problem = f"none of its {matched.saved} tensors belongs to a parameter: it has state for {parameters}"
         raise _ProblemsError(problem)
-    if outline.known_shapes and not outline.adapts:
-        _check_shapes(matched, outline)
+    if outline.kind is not None and not outline.adapts:
+        _check_kind(matched, outline)
     return matched
 
 
@@ -202,7 +222,7 @@ def _tensors(values: Iterable[object]) -> int:
 
 
 def _by_number(saved: SavedState, outline: OptimizerOutline, names: ParameterNames) -> MatchedState:
-    if names.rename is not None and not any(group.get("param_names") for group in saved.groups or ()):
+    if names.renaming is not None and not any(group.get("param_names") for group in saved.groups or ()):
         raise _ProblemsError("its parameters are numbered, so rename= does not apply")
     if saved.groups is None:
         return _without_options(saved, outline)
@@ -315,7 +335,7 @@ def _ids_by_name(ids: Iterable[object], names: ParameterNames) -> dict[str | Non
         name = names.own(str(saved_id))
         if name is None:
             continue
-        if names.rename is not None and id_of.get(name, saved_id) != saved_id:
+        if names.renaming is not None and id_of.get(name, saved_id) != saved_id:
             raise _ProblemsError(f"rename gives {id_of[name]!r} and {saved_id!r} the same name, {name!r}")
         id_of[name] = saved_id
     return id_of
@@ -359,18 +379,31 @@ def _agree(first: object, second: object) -> bool:
     return type(first) is type(second) and first == second
 
 
-def _check_shapes(matched: MatchedState, outline: OptimizerOutline) -> None:
-    problems = []
+def _check_kind(matched: MatchedState, outline: OptimizerOutline) -> None:
+    """Refuse state of a different kind of optimizer, or of parameters of other shapes.
+
+    Raises:
+        _ProblemsError: It is one.
+    """
+    problems = [
+        f"group {number} has no {', '.join(map(repr, absent))}, which {outline.kind} needs"
+        for number, options in enumerate(matched.options)
+        if options is not None and (absent := sorted(outline.needed_options - options.keys()))
+    ]
+    needed = _NEEDED.get(outline.kind or "", set())
     for parameter, saved_id in zip(outline.parameters, chain.from_iterable(matched.ids), strict=True):
         values = matched.state.get(saved_id)
-        for name, value in values.items() if isinstance(values, dict) else ():
-            wrong = name in _PARAMETER_SHAPED and isinstance(value, Entry) and value.shape != parameter.shape
-            if wrong:
-                shown = parameter.names[0] if parameter.names else saved_id
-                problems.append(
-                    f"{name!r} of parameter {shown!r} is {list(value.shape)} in the checkpoint, the parameter is "
-                    f"{list(parameter.shape)}"
-                )
+        if not isinstance(values, dict) or not values:
+            continue
+        shown = repr(parameter.names[0] if parameter.names else saved_id)
+        if absent := sorted(needed - values.keys()):
+            problems.append(f"parameter {shown} has no {', '.join(map(repr, absent))}, which {outline.kind} needs")
+        problems += [
+            f"{name!r} of parameter {shown} is {list(value.shape)} in the checkpoint, the parameter is "
+            f"{list(parameter.shape)}"
+            for name, value in values.items()
+            if name in _PARAMETER_SHAPED and isinstance(value, Entry) and value.shape != parameter.shape
+        ]
     if problems:
         raise _ProblemsError(*problems)
 

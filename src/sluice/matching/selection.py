@@ -77,8 +77,8 @@ def select(
         limits: Bounds for flattening the tree.
 
     Raises:
-        MismatchError: No part or more than one part fits, ``key`` does not exist, ``rename`` gives two entries the
-            same name, or the rules apply to no tensor.
+        MismatchError: No part or more than one part fits, ``key`` does not exist, or ``rename`` or a rule matches no
+            name.
     """
     reader = CandidateReader(tree=tree, rename=rename, rules=tuple(rules), limits=limits or Limits())
     keys = state_dict_candidates(tree) if key is None else (key,)
@@ -138,7 +138,7 @@ def _nested(reader: CandidateReader, outline: Outline) -> list[NameFit]:
     except FormatError:  # two tensors with the same dotted name are valid in a tree, but not in a state dict
         return []
     except MismatchError:
-        if not reader.rules:
+        if not reader.changes:
             raise
         return []
     return [fit for fit in name_fits(candidate, outline) if fit.is_whole]

@@ -23,6 +23,8 @@ def quantize_function(quantize: object) -> Quantize:
     Raises:
         TypeError: It is none of these.
     """
+    if isinstance(quantize, type):
+        raise TypeError(f"quantize= is {type_of(quantize)}, not an instance; write quantize={quantize.__name__}()")
     core = sys.modules.get("torchao.core.config")  # a process that has a configuration has imported it
     if core is not None and isinstance(quantize, core.AOBaseConfig):
         torchao: Any = sys.modules["torchao.quantization"]

@@ -10,9 +10,10 @@ import errno
 import mmap
 import os
 import stat
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -241,10 +242,12 @@ class LocalFile:
         for direct in (False, True):
             DESCRIPTORS.drop((self._key, direct))
 
-    def __del__(self) -> None:
-        # A checkpoint that was never closed, or whose ``with`` block an interrupt prevented.
-        for direct in (False, True):
-            DESCRIPTORS.forsake((self._key, direct))
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A checkpoint that was never closed, or whose ``with`` block an interrupt prevented. At the end of the process
+        # the system closes files, and globals, unlike defaults, may be None already.
+        if not ending():
+            for direct in (False, True):
+                DESCRIPTORS.forsake((self._key, direct))
 
     def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
         return SourceChangedError(
