@@ -263,11 +263,22 @@ FSSPEC_READ_BYTES = 2 << 20
 FSSPEC_GAP_BYTES = 256 << 10
 FSSPEC_REQUESTS = 4
 
-#: Attempts in a row at one range after the first, and seconds of them, after which it is given up. An attempt that
-#: brought this many bytes begins the count anew.
-REMOTE_RETRIES = 6
+#: Seconds of attempts at one range after which it is given up; fewer of a server to which no connection was ever made,
+#: because its address may be wrong. An attempt that brought this many bytes begins the time anew.
 REMOTE_PATIENCE_SECONDS = 120.0
+REMOTE_UNREACHED_SECONDS = 10.0
 REMOTE_PROGRESS_BYTES = 64 << 10
+
+#: Answers in a row that contradict the request after which a range is given up: a proxy may fail once, a server that
+#: does not understand ranges fails always.
+REMOTE_WRONG_ANSWERS = 3
+
+#: Answers for each permitted connection after which one more is tried, once a server has refused some.
+REMOTE_ANSWERS_FOR_MORE = 4
+
+#: Longest wait for one of the connections that a busy server permits. Whoever holds it may wait for memory that the
+#: waiting request has.
+REMOTE_TURN_SECONDS = 5.0
 
 #: Longest pauses before the first repeated attempt and before any; each is drawn between zero and its limit, which
 #: doubles ("full jitter", Marc Brooker, Exponential Backoff and Jitter, AWS Architecture Blog, 2015).

@@ -27,6 +27,8 @@ __all__ = [
     "join_threads",
     "spare_threads",
     "start_threads",
+    "stopping",
+    "stops_when",
 ]
 
 _Result = TypeVar("_Result")
@@ -186,6 +188,25 @@ def in_threads(work: Callable[[int], None], count: int, *, threads: int, name: s
         raise failures[min(failures)]
 
 
+class _Ends(threading.local):
+    """Whether the call for which a thread works has ended."""
+
+    ended: Callable[[], bool] | None = None
+
+
+_ENDS = _Ends()
+
+
+def stops_when(ended: Callable[[], bool]) -> None:
+    """Let long pauses of this thread end as soon as a function returns True."""
+    _ENDS.ended = ended
+
+
+def stopping() -> bool:
+    """Return whether the call for which this thread works has ended, so that nobody waits for its result."""
+    return _ENDS.ended is not None and _ENDS.ended()
+
+
 class Task(Generic[_Result]):
     """A function call that another thread runs."""
 
@@ -256,6 +277,7 @@ class Workers:
         join_threads(self._threads)
 
     def _work(self) -> None:
+        stops_when(lambda: self._stopped)
         while (task := self._waiting.get()) is not None:
             if self._stopped:
                 return

@@ -22,7 +22,8 @@ SHARDS = 3
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
     """Return a server of a directory with shards."""
-    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
     monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     state = {f"w{number}": torch.full((1000, 500), number) for number in range(SHARDS)}

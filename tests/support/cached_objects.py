@@ -16,6 +16,7 @@ from sluice.sources.remote.caching import cached_source
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import Body, ObjectFacts
+from support.skipped_time import SkippedTime
 
 BLOCK = defaults.CACHE_BLOCK_BYTES
 
@@ -65,7 +66,8 @@ class _Bytes:
 
 def opened(remote: VersionedObject, cache: Path, bound: int | str | None = None) -> Source:
     """Return the object as a source with a cache; the requests are counted from the next one on."""
-    file = RemoteFile(remote, sleep=lambda _: None)
+    time = SkippedTime()
+    file = RemoteFile(remote, sleep=time.sleep, clock=time)
     source = cached_source(file, Remote(remote.path, cache=str(cache), cache_bytes=bound))
     remote.requests.clear()
     return source

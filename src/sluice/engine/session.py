@@ -25,7 +25,7 @@ from msgspec import Struct
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice._geometry import round_down, round_up
-from sluice._threads import Worker, join_threads, start_threads
+from sluice._threads import Worker, join_threads, start_threads, stops_when
 from sluice.engine.read_methods import ReadMethods
 from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
@@ -184,6 +184,7 @@ class Session:
 
     def _read(self) -> None:
         """Work on plans until the session ends; the work of a reader."""
+        stops_when(lambda: self.ended)
         while (run := self._plans.get()) is not None:
             self.read_all(run)
             del run  # its targets may be large, and the next plan long in coming

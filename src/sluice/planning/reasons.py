@@ -23,7 +23,8 @@ def read_reasons(
     read_files: defaultdict[str, set[int]] = defaultdict(set)
     reasons = [_read_reason(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
     for read in reads:
-        why = reasons[read.file]
+        if (why := reasons[read.file]) is None:
+            continue
         total[why] += read.nbytes
         direct[why] += read.nbytes if read.methods[0] == "direct" else 0
         read_files[why].add(read.file)
@@ -32,11 +33,10 @@ def read_reasons(
         yield f"{where}: {format_bytes(direct[why])} of {format_bytes(total[why])} read directly, because {why}"
 
 
-def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
-    """Return the reason for the methods of the reads of a file."""
+def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str | None:
+    """Return the reason for the methods of the reads of a file; None if there was no choice."""
     if known.filesystem == REMOTE_FILESYSTEM:
-        why = "it is not a local file"
-        return why if page_cache == "auto" else f"{why}: page_cache={page_cache!r} has no effect"
+        return None if page_cache == "auto" else f"it is not a local file: page_cache={page_cache!r} has no effect"
     if page_cache != "auto":
         return f"page_cache={page_cache!r}"
     if known.direct_io:

@@ -7,7 +7,7 @@
 ``facts``:        properties of files and of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
 ``plan``:         complete decision of a load: ``Copy``, ``Swap``, ``Read``, ``Block``, ``LoadPlan``, ``DevicePlan``
 ``memory``:       growth of memory, predicted and measured: ``Peaks``, ``DeviceMemory``
-``requests``:     requests for remote files, planned and made: ``Traffic``, ``RemoteReads``
+``requests``:     requests for remote files, planned and made: ``Traffic``, ``RequestRecord``, ``RemoteReads``
 ``bulk``:         fast construction of many records
 
 Import the records from this package. They hold no tensors and import no torch. Offsets and sizes are in bytes unless a
@@ -54,7 +54,7 @@ from sluice.records.plan import (
     Swap,
     requests_of,
 )
-from sluice.records.requests import RemoteReads, Traffic
+from sluice.records.requests import RemoteReads, RequestRecord, Traffic
 from sluice.records.targets import Constant, Fill, Finisher, Request, Target, View
 from sluice.records.torch_values import TorchSize, TorchText
 
@@ -91,6 +91,7 @@ __all__ = [
     "Read",
     "RemoteReads",
     "Request",
+    "RequestRecord",
     "Reservation",
     "Round",
     "Sparse",

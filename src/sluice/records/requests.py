@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sluice._public import public
 from sluice._units import counted, format_bytes
 
-__all__ = ["RemoteReads", "Traffic"]
+__all__ = ["RemoteReads", "RequestRecord", "Traffic"]
 
 
 class Traffic(NamedTuple):
@@ -18,6 +18,21 @@ class Traffic(NamedTuple):
     requests: int = 0
     #: Bytes that were received.
     nbytes: int = 0
+
+
+class RequestRecord(NamedTuple):
+    """One request for an object, after its end; what ``on_request=`` of ``sluice.Remote`` receives."""
+
+    #: Method of HTTP.
+    method: str
+    #: Address of the object as the user wrote it, without credentials and query.
+    url: str
+    #: Bytes of the body that were received.
+    nbytes: int
+    #: Seconds from the request to the end of the body, with those in which the caller did not read.
+    seconds: float
+    #: Status of the answer; None if there was none, or if the library that makes the requests does not tell.
+    status: int | None
 
 
 @public()

@@ -51,7 +51,8 @@ print(hash(bytes(buffer)), type(source).__name__)
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
-    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
     monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     with RangeServer({"/m": safetensors.torch.save(STATE)}) as running:

@@ -68,7 +68,8 @@ def as_torch_file(state: dict[str, torch.Tensor]) -> bytes:
 @pytest.fixture(params=["pth", "safetensors"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stated]:
     """Return a server whose file takes several requests; failed ones are repeated at once."""
-    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(defaults, "REMOTE_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 4096)
     monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)

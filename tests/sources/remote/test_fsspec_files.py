@@ -95,7 +95,7 @@ def test_a_replaced_or_removed_file_has_changed(filesystem: Any) -> None:
 
 def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     filesystem.pipe_file("/f", CONTENT)
-    monkeypatch.setattr(defaults, "REMOTE_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
     with closing(open_source("memory://f")) as source:
@@ -103,7 +103,7 @@ def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch:
             assert source.read_at(5, 5) == CONTENT[5:10]
         with _failing(filesystem, ConnectionError("secret")), pytest.raises(RemoteError) as caught:
             source.read_at(5, 5)
-        assert str(caught.value).startswith("memory://f, byte 5: the file system failed (ConnectionError) after 7")
+        assert str(caught.value).startswith("memory://f, byte 5: the file system failed (ConnectionError) after ")
         assert "secret" not in str(caught.value)
         for error in (PermissionError("no"), AttributeError("no")):
             with _failing(filesystem, error) as calls, pytest.raises(RemoteError):
@@ -167,7 +167,7 @@ def _recorded(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 
 
 @contextmanager
-def _failing(filesystem: Any, error: Exception, times: int = 1000) -> Iterator[list[str]]:
+def _failing(filesystem: Any, error: Exception, times: int = 1 << 30) -> Iterator[list[str]]:
     calls: list[str] = []
     cat_file = filesystem.cat_file
 

@@ -44,6 +44,7 @@ from support.range_server import (
     status,
     whole,
 )
+from support.skipped_time import SkippedTime
 
 CONTENT = random.Random(17).randbytes(300_000)
 OTHER = random.Random(18).randbytes(300_000)
@@ -55,8 +56,14 @@ QUICK = RemoteSettings(timeout=0.3)
 
 
 def opened(url: str, settings: RemoteSettings = QUICK) -> closing[RemoteFile]:
-    """Return a file that does not wait between its attempts."""
-    return closing(RemoteFile(open_object(url, settings), sleep=lambda _: None))
+    """Return a file to close whose pauses take no time."""
+    return closing(file_at(url, settings))
+
+
+def file_at(url: str, settings: RemoteSettings = QUICK) -> RemoteFile:
+    """Return a file whose pauses take no time."""
+    time = SkippedTime()
+    return RemoteFile(open_object(url, settings), sleep=time.sleep, clock=time)
 
 
 @pytest.fixture
@@ -77,7 +84,7 @@ def test_it_is_a_source(server: RangeServer, monkeypatch: pytest.MonkeyPatch) ->
         server.always = None
 
     check_source(
-        lambda: RemoteFile(open_object(server.url("/m.pth", credentials="u:p@") + "?sig=x"), sleep=lambda _: None),
+        lambda: file_at(server.url("/m.pth", credentials="u:p@") + "?sig=x"),
         content,
         change=lambda: server.files.update({"/m.pth": OTHER[:30_000]}),
         failing=failing,
@@ -241,7 +248,7 @@ def test_an_object_that_cannot_be_opened(
 ) -> None:
     server.always = fault
     with pytest.raises(error, match=text):
-        RemoteFile(open_object(server.url("/m.pth"), QUICK), sleep=lambda _: None)
+        opened(server.url("/m.pth"))
 
 
 @pytest.mark.parametrize("answers", [whole, lambda answer: chunked(whole(answer))], ids=["sized", "chunked"])
@@ -264,17 +271,16 @@ def test_a_small_object_that_ends_with_its_connection_is_refused(server: RangeSe
 def test_what_was_given_up_says_after_how_many_tries(server: RangeServer) -> None:
     with opened(server.url("/m.pth")) as file:
         server.always = status(503)
-        with pytest.raises(RemoteError, match="503 Service Unavailable after 7 tries") as caught:
+        with pytest.raises(RemoteError, match=r"503 Service Unavailable after \d+ tries in 120 s") as caught:
             file.read_at(FAR, 9)
         assert caught.value.offset == FAR
-    assert len(server.requests) == 1 + 1 + defaults.REMOTE_RETRIES
 
 
 def test_a_server_that_is_gone(server: RangeServer) -> None:
     url = server.url("/m.pth")
     with opened(url) as file:
         server.__exit__(None, None, None)
-        with pytest.raises(RemoteError, match="cannot be reached: Connection refused after 7 tries"):
+        with pytest.raises(RemoteError, match=r"cannot be reached: Connection refused after \d+ tries in 120 s"):
             file.read_at(FAR, 9)
         server.__enter__()
 
@@ -290,7 +296,7 @@ def test_redirects_are_followed_once(server: RangeServer) -> None:
     assert server.requests[1].headers["Range"] == "bytes=100000-100008"
 
 
-@pytest.mark.parametrize("code", [401, 403, 404, 410])
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 410])
 def test_a_target_that_expires_is_asked_for_again(server: RangeServer, code: int) -> None:
     with RangeServer({}) as first:
         first.faults = {0: moved(server.url("/m.pth?sig=1")), 1: moved(server.url("/m.pth?sig=2"))}
@@ -340,7 +346,7 @@ def test_user_and_password_of_an_address(server: RangeServer) -> None:
     assert server.requests[0].headers["Authorization"] == "Basic dXNlcjpwQHNz"
 
 
-@pytest.mark.parametrize("fault", [status(403), status(503), cut(5, "reset"), cut(5, "stall"), headers(ETag='"x"')])
+@pytest.mark.parametrize("fault", [status(403), status(503), cut(0, "reset"), cut(0, "stall"), headers(ETag='"x"')])
 def test_no_error_and_no_log_has_credentials(
     server: RangeServer, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
@@ -460,7 +466,7 @@ def test_a_proxy_of_the_environment(server: RangeServer, monkeypatch: pytest.Mon
 
 def test_redirects_to_private_addresses(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first host counts as public here."""
-    monkeypatch.setattr("sluice.sources.remote.http.resolves_to_private", lambda _: False)
+    monkeypatch.setattr("sluice.sources.remote.http.resolved_network", lambda _: "public")
     with RangeServer({}) as first:
         first.always = moved(server.url("/m.pth"))
         with pytest.raises(RemoteError, match="redirects to a private address"):

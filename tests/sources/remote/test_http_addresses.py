@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import socket
+from typing import get_args
 
 import pytest
 
 from sluice._errors import RemoteError
 from sluice.sources.remote.http_addresses import (
     HttpAddress,
-    is_private,
+    Network,
     is_signed,
+    may_lead,
+    network_of,
     next_address,
     parse_address,
-    resolves_to_private,
+    resolved_network,
 )
 from sluice.sources.remote.protocol import RequestFailedError
 
@@ -64,31 +67,49 @@ def test_redirects_that_are_refused(location: str | None) -> None:
     assert not caught.value.temporary
 
 
-PRIVATE = (
-    "10.0.0.1 127.0.0.1 169.254.169.254 100.64.0.1 192.168.1.1 0.0.0.0 localhost a.localhost "
-    "::1 :: fe80::1%eth0 fd00::1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1::"
-)
-PUBLIC = "8.8.8.8 2606:4700::1111 ::ffff:8.8.8.8 64:ff9b::808:808 host.example 10"
+NETWORKS = {
+    "private": "10.0.0.1 100.64.0.1 192.168.1.1 fd00::1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1::",
+    "loopback": "127.0.0.1 0.0.0.0 localhost a.localhost ::1 :: ::ffff:127.0.0.1",
+    "reserved": "169.254.169.254 fe80::1%eth0 ::ffff:169.254.169.254 fd00:ec2::254 100.100.100.200",
+    "public": "8.8.8.8 2606:4700::1111 ::ffff:8.8.8.8 64:ff9b::808:808 host.example 10",
+}
 
 
-@pytest.mark.parametrize("host", PRIVATE.split())
-def test_private_addresses(host: str) -> None:
-    assert is_private(host)
-
-
-@pytest.mark.parametrize("host", PUBLIC.split())
-def test_public_addresses(host: str) -> None:
-    assert not is_private(host)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_networks_of_addresses(network: str) -> None:
+    assert {host: network_of(host) for host in NETWORKS[network].split()} == dict.fromkeys(
+        NETWORKS[network].split(), network
+    )
 
 
 @pytest.mark.parametrize(
-    ("addresses", "private"), [(["10.0.0.1"], True), (["10.0.0.1", "8.8.8.8"], False), (["fd00::1", "10.1.1.1"], True)]
+    ("first", "targets"),
+    [
+        ("public", {"public"}),
+        ("private", {"public", "private"}),
+        ("loopback", {"public", "private", "loopback"}),
+        ("reserved", {"public", "reserved"}),
+    ],
 )
-def test_a_name_is_private_if_all_of_its_addresses_are(
-    monkeypatch: pytest.MonkeyPatch, addresses: list[str], private: bool
+def test_where_redirects_may_lead(first: Network, targets: set[Network]) -> None:
+    """In particular not from a private address to the metadata service of a cloud."""
+    assert {target for target in get_args(Network) if may_lead(first, target)} == targets
+
+
+@pytest.mark.parametrize(
+    ("addresses", "network"),
+    [
+        (["10.0.0.1"], "private"),
+        (["10.0.0.1", "8.8.8.8"], "public"),
+        (["fd00::1", "127.0.0.1"], "private"),
+        (["127.0.0.1", "169.254.1.1"], "public"),
+    ],
+)
+def test_the_network_of_a_name_is_that_of_its_addresses(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], network: str
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in addresses])
-    assert resolves_to_private("host.example") == private
+    assert resolved_network("host.example") == network
 
 
 def test_a_name_that_does_not_resolve_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +117,8 @@ def test_a_name_that_does_not_resolve_is_public(monkeypatch: pytest.MonkeyPatch)
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert not resolves_to_private("host.example")
-    assert resolves_to_private("10.0.0.1")
+    assert resolved_network("host.example") == "public"
+    assert resolved_network("10.0.0.1") == "private"
 
 
 @pytest.mark.parametrize(

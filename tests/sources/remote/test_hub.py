@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import torch
 from huggingface_hub import constants
 
 import sluice
+from sluice import _defaults as defaults
 from sluice.sources.remote.caching import CompleteFile
 from sluice.sources.remote.hub import HubAddress, parse_address
-from support.range_server import RangeServer, moved, status
+from support.range_server import RangeServer, cut, moved, status
 
 COMMIT = "5f0e1b2c" * 5
+OLDER = "0a1b2c3d" * 5
 SHARDS = {
     "model-00001-of-00002.safetensors": {"a": torch.arange(6.0).view(2, 3)},
     "model-00002-of-00002.safetensors": {"b": torch.arange(4, dtype=torch.bfloat16)},
@@ -124,20 +127,65 @@ def test_cached_files_are_read_from_the_cache(hub: RangeServer, tmp_path: Path) 
     assert len(data_requests(hub)) == 2
 
 
-def test_without_a_connection_the_cache_is_used(
-    monkeypatch: pytest.MonkeyPatch, hub: RangeServer, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(sluice.RemoteError, match="its cache does not have the model"):
-        sluice.open("hf://org/net")
+def cached(tmp_path: Path, names: list[str], commit: str = COMMIT) -> None:
+    """Put files into the cache of huggingface_hub, as the commit of ``main``."""
     model = tmp_path / "cache" / "models--org--net"
     (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text(COMMIT)
-    snapshot = model / "snapshots" / COMMIT
+    (model / "refs" / "main").write_text(commit)
+    snapshot = model / "snapshots" / commit
     snapshot.mkdir(parents=True)
-    for name in [*SHARDS, "model.safetensors.index.json"]:
+    for name in names:
         (snapshot / name).write_bytes(contents()[name])
-    assert list(sluice.load_state_dict("hf://org/net")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_without_a_connection_the_cache_is_used(
+    monkeypatch: pytest.MonkeyPatch, hub: RangeServer, tmp_path: Path, offline: bool
+) -> None:
+    monkeypatch.setattr(defaults, "REMOTE_UNREACHED_SECONDS", 0.0)
+    if offline:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(sluice.RemoteError, match="the cache of huggingface_hub does not have the model"):
+        sluice.open("hf://org/net")
+    cached(tmp_path, [*SHARDS, "model.safetensors.index.json"], OLDER)
+    model = torch.nn.Module()
+    for name, tensor in (each for tensors in SHARDS.values() for each in tensors.items()):
+        model.register_buffer(name, torch.zeros_like(tensor))
+    report = sluice.load_into(model, "hf://org/net")
+    why = "HF_HUB_OFFLINE is set" if offline else "the server cannot be reached: Connection refused"
+    assert f"2 files: commit {OLDER[:12]} in the cache of huggingface_hub: {why}" in report.notes
+    assert not hub.requests
+
+
+def test_a_shard_that_is_not_cached_is_named(monkeypatch: pytest.MonkeyPatch, hub: RangeServer, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached(tmp_path, [next(iter(SHARDS)), "model.safetensors.index.json"])
+    with pytest.raises(sluice.SluiceError, match=r"00002-of-00002.*HF_HUB_OFFLINE is set"):
+        sluice.load_state_dict("hf://org/net")
+
+
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_a_hub_that_fails_once_is_asked_again(hub: RangeServer, tmp_path: Path, code: int) -> None:
+    """An older commit in the cache is no answer."""
+    cached(tmp_path, [*SHARDS, "model.safetensors.index.json"], OLDER)
+    hub.faults = {0: status(code, Retry_After="1"), 1: cut(5, "reset")}
+    began = time.monotonic()
+    with sluice.open("hf://org/net") as checkpoint:
+        assert checkpoint.files == tuple(f"hf://org/net/{name}" for name in SHARDS)
+    assert time.monotonic() - began >= 1
+    assert sum("/api/" in request.path for request in hub.requests) == 3
+
+
+def test_settings_reach_the_api(monkeypatch: pytest.MonkeyPatch, hub: RangeServer) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    sluice.open(sluice.Remote("hf://org/net", headers={"X-Team": "a"})).close()
+    assert {request.headers["X-Team"] for request in hub.requests} == {"a"}
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    hub.requests.clear()
+    sluice.open("hf://org/net").close()
+    assert {request.headers["Authorization"] for request in hub.requests} == {None}
 
 
 def test_a_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
@@ -159,7 +207,8 @@ def test_a_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
         (404, "RevisionNotFound", sluice.MissingFileError, "no revision 'main'"),
         (403, "GatedRepo", sluice.RemoteError, "permission of its owner"),
         (403, "", sluice.RemoteError, "refuses the request with status 403"),
-        (500, "", sluice.RemoteError, "does not answer"),
+        (401, "", sluice.MissingFileError, "no such model, or it is private"),
+        (418, "", sluice.RemoteError, "the server answered 418"),
     ],
 )
 def test_refusals(hub: RangeServer, code: int, named: str, kind: type[Exception], message: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time as clock
+from collections.abc import Callable
+
 import pytest
 
 from sluice import _defaults as defaults
 from sluice._errors import RemoteError
-from sluice.sources.remote.protocol import RequestFailedError
-from sluice.sources.remote.retries import Attempts, Speed, TooSlowError, pause_seconds
+from sluice._threads import stops_when
+from sluice.sources.remote.protocol import RequestFailedError, WrongAnswerError
+from sluice.sources.remote.retries import Attempts, Speed, TooSlowError, pause_seconds, wait
+from sluice.sources.remote.servers import Server
 
 
 class Time:
@@ -28,6 +34,12 @@ class Time:
 FAILED = RequestFailedError("it failed", temporary=True)
 
 
+def repeat(attempt: Callable[[], None]) -> None:
+    """Attempt something until it is given up."""
+    while True:
+        attempt()
+
+
 @pytest.fixture
 def time() -> Time:
     return Time()
@@ -38,29 +50,59 @@ def attempts(time: Time) -> Attempts:
     return Attempts("http://h/x", 7, sleep=time.sleep, clock=time)
 
 
-def test_attempts_in_a_row_end(attempts: Attempts, time: Time) -> None:
-    for _ in range(defaults.REMOTE_RETRIES):
-        attempts.failed(FAILED, 0)
-    with pytest.raises(RemoteError, match=r"http://h/x, byte 7: it failed after 7 tries in \d+ s") as caught:
-        attempts.failed(FAILED, defaults.REMOTE_PROGRESS_BYTES - 1)
-    assert caught.value.__cause__ is FAILED
-    assert len(time.pauses) == defaults.REMOTE_RETRIES
+@pytest.mark.parametrize("reached", [True, False])
+def test_patience_is_two_minutes_unless_the_server_was_never_reached(time: Time, reached: bool) -> None:
+    server = Server()
+    server.reached = reached
+    attempts = Attempts("http://h/x", 7, sleep=time.sleep, clock=time, server=server)
+    began, error = time.now, RequestFailedError("it failed", temporary=True, unreached=True)
+    with pytest.raises(RemoteError, match=r"http://h/x, byte 7: it failed after \d+ tries in (120|10) s") as caught:
+        repeat(lambda: attempts.failed(error, defaults.REMOTE_PROGRESS_BYTES - 1))
+    assert caught.value.__cause__ is error
+    assert time.now - began == pytest.approx(120 if reached else 10)
 
 
-def test_bytes_begin_the_count_anew(attempts: Attempts) -> None:
+def test_bytes_begin_the_time_anew(attempts: Attempts, time: Time) -> None:
     for _ in range(100):
+        time.now += defaults.REMOTE_PATIENCE_SECONDS / 2
         attempts.failed(FAILED, defaults.REMOTE_PROGRESS_BYTES)
-    for _ in range(defaults.REMOTE_RETRIES - 1):
-        attempts.failed(FAILED, 0)
-    with pytest.raises(RemoteError, match="after 106 tries"):
+    time.now += defaults.REMOTE_PATIENCE_SECONDS + 1
+    with pytest.raises(RemoteError, match="after 101 tries"):
         attempts.failed(FAILED, 0)
 
 
-def test_slow_answers_are_not_progress(attempts: Attempts) -> None:
-    for _ in range(defaults.REMOTE_RETRIES):
+def test_slow_answers_are_not_progress(attempts: Attempts, time: Time) -> None:
+    attempts.failed(TooSlowError(), defaults.REMOTE_PROGRESS_BYTES)
+    time.now += defaults.REMOTE_PATIENCE_SECONDS
+    with pytest.raises(RemoteError, match="after 2 tries"):
         attempts.failed(TooSlowError(), defaults.REMOTE_PROGRESS_BYTES)
-    with pytest.raises(RemoteError, match="after 7 tries"):
-        attempts.failed(TooSlowError(), defaults.REMOTE_PROGRESS_BYTES)
+
+
+def test_answers_that_contradict_the_request_are_given_up_soon(attempts: Attempts) -> None:
+    for _ in range(defaults.REMOTE_WRONG_ANSWERS - 1):
+        attempts.failed(WrongAnswerError("no range"), 0)
+    with pytest.raises(RemoteError, match="no range after 3 tries"):
+        attempts.failed(WrongAnswerError("no range"), 0)
+
+
+def test_a_call_that_has_ended_waits_for_no_server() -> None:
+    ended = threading.Event()
+    failures: list[RemoteError] = []
+
+    def work() -> None:
+        stops_when(ended.is_set)
+        attempts = Attempts("http://h/x", 7, sleep=wait, clock=clock.monotonic)
+        busy = RequestFailedError("busy", temporary=True, retry_after=60.0)
+        try:
+            repeat(lambda: attempts.failed(busy, 0))
+        except RemoteError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ended.set()
+    thread.join(30)
+    assert len(failures) == 1
 
 
 def test_a_failure_that_stays_is_not_repeated(attempts: Attempts, time: Time) -> None:
@@ -68,13 +110,6 @@ def test_a_failure_that_stays_is_not_repeated(attempts: Attempts, time: Time) ->
     with pytest.raises(RemoteError, match=r"byte 7: no\. Ask someone\.$"):
         attempts.failed(error, 0)
     assert not time.pauses
-
-
-def test_patience_ends(attempts: Attempts, time: Time) -> None:
-    attempts.failed(FAILED, 0)
-    time.now += defaults.REMOTE_PATIENCE_SECONDS
-    with pytest.raises(RemoteError, match=r"after 2 tries in 12\d s"):
-        attempts.failed(FAILED, 0)
 
 
 def test_the_server_says_how_long_to_wait(attempts: Attempts, time: Time) -> None:

@@ -237,6 +237,8 @@ def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_object("s3://bucket/a.bin", RemoteSettings(options={"skip_signature": "true"}))
-    monkeypatch.setattr(store_clients, "_PROCESS", os.getpid() + 1)
+    monkeypatch.setattr(store_clients, "_USERS", {os.getpid() + 1})
     with pytest.raises(UnsupportedError, match="forked"):
         RemoteFile(source)
+    monkeypatch.setattr(store_clients, "_USERS", set[int]())  # the other process has not used a store
+    assert store_clients.obstore_library("s3://bucket/a.bin")

@@ -11,14 +11,15 @@ from contextlib import contextmanager
 
 from sluice import _defaults as defaults
 from sluice._errors import TruncatedError
-from sluice.records import AccessFacts, FileIdentity, Traffic
+from sluice.records import AccessFacts, FileIdentity, RequestRecord, Traffic
 from sluice.sources.coalesced import read_ranges
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import DirectIOUnavailable, Source
 from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.requests import OpenRequest
-from sluice.sources.remote.retries import Attempts, Speed
+from sluice.sources.remote.retries import Attempts, Speed, wait
+from sluice.sources.remote.servers import server_of
 from sluice.sources.remote.tuning import for_latency
 from sluice.sources.short_reads import too_early
 
@@ -27,6 +28,9 @@ __all__ = ["RemoteFile"]
 #: Files that keep their first bytes, the latest last. They are read soon after the opening, or not at all; a checkpoint
 #: of a thousand shards would keep 64 MiB of them.
 _KEPT: deque[weakref.ref[RemoteFile]] = deque()
+
+#: Most records of requests that are kept until there is an observer: those of the opening.
+_KEPT_RECORDS = 4
 
 
 class RemoteFile:
@@ -44,7 +48,7 @@ class RemoteFile:
         remote: RemoteObject,
         *,
         access: AccessFacts | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = wait,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make the opening request, which also brings the first bytes.
@@ -63,6 +67,9 @@ class RemoteFile:
         """
         self._remote, self._sleep, self._clock = remote, sleep, clock
         self._traffic, self._counting = Traffic(), threading.Lock()
+        self._server = server_of(remote.path)
+        self._requests: list[RequestRecord] = []
+        self._observer: Callable[[RequestRecord], object] | None = None
         self._expected = Expectations()
         self.access = access or AccessFacts(
             request_bytes=defaults.REMOTE_READ_BYTES,
@@ -148,8 +155,9 @@ class RemoteFile:
             offset=begin,
             end=end,
             known=self._head,
-            attempts=Attempts(self.path, begin, sleep=self._sleep, clock=self._clock),
+            attempts=self._attempts(begin),
             clock=self._clock,
+            server=self._server,
             count=self._count,
         )
         try:
@@ -174,13 +182,15 @@ class RemoteFile:
 
     def _open(self) -> tuple[ObjectFacts, bytes]:
         """Return what the server says about the object, and its first bytes."""
-        attempts = Attempts(self.path, 0, sleep=self._sleep, clock=self._clock)
+        attempts = self._attempts(0)
         while True:
-            done = 0
+            done, status, failure = 0, None, None
+            began_in, began = self._server.begin(), self._clock()
             try:
                 facts, opened = self._remote.open_first(defaults.REMOTE_FIRST_BYTES)
                 head = bytearray(min(defaults.REMOTE_FIRST_BYTES, facts.nbytes))
                 with opened as body, memoryview(head) as view:
+                    status = getattr(body, "status", None)
                     speed = Speed(self._clock)
                     # Fewer bytes are not a failure: missing ones are requested when they are read.
                     while done < len(head) and (found := body.readinto(view[done:])):
@@ -188,13 +198,29 @@ class RemoteFile:
                         speed.received(found)
                 return facts, bytes(head[:done])
             except RequestFailedError as error:
-                attempts.failed(error, 0)
+                failure, status = error, error.status
             finally:
-                self._count(done)
+                self._server.end(began_in, failure)
+                self._count(done, self._clock() - began, status)
+            attempts.failed(failure, 0)
 
-    def _count(self, nbytes: int) -> None:
+    def _attempts(self, offset: int) -> Attempts:
+        return Attempts(self.path, offset, sleep=self._sleep, clock=self._clock, server=self._server)
+
+    def observe(self, observer: Callable[[RequestRecord], object]) -> None:
+        """Call a function after each request, also for those of the opening."""
+        requests, self._requests, self._observer = self._requests, [], observer
+        for each in requests:
+            observer(each)
+
+    def _count(self, nbytes: int, seconds: float, status: int | None) -> None:
         with self._counting:
             self._traffic = Traffic(self._traffic.requests + 1, self._traffic.nbytes + nbytes)
+        record = RequestRecord("GET", self.path, nbytes, seconds, status)
+        if self._observer is not None:
+            self._observer(record)
+        elif len(self._requests) < _KEPT_RECORDS:
+            self._requests.append(record)
 
 
 class _OneRequest(ForwardingSource):

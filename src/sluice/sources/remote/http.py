@@ -14,12 +14,21 @@ from sluice._errors import RemoteError
 from sluice.sources.directory import Directory
 from sluice.sources.remote.http_addresses import (
     HttpAddress,
+    Network,
     is_signed,
     next_address,
     parse_address,
-    resolves_to_private,
+    resolved_network,
 )
-from sluice.sources.remote.http_answers import Answer, check_range, conditions, first_facts, no_ranges, object_facts
+from sluice.sources.remote.http_answers import (
+    TEMPORARY,
+    Answer,
+    check_range,
+    conditions,
+    first_facts,
+    no_ranges,
+    object_facts,
+)
 from sluice.sources.remote.http_body import HttpBody, discard
 from sluice.sources.remote.http_connections import lend_connections
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
@@ -37,8 +46,8 @@ _REDIRECTS = frozenset(
     }
 )
 
-#: Statuses with which the target of a redirect says that it is no longer valid.
-_EXPIRED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.GONE})
+#: Statuses of errors that are about the object, not about the address.
+_ABOUT_OBJECT = frozenset({HTTPStatus.PRECONDITION_FAILED, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE})
 
 
 def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObject:
@@ -66,7 +75,7 @@ class HttpObject:
         self.path = without_credentials(url) if shown is None else shown
         self._first, authorization = parse_address(url)
         self._target = self._first
-        self._first_is_private: bool | None = None
+        self._first_network: Network | None = None
         self._headers = _own_headers(settings.headers, authorization, self.path)
         self._verify = settings.verify
         self._timeout = settings.timeout or defaults.REMOTE_TIMEOUT_SECONDS
@@ -92,6 +101,19 @@ class HttpObject:
             discard(response)
             raise
         return HttpBody(response, nbytes, failed=self._forget_target)
+
+    def document(self, most_bytes: int) -> tuple[Answer, bytes]:
+        """Request the whole object, such as the answer of an API; return its head, and at most ``most_bytes`` bytes."""
+        response, address = self._answer({})
+        answer, data = self._described(response, address), bytearray(most_bytes)
+        done = 0
+        with HttpBody(response, most_bytes + 1) as body, memoryview(data) as view:
+            while done < most_bytes and (found := body.readinto(view[done:])):
+                done += found
+        length = answer.headers.get("Content-Length", "")
+        if length.isdigit() and done != min(int(length), most_bytes):
+            raise RequestFailedError("the answer ended too early", temporary=True)
+        return answer, bytes(data[:done])
 
     def close(self) -> None:
         self._return()
@@ -122,7 +144,7 @@ class HttpObject:
             except RequestFailedError:
                 self._forget_target()
                 raise
-            if response.status not in _EXPIRED | _REDIRECTS:
+            if not _is_expired(response.status):
                 return response, target
             discard(response)
         return self._resolved(wanted)
@@ -151,15 +173,20 @@ class HttpObject:
             address,
             {**(self._headers if own else _USER_AGENT), "Accept-Encoding": "identity", **wanted},
             timeout=self._timeout,
-            public=not own and not self._began_private(),
+            first=None if own else self._began_in(),
             path=self.path,
         )
 
-    def _began_private(self) -> bool:
-        """Return whether the first address is private, so that redirects to private ones are expected."""
-        if self._first_is_private is None:
-            self._first_is_private = resolves_to_private(self._first.host)
-        return self._first_is_private
+    def _began_in(self) -> Network:
+        """Return the network of the first address, which decides where redirects may lead."""
+        if self._first_network is None:
+            self._first_network = resolved_network(self._first.host)
+        return self._first_network
+
+
+def _is_expired(status: int) -> bool:
+    """Return whether the target of a redirect may no longer be valid: stores answer expired signatures differently."""
+    return status in _REDIRECTS or (400 <= status < 500 and status not in _ABOUT_OBJECT | TEMPORARY)
 
 
 class _Received:

@@ -1,7 +1,7 @@
 """Addresses of HTTP: parts of a URL, credentials, redirects, and networks that are not public. Pure but for one lookup.
 
 A redirect can send a client to any address, also to one that only the client can reach, such as the metadata service of
-its cloud. So a redirect to a private address is followed only if the first address was private as well.
+its cloud. So a redirect to an address that is not public is followed only from the same network; see ``may_lead``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import socket
+from typing import Literal, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from msgspec import Struct
@@ -17,7 +18,19 @@ from sluice._errors import RemoteError
 from sluice.sources.remote.protocol import RequestFailedError
 from sluice.sources.remote_names import without_credentials
 
-__all__ = ["HttpAddress", "is_private", "is_signed", "next_address", "parse_address", "resolves_to_private"]
+__all__ = [
+    "HttpAddress",
+    "Network",
+    "is_signed",
+    "may_lead",
+    "network_of",
+    "next_address",
+    "parse_address",
+    "resolved_network",
+]
+
+#: Kind of network of an address; ``reserved`` is link-local, where clouds have their metadata services.
+Network: TypeAlias = Literal["public", "private", "loopback", "reserved"]
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -26,6 +39,9 @@ _UNCHANGED = "%/:@!$&'()*+,;=-._~?[]"
 
 #: Parameters of signed URLs of S3, Google Cloud Storage, Azure and CloudFront.
 _SIGNATURES = ("x-amz-signature=", "x-goog-signature=", "signature=", "sig=")
+
+#: Metadata services of clouds that are not link-local.
+_METADATA = frozenset({"fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "192.0.0.192"})
 
 #: Networks of IPv6 whose addresses contain one of IPv4 in their last four bytes (RFC 6052).
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
@@ -111,28 +127,40 @@ def is_signed(address: HttpAddress) -> bool:
     return any(part.startswith(_SIGNATURES) for part in query.split("&"))
 
 
-def is_private(host: str) -> bool:
-    """Return whether an IP address is outside the public internet: private, loopback, link-local or reserved.
-
-    Names are not: they are judged by the addresses to which they resolve.
-    """
+def network_of(host: str) -> Network:
+    """Return the network of an IP address. Names are public: they are judged by the addresses to which they resolve."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return host.lower() == "localhost" or host.lower().endswith(".localhost")
+        return "loopback" if host.lower() == "localhost" or host.lower().endswith(".localhost") else "public"
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _TRANSLATED:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
-            return not inner.is_global
-    return not address.is_global
+        address = inner or address
+    if address.is_global:
+        return "public"
+    if address.is_loopback or address.is_unspecified:
+        return "loopback"
+    return "reserved" if address.is_link_local or str(address) in _METADATA else "private"
 
 
-def resolves_to_private(host: str) -> bool:
-    """Return whether all addresses of a host are private; one that does not resolve is not."""
+def resolved_network(host: str) -> Network:
+    """Return the network of all addresses of a host: public or private if they differ."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return is_private(host)
-    return all(is_private(str(address[0])) for *_, address in found)
+        return network_of(host)
+    networks = {network_of(str(address[0])) for *_, address in found}
+    if len(networks) == 1:
+        return networks.pop()
+    return "private" if networks == {"private", "loopback"} else "public"
+
+
+def may_lead(first: Network, target: Network) -> bool:
+    """Return whether a redirect may lead from an address in one network to one in another.
+
+    Private addresses redirect to each other. Only the machine itself redirects to itself, and nothing to the metadata
+    service of a cloud but that.
+    """
+    return target in ("public", first) or (target == "private" and first == "loopback")

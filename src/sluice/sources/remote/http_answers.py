@@ -12,10 +12,19 @@ from msgspec import Struct
 
 from sluice._errors import MissingFileError, SluiceError, SourceChangedError, UnsupportedError
 from sluice._units import format_bytes
-from sluice.sources.remote.protocol import ObjectFacts, RequestFailedError
+from sluice.sources.remote.protocol import ObjectFacts, RequestFailedError, WrongAnswerError
 from sluice.sources.remote_names import download_advice
 
-__all__ = ["Answer", "check_range", "conditions", "first_facts", "no_ranges", "object_facts"]
+__all__ = [
+    "TEMPORARY",
+    "Answer",
+    "check_range",
+    "check_status",
+    "conditions",
+    "first_facts",
+    "no_ranges",
+    "object_facts",
+]
 
 #: Units of ranges are the same in upper and lower case; a size of ``*`` is not known.
 _RANGE = re.compile(r"bytes +(\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.IGNORECASE)
@@ -26,7 +35,7 @@ _REQUEST_IDS = ("x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "
 _REQUEST_ID = re.compile(r"[\w.:=+/-]{1,128}")
 
 #: Statuses after which the same request may succeed.
-_TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 530})
+TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 530})
 
 _SIGNED = "The address is signed, and signatures expire: make a new one."
 _REFUSED = "Check the credentials: the user and password, the token or the headers that were passed."
@@ -68,7 +77,7 @@ def first_facts(answer: Answer, nbytes: int) -> ObjectFacts | None:
         raise RequestFailedError(_described(answer), temporary=False, status=answer.status)
     if answer.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}:
         raise MissingFileError(f"{_described(answer)}", file=answer.path, advice="Check the address.")
-    _check_status(answer)
+    check_status(answer)
     if answer.status == HTTPStatus.OK:
         total = _length(answer)
         if total is not None and total > nbytes:
@@ -112,12 +121,11 @@ def check_range(answer: Answer, offset: int, nbytes: int, facts: ObjectFacts) ->
         if empty and int(empty[1]) != facts.nbytes:
             raise _changed(answer, offset, facts, f"{empty[1]} bytes")
         raise RequestFailedError(_described(answer), temporary=False, status=answer.status)
-    _check_status(answer)
+    check_status(answer)
     if answer.status == HTTPStatus.OK:
         _check_same(answer, offset, facts, _length(answer))
         if offset or nbytes != facts.nbytes:
-            problem = "the server sent the whole object in place of a range"
-            raise RequestFailedError(problem, temporary=True, status=answer.status)
+            raise WrongAnswerError("the server sent the whole object in place of a range", status=answer.status)
         _check_length(answer, nbytes)
         return
     first, last, total = _content_range(answer)
@@ -155,7 +163,7 @@ def _check_same(answer: Answer, offset: int, facts: ObjectFacts, total: int | No
             raise _changed(answer, offset, facts, f"version {found!r}" if found else "no version")
 
 
-def _check_status(answer: Answer) -> None:
+def check_status(answer: Answer) -> None:
     """Raise what the status means; return if there is a body of the object."""
     status = answer.status
     if status in {HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT}:
@@ -174,7 +182,7 @@ def _check_status(answer: Answer) -> None:
         advice = _SIGNED if answer.signed else _REFUSED
     raise RequestFailedError(
         _described(answer),
-        temporary=status in _TEMPORARY,
+        temporary=status in TEMPORARY,
         status=status,
         retry_after=_retry_after(answer.headers.get("Retry-After"), time.time()),
         advice=advice,
@@ -211,7 +219,7 @@ def _content_range(answer: Answer) -> tuple[int, int, int | None]:
 def _unclear_range(answer: Answer) -> RequestFailedError:
     found = _printable(answer.headers.get("Content-Range", ""))
     problem = f"the answer does not say which bytes it has: Content-Range is {found!r}"
-    return RequestFailedError(problem, temporary=True, status=answer.status)
+    return WrongAnswerError(problem, status=answer.status)
 
 
 def _length(answer: Answer) -> int | None:
@@ -230,14 +238,13 @@ def _length(answer: Answer) -> int | None:
 def _check_length(answer: Answer, nbytes: int) -> None:
     length = _length(answer)
     if length is not None and length != nbytes:
-        problem = f"the answer has {length} bytes in place of {nbytes}"
-        raise RequestFailedError(problem, temporary=True, status=answer.status)
+        raise WrongAnswerError(f"the answer has {length} bytes in place of {nbytes}", status=answer.status)
 
 
 def _wrong_range(answer: Answer, offset: int, nbytes: int) -> RequestFailedError:
     found = _printable(answer.headers.get("Content-Range", ""))
     problem = f"the server sent {found!r} in place of bytes {offset}-{offset + nbytes - 1}"
-    return RequestFailedError(problem, temporary=True, status=answer.status)
+    return WrongAnswerError(problem, status=answer.status)
 
 
 def no_ranges(answer: Answer) -> SluiceError:

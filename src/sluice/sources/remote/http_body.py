@@ -29,6 +29,10 @@ __all__ = ["HttpBody", "discard", "request_failure"]
 _SLICE_BYTES, _RECEIVE_BYTES = 8 << 20, 16 << 10
 
 
+#: Reasons of OpenSSL for an answer in plain text.
+_PLAIN_TEXT = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL"})
+
+
 class HttpBody:
     """The body of one answer; see ``Body``."""
 
@@ -41,6 +45,7 @@ class HttpBody:
             failed: Called when the connection fails.
         """
         self._response, self._left, self._failed = response, nbytes, failed
+        self.status = response.status
 
     def __enter__(self) -> Self:
         return self
@@ -86,10 +91,13 @@ def request_failure(error: Exception) -> RequestFailedError:
     """Return the failure of the request. The text of urllib3 is not repeated: it may name addresses with signatures."""
     cause = error.__cause__ or error.__context__
     if isinstance(error, ProxyError):
-        return RequestFailedError("the proxy does not answer", temporary=True, advice="Check the proxy.")
+        return RequestFailedError(
+            "the proxy does not answer", temporary=True, advice="Check the proxy.", unreached=True
+        )
     if isinstance(error, NameResolutionError):
         again = isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_AGAIN
-        return RequestFailedError("the name of the host is unknown", temporary=again, advice="Check the address.")
+        problem = "the name of the host is unknown"
+        return RequestFailedError(problem, temporary=again, advice="Check the address.", unreached=True)
     if isinstance(error, SSLError):
         return _tls_failure(error)
     if isinstance(cause, SlowHeadersError):
@@ -97,12 +105,12 @@ def request_failure(error: Exception) -> RequestFailedError:
     if isinstance(error, ReadTimeoutError):
         return RequestFailedError("the server sent nothing for too long", temporary=True)
     if isinstance(error, ConnectTimeoutError) and not isinstance(error, NewConnectionError):
-        return RequestFailedError("the server does not accept the connection", temporary=True)
+        return RequestFailedError("the server does not accept the connection", temporary=True, unreached=True)
     if isinstance(error, HTTPError) and not isinstance(error, NewConnectionError):
         return RequestFailedError("the connection was lost", temporary=True)
     reason = getattr(cause, "strerror", None) or getattr(error, "strerror", None)
     problem = "the server cannot be reached" + (f": {reason}" if reason else "")
-    return RequestFailedError(problem, temporary=isinstance(error, (HTTPError, OSError)))
+    return RequestFailedError(problem, temporary=isinstance(error, (HTTPError, OSError)), unreached=True)
 
 
 def _tls_failure(error: SSLError) -> RequestFailedError:
@@ -114,4 +122,7 @@ def _tls_failure(error: SSLError) -> RequestFailedError:
         advice = "Check the address, or pass the certificates to trust: verify='certificates.pem'."
         return RequestFailedError(problem, temporary=False, advice=advice)
     text = re.sub(r"[^A-Z0-9_]", "", reason.reason or "") if reason is not None else ""
+    if text in _PLAIN_TEXT:
+        problem, advice = "the server does not answer with TLS", "Use http:// if the server has no certificate."
+        return RequestFailedError(problem, temporary=False, advice=advice)
     return RequestFailedError(f"the TLS connection failed{f': {text}' if text else ''}", temporary=True)

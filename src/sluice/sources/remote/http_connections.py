@@ -18,9 +18,9 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import parse_url
 
 from sluice._errors import UnsupportedError
-from sluice.sources.remote.http_addresses import HttpAddress, is_private
+from sluice.sources.remote.http_addresses import HttpAddress, Network, may_lead, network_of
 from sluice.sources.remote.http_body import request_failure
-from sluice.sources.remote.http_pools import POOLS, PUBLIC_POOLS, private_address_failure
+from sluice.sources.remote.http_pools import POOLS, private_address_failure, redirected_from
 from sluice.sources.remote.http_security import tls_context, without_queries_in_logs
 
 __all__ = ["Connections", "lend_connections"]
@@ -35,12 +35,12 @@ class Connections:
     def __init__(self, *, verify: bool | str) -> None:
         self._verify = verify
         self._lock = threading.RLock()
-        self._managers: dict[tuple[str, str | None, bool], urllib3.PoolManager] = {}
+        self._managers: dict[tuple[str, str | None, Network | None], urllib3.PoolManager] = {}
         self._proxies: dict[tuple[str, str, int], str | None] = {}
         _EVERY.add(self)
 
     def get(
-        self, address: HttpAddress, headers: Mapping[str, str], *, timeout: float, public: bool, path: str
+        self, address: HttpAddress, headers: Mapping[str, str], *, timeout: float, first: Network | None, path: str
     ) -> urllib3.BaseHTTPResponse:
         """Make one request; return the answer with its body unread.
 
@@ -48,17 +48,17 @@ class Connections:
             address: Address of the object.
             headers: Headers of the request.
             timeout: Seconds without progress after which the request failed.
-            public: Whether private addresses are refused.
+            first: Network of the address that redirects here; None without a redirect.
             path: Address as the user typed it, for errors.
 
         Raises:
             RequestFailedError: There is no answer.
             UnsupportedError: A proxy of the environment is of an unknown kind.
         """
-        manager, absolute = self._manager(address, public=public, path=path)
+        manager, absolute = self._manager(address, first, path)
         pool = manager.connection_from_host(address.host, address.port, address.scheme)
         try:
-            with without_queries_in_logs():
+            with without_queries_in_logs(), redirected_from(first):
                 return pool.urlopen(
                     "GET",
                     address.url if absolute else address.target,
@@ -88,19 +88,19 @@ class Connections:
         self._lock = threading.RLock()
         self._managers = {}
 
-    def _manager(self, address: HttpAddress, *, public: bool, path: str) -> tuple[urllib3.PoolManager, bool]:
+    def _manager(self, address: HttpAddress, first: Network | None, path: str) -> tuple[urllib3.PoolManager, bool]:
         """Return the connections for an address, and whether requests to its proxy have the whole URL."""
         if address.origin not in self._proxies:  # macOS and Windows ask the system, which takes longer than a request
             self._proxies[address.origin] = _proxy(address)
         proxy = self._proxies[address.origin]
-        if proxy is not None and public and is_private(address.host):
+        if proxy is not None and first is not None and not may_lead(first, network_of(address.host)):
             raise private_address_failure()
         with self._lock:
-            key = address.scheme, proxy, public
+            key = address.scheme, proxy, first
             manager = self._managers.get(key)
             if manager is None:
                 manager = self._managers[key] = self._new_manager(address.scheme, proxy, path)
-                manager.pool_classes_by_scheme = PUBLIC_POOLS if public else POOLS
+                manager.pool_classes_by_scheme = POOLS
         return manager, proxy is not None and address.scheme == "http"
 
     def _new_manager(self, scheme: str, proxy: str | None, path: str) -> urllib3.PoolManager:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPResponse
 from io import BufferedReader
 
@@ -12,19 +14,22 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from sluice import _defaults as defaults
-from sluice.sources.remote.http_addresses import is_private
+from sluice.sources.remote.http_addresses import Network, may_lead, network_of
 from sluice.sources.remote.protocol import RequestFailedError
 
-__all__ = ["POOLS", "PUBLIC_POOLS", "SlowHeadersError", "private_address_failure", "receive"]
+__all__ = ["POOLS", "SlowHeadersError", "private_address_failure", "receive", "redirected_from"]
 
 #: Seconds after which a read returns what it has.
 _READ_SECONDS = 1.0
 
 
 class _Target(threading.local):
-    """Memory that the next read in this thread fills; None if there is none, or if a read has taken it."""
+    """What concerns the next request or read of this thread."""
 
+    #: Memory that the next read fills; None if there is none, or if a read has taken it.
     view: memoryview | None = None
+    #: Network from which a redirect came; None without one.
+    first: Network | None = None
 
 
 _TARGET = _Target()
@@ -117,7 +122,7 @@ class _PromptResponse(HTTPResponse):
 
 
 def private_address_failure() -> RequestFailedError:
-    """Return the failure of a redirect to a private address."""
+    """Return the failure of a redirect to an address that its first address must not lead to."""
     return RequestFailedError(
         "the server redirects to a private address",
         temporary=False,
@@ -125,10 +130,24 @@ def private_address_failure() -> RequestFailedError:
     )
 
 
-def _refuse_private(connection: HTTPConnection) -> None:
-    """Refuse a connection before a request is sent, by the address that it has: names can change in between."""
-    connected = connection.sock
-    if connection.proxy is None and connected is not None and is_private(str(connected.getpeername()[0])):
+@contextmanager
+def redirected_from(network: Network | None) -> Iterator[None]:
+    """Refuse new connections of this thread that a redirect must not make, until the block ends; None: no redirect.
+
+    The address that a connection has is compared, before a request is sent: names can change in between.
+    """
+    _TARGET.first = network
+    try:
+        yield
+    finally:
+        _TARGET.first = None
+
+
+def _check(connection: HTTPConnection) -> None:
+    connected, first = connection.sock, _TARGET.first
+    if connection.proxy is not None or connected is None or first is None:
+        return
+    if not may_lead(first, network_of(str(connected.getpeername()[0]))):
         connection.close()
         raise private_address_failure()
 
@@ -136,21 +155,17 @@ def _refuse_private(connection: HTTPConnection) -> None:
 class _Connection(HTTPConnection):
     response_class = _PromptResponse
 
+    def connect(self) -> None:
+        super().connect()
+        _check(self)
+
 
 class _TlsConnection(HTTPSConnection):
     response_class = _PromptResponse
 
-
-class _PublicConnection(_Connection):
     def connect(self) -> None:
         super().connect()
-        _refuse_private(self)
-
-
-class _PublicTlsConnection(_TlsConnection):
-    def connect(self) -> None:
-        super().connect()
-        _refuse_private(self)
+        _check(self)
 
 
 class _Pool(HTTPConnectionPool):
@@ -161,14 +176,5 @@ class _TlsPool(HTTPSConnectionPool):
     ConnectionCls = _TlsConnection
 
 
-class _PublicPool(HTTPConnectionPool):
-    ConnectionCls = _PublicConnection
-
-
-class _PublicTlsPool(HTTPSConnectionPool):
-    ConnectionCls = _PublicTlsConnection
-
-
-#: Pools by scheme, and those whose connections refuse private addresses.
+#: Pools by scheme.
 POOLS: dict[str, type[HTTPConnectionPool]] = {"http": _Pool, "https": _TlsPool}
-PUBLIC_POOLS: dict[str, type[HTTPConnectionPool]] = {"http": _PublicPool, "https": _PublicTlsPool}

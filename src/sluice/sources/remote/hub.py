@@ -1,21 +1,26 @@
-"""Models of the Hugging Face Hub: names, revisions, tokens and the cache by huggingface_hub, data over HTTP.
+"""Models of the Hugging Face Hub: tokens and the cache by huggingface_hub, its API and data over HTTP.
 
 A branch or tag is resolved to its commit once, when an address is opened, and all files are those of this commit. Files
-of the commit that are in the local cache of huggingface_hub are read there. Without a connection, or with
-``HF_HUB_OFFLINE``, the cached commit of the revision is used.
+of the commit that are in the local cache of huggingface_hub are read there. Only without a connection, or with
+``HF_HUB_OFFLINE``, the cached commit of the revision is used, which may be an older one; the report says so.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from urllib.parse import unquote
+from typing import Any, cast
+from urllib.parse import quote, unquote
 
 import huggingface_hub
+import msgspec
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, but not in its stubs
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._errors import MissingFileError, RemoteError, UnsupportedError
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
@@ -24,9 +29,15 @@ from sluice.sources.protocol import Source
 from sluice.sources.remote import http
 from sluice.sources.remote.directory import RemoteEntry, check_relative
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.http_answers import Answer, check_status
+from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
+from sluice.sources.remote.retries import Attempts, wait
+from sluice.sources.remote.servers import server_of
 
 __all__ = ["HubAddress", "open_directory", "open_place", "open_source", "parse_address"]
+
+#: Most bytes of what the hub says about a model: names of 500,000 files.
+_MOST_INFORMATION_BYTES = 64 << 20
 
 _FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
 
@@ -106,7 +117,7 @@ class _Commit:
     """One commit of a model."""
 
     def __init__(
-        self, address: HubAddress, settings: RemoteSettings, revision: str, names: Sequence[str], cached: str | None
+        self, address: HubAddress, settings: RemoteSettings, revision: str, names: Sequence[str], cached: _Cached | None
     ) -> None:
         """Keep what is known of a commit.
 
@@ -115,7 +126,7 @@ class _Commit:
             settings: Settings of requests.
             revision: The commit.
             names: Paths of its files.
-            cached: Directory of the cache with these files; None if they are on the hub, and perhaps in the cache too.
+            cached: The cache with these files; None if they are on the hub, and perhaps in the cache too.
         """
         self.address, self.names = address, names
         self._settings, self._revision, self._cached = settings, revision, cached
@@ -126,46 +137,32 @@ class _Commit:
 
         Raises:
             MissingFileError: There is no such model or revision.
-            RemoteError: The hub refuses or does not answer, and the revision is not in the cache.
+            RemoteError: The hub refuses or does not answer, or it cannot be reached and the revision is not cached.
         """
-        api = huggingface_hub.HfApi(endpoint=_endpoint())
+        if constants.HF_HUB_OFFLINE:
+            return cls._from_cache(address, settings, "HF_HUB_OFFLINE is set", None)
         try:
-            info = api.model_info(address.repository, revision=address.revision, timeout=settings.timeout or 30.0)
-        except errors.GatedRepoError as error:
-            raise _refused(address, "access to the model needs the permission of its owner") from error
-        except errors.RevisionNotFoundError as error:
-            raise MissingFileError(
-                f"the model has no revision {address.revision!r}", file=str(address), advice="Check the revision."
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            problem = "the hub has no such model, or it is private"
-            raise MissingFileError(problem, file=str(address), advice=f"Check the name. {_LOGIN}") from error
-        except errors.HfHubHTTPError as error:
-            status = error.response.status_code if error.response is not None else None
-            if status in {401, 403}:
-                raise _refused(address, f"the hub refuses the request with status {status}") from error
-            return cls._from_cache(address, settings, error)
-        except (OSError, RuntimeError) as error:  # not connected, or offline on purpose
-            return cls._from_cache(address, settings, error)
-        except Exception as error:  # of the HTTP library, which changes between versions of huggingface_hub
-            if type(error).__module__.partition(".")[0] not in {"httpx", "httpx2", "httpcore", "requests", "urllib3"}:
+            info = _model_info(address, settings)
+        except RemoteError as error:
+            failure = error.__cause__
+            if not (isinstance(failure, RequestFailedError) and failure.unreached):
                 raise
-            return cls._from_cache(address, settings, error)
-        names = [each.rfilename for each in info.siblings or ()]
-        return cls(address, settings, info.sha or address.revision, names, None)
+            return cls._from_cache(address, settings, failure.problem, error)
+        names = [str(each["rfilename"]) for each in info.get("siblings") or ()]
+        return cls(address, settings, str(info.get("sha") or address.revision), names, None)
 
     @classmethod
-    def _from_cache(cls, address: HubAddress, settings: RemoteSettings, cause: Exception) -> _Commit:
+    def _from_cache(cls, address: HubAddress, settings: RemoteSettings, why: str, cause: Exception | None) -> _Commit:
         try:
             folder = huggingface_hub.snapshot_download(
                 address.repository, revision=address.revision, local_files_only=True
             )
         except (errors.LocalEntryNotFoundError, OSError, ValueError):
-            problem = "the hub does not answer, and its cache does not have the model"
-            raise RemoteError(problem, file=str(address), found=f"{type(cause).__name__}") from cause
+            problem = f"the cache of huggingface_hub does not have the model, and the hub is not asked: {why}"
+            raise RemoteError(problem, file=str(address), advice="Check the connection.") from cause
         found = (os.path.join(where, name) for where, _, files in os.walk(folder) for name in files)
         names = [os.path.relpath(path, folder).replace(os.sep, "/") for path in found]
-        return cls(address, settings, os.path.basename(folder), names, folder)
+        return cls(address, settings, os.path.basename(folder), names, _Cached(folder=folder, why=why))
 
     def directory(self) -> Directory | None:
         """Return the directory at the address; None if that is a file, or nothing."""
@@ -179,29 +176,38 @@ class _Commit:
             MissingFileError: There is no such file.
         """
         shown = str(HubAddress(repository=self.address.repository, revision=self.address.revision, path=path))
+        if path not in self.names and self._cached is not None:
+            problem = f"the file is not in the cache of huggingface_hub, and the hub is not asked: {self._cached.why}"
+            raise RemoteError(problem, file=shown, advice="Check the connection, or download the whole model.")
         if path not in self.names:
             close = get_close_matches(path, self.names, n=1)
             advice = f"Did you mean {close[0]!r}?" if close else "Check the name of the file."
             raise MissingFileError("the model has no such file", file=shown, advice=advice) from FileNotFoundError(path)
         if self._cached is not None:
-            return LocalFile(os.path.join(self._cached, path))
+            note = f"commit {self._revision[:12]} in the cache of huggingface_hub: {self._cached.why}"
+            return _CachedFile(os.path.join(self._cached.folder, path), note)
         cached = huggingface_hub.try_to_load_from_cache(self.address.repository, path, revision=self._revision)
         if isinstance(cached, str):
-            return LocalFile(cached)
+            return _CachedFile(cached, "read from the cache of huggingface_hub")
         url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self._revision, endpoint=_endpoint())
-        given = {name.lower() for name, _ in self._settings.headers}
-        token = {} if "authorization" in given else _authorization()
-        return RemoteFile(
-            http.HttpObject(
-                url,
-                RemoteSettings(
-                    headers=(*self._settings.headers, *token.items()),
-                    verify=self._settings.verify,
-                    timeout=self._settings.timeout,
-                ),
-                shown=shown,
-            )
-        )
+        return RemoteFile(http.HttpObject(url, _with_token(self._settings), shown=shown))
+
+
+class _Cached(Struct, frozen=True, kw_only=True):
+    """Files of a commit in the local cache, which are used because there is no connection."""
+
+    #: Directory of the files.
+    folder: str
+    #: Why the hub is not asked, as a clause.
+    why: str
+
+
+class _CachedFile(LocalFile):
+    """A file of the local cache of huggingface_hub, with a remark for the report."""
+
+    def __init__(self, path: str, note: str) -> None:
+        super().__init__(path)
+        self.note = note
 
 
 class _HubDirectory:
@@ -242,6 +248,56 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
 
 
-def _authorization() -> Mapping[str, str]:
-    token = huggingface_hub.get_token()
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
+def _with_token(settings: RemoteSettings) -> RemoteSettings:
+    """Return settings with the token of the user, unless they have one or huggingface_hub is told to send none."""
+    if any(name.lower() == "authorization" for name, _ in settings.headers):
+        return settings
+    token = {name.lower(): value for name, value in build_hf_headers().items()}.get("authorization")
+    return settings if token is None else replace(settings, headers=(*settings.headers, ("Authorization", token)))
+
+
+def _model_info(address: HubAddress, settings: RemoteSettings) -> Mapping[str, Any]:
+    """Return what the hub says about a revision of a model, asked as often as for a file.
+
+    Raises:
+        MissingFileError: There is no such model or revision.
+        RemoteError: The hub refuses or does not answer.
+    """
+    url = f"{_endpoint()}/api/models/{address.repository}/revision/{quote(address.revision, safe='')}"
+    hub = http.HttpObject(url, _with_token(settings), shown=str(address))
+    server = server_of(url)
+    attempts = Attempts(str(address), None, sleep=wait, clock=time.monotonic, server=server)
+    try:
+        while True:
+            failure, began_in = None, server.begin()
+            try:
+                return _information(address, *hub.document(_MOST_INFORMATION_BYTES))
+            except RequestFailedError as error:
+                failure = error
+            finally:
+                server.end(began_in, failure)
+            attempts.failed(failure, 0)
+    finally:
+        hub.close()
+
+
+def _information(address: HubAddress, answer: Answer, body: bytes) -> Mapping[str, Any]:
+    code = answer.headers.get("X-Error-Code")
+    if code == "GatedRepo":
+        raise _refused(address, "access to the model needs the permission of its owner")
+    if code == "RevisionNotFound":
+        problem = f"the model has no revision {address.revision!r}"
+        raise MissingFileError(problem, file=str(address), advice="Check the revision.")
+    # Without a token, the hub answers 401 for models that do not exist.
+    hidden = answer.status == 401 and "invalid credentials" not in answer.headers.get("X-Error-Message", "").lower()
+    if code == "RepoNotFound" or hidden:
+        problem = "the hub has no such model, or it is private"
+        raise MissingFileError(problem, file=str(address), advice=f"Check the name. {_LOGIN}")
+    if answer.status in {401, 403}:
+        raise _refused(address, f"the hub refuses the request with status {answer.status}")
+    check_status(answer)
+    try:
+        return cast("Mapping[str, Any]", msgspec.json.decode(body, type=dict[str, Any]))
+    except msgspec.DecodeError as error:
+        problem = "the answer of the hub is not JSON of a model"
+        raise RemoteError(problem, file=str(address), advice="Check HF_ENDPOINT and proxies.") from error

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-__all__ = ["Body", "ObjectFacts", "RemoteObject", "RemoteSettings", "RequestFailedError"]
+__all__ = ["Body", "ObjectFacts", "RemoteObject", "RemoteSettings", "RequestFailedError", "WrongAnswerError"]
 
 
 class RequestFailedError(Exception):
@@ -22,6 +22,7 @@ class RequestFailedError(Exception):
         status: int | None = None,
         retry_after: float | None = None,
         advice: str | None = None,
+        unreached: bool = False,
     ) -> None:
         """Describe the failure.
 
@@ -31,10 +32,19 @@ class RequestFailedError(Exception):
             status: Status of the answer, for HTTP.
             retry_after: Seconds that the server asks to wait.
             advice: What the user can do; None for the advice of ``RemoteError``.
+            unreached: Whether there was no connection to the server.
         """
         super().__init__(problem)
         self.problem, self.temporary, self.status = problem, temporary, status
-        self.retry_after, self.advice = retry_after, advice
+        self.retry_after, self.advice, self.unreached = retry_after, advice, unreached
+
+
+class WrongAnswerError(RequestFailedError):
+    """An answer contradicts the request; few repetitions show whether the server always answers like this."""
+
+    def __init__(self, problem: str, *, status: int | None = None) -> None:
+        """Describe the contradiction."""
+        super().__init__(problem, temporary=True, status=status)
 
 
 class ObjectFacts(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
+from sluice.sources.remote.servers import Server
 
 __all__ = ["OpenRequest"]
 
@@ -34,7 +35,8 @@ class OpenRequest:
         known: bytes,
         attempts: Attempts,
         clock: Callable[[], float],
-        count: Callable[[int], None],
+        server: Server,
+        count: Callable[[int, float, int | None], None],
     ) -> None:
         """Request nothing yet.
 
@@ -46,15 +48,17 @@ class OpenRequest:
             known: The first bytes of the object.
             attempts: What decides about failures.
             clock: Seconds.
-            count: Called after each request with the bytes that it brought.
+            server: The server of the object, which permits requests.
+            count: Called after each request with the bytes that it brought, its seconds, and its status if known.
         """
         self._remote, self._facts, self._known = remote, facts, known
-        self._attempts, self._clock, self._count = attempts, clock, count
+        self._attempts, self._clock, self._server, self._count = attempts, clock, server, count
         self.position, self.end = offset, end
         self._opened: ExitStack | None = None
         self._body: Body | None = None
         self._speed = Speed(clock)
-        self._received = 0
+        self._received = self._round = 0
+        self._began = 0.0
 
     def receive(self, buffer: memoryview) -> None:
         """Fill a buffer with the next bytes, which are inside of the range.
@@ -93,7 +97,9 @@ class OpenRequest:
     def _some(self, buffer: memoryview) -> int:
         """Receive some bytes, at least one."""
         if self._body is None:
+            self._round = self._server.begin()
             self._opened, self._received, self._speed = ExitStack(), 0, Speed(self._clock)
+            self._began = self._clock()
             self._body = self._opened.enter_context(
                 self._remote.open_range(self.position, self.end - self.position, self._facts)
             )
@@ -106,6 +112,7 @@ class OpenRequest:
 
     def _end_request(self, error: RequestFailedError | None) -> None:
         opened, received = self._opened, self._received
+        status = error.status if error else getattr(self._body, "status", None)
         if opened is None:
             return
         self._opened = self._body = None
@@ -113,4 +120,5 @@ class OpenRequest:
         try:
             opened.__exit__(type(error) if error else None, error, None)
         finally:
-            self._count(received)
+            self._server.end(self._round, error)
+            self._count(received, self._clock() - self._began, status)

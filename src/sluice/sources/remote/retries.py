@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 from sluice import _defaults as defaults
 from sluice._errors import RemoteError
+from sluice._threads import stopping
 from sluice._units import format_bytes
-from sluice.sources.remote.protocol import RequestFailedError
+from sluice.sources.remote.protocol import RequestFailedError, WrongAnswerError
+from sluice.sources.remote.servers import Server
 
-__all__ = ["Attempts", "Speed", "TooSlowError"]
+__all__ = ["Attempts", "Speed", "TooSlowError", "pause_seconds", "wait"]
+
+#: Doublings of the pause after which it is at its limit in any case.
+_DOUBLINGS = 16
+
+#: Seconds after which a pause looks whether it is still needed.
+_NAP_SECONDS = 0.2
 
 
 class TooSlowError(RequestFailedError):
@@ -57,14 +66,22 @@ class Speed:
 class Attempts:
     """The attempts at one range.
 
-    It is given up after ``REMOTE_RETRIES`` attempts in a row that brought nothing worth mentioning, or after
-    ``REMOTE_PATIENCE_SECONDS`` of them. So a server that breaks every connection slows a load down, and a load ends.
+    It is given up after ``REMOTE_PATIENCE_SECONDS`` of attempts that brought nothing worth mentioning. So a server that
+    is away for a minute, or that breaks every connection, slows a load down, and a load ends.
     """
 
-    def __init__(self, path: str, offset: int, *, sleep: Callable[[float], None], clock: Callable[[], float]) -> None:
-        self._path, self._offset, self._sleep, self._clock = path, offset, sleep, clock
+    def __init__(
+        self,
+        path: str,
+        offset: int | None,
+        *,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+        server: Server | None = None,
+    ) -> None:
+        self._path, self._offset, self._sleep, self._clock, self._server = path, offset, sleep, clock, server
         self._began = self._last = clock()
-        self._failures = self._in_a_row = 0
+        self._failures = self._in_a_row = self._wrong = 0
 
     def failed(self, error: RequestFailedError, received: int) -> None:
         """Wait before the next attempt.
@@ -79,13 +96,19 @@ class Attempts:
         now = self._clock()
         self._failures += 1
         if received >= defaults.REMOTE_PROGRESS_BYTES and not isinstance(error, TooSlowError):
-            self._in_a_row, self._last = 0, now
+            self._in_a_row, self._wrong, self._last = 0, 0, now
         pause = pause_seconds(self._in_a_row, error.retry_after)
         self._in_a_row += 1
-        in_time = now + pause < self._last + defaults.REMOTE_PATIENCE_SECONDS
-        if not error.temporary or self._in_a_row > defaults.REMOTE_RETRIES or not in_time:
+        self._wrong += isinstance(error, WrongAnswerError)
+        left = self._last + self._patience(error) - now
+        repeated = error.temporary and self._wrong < defaults.REMOTE_WRONG_ANSWERS and not stopping()
+        if not repeated or left <= 0 or (error.retry_after or 0.0) >= left:
             raise self._given_up(error, now) from error
-        self._sleep(pause)
+        self._sleep(min(pause, left))
+
+    def _patience(self, error: RequestFailedError) -> float:
+        unknown = error.unreached and self._server is not None and not self._server.reached
+        return defaults.REMOTE_UNREACHED_SECONDS if unknown else defaults.REMOTE_PATIENCE_SECONDS
 
     def _given_up(self, error: RequestFailedError, now: float) -> RemoteError:
         problem = error.problem
@@ -103,5 +126,12 @@ def pause_seconds(failures: int, retry_after: float | None) -> float:
         failures: Failures in a row before the last one.
         retry_after: Seconds that the server asks to wait, or None.
     """
-    longest = min(defaults.REMOTE_LONGEST_PAUSE, defaults.REMOTE_FIRST_PAUSE * 2**failures)
+    longest = min(defaults.REMOTE_LONGEST_PAUSE, defaults.REMOTE_FIRST_PAUSE * 2 ** min(failures, _DOUBLINGS))
     return (retry_after or 0.0) + random.uniform(0, longest)  # noqa: S311  (no secret)
+
+
+def wait(seconds: float) -> None:
+    """Sleep, but not for long after the call for which this thread works has ended."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0 and not stopping():
+        time.sleep(min(left, _NAP_SECONDS))

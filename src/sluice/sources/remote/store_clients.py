@@ -22,12 +22,15 @@ from sluice.sources.remote_names import without_credentials
 
 __all__ = ["StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of", "shown"]
 
-#: The process that imported this module. The threads of obstore do not survive a fork, and its calls would wait for
-#: them forever.
-_PROCESS = os.getpid()
+#: Processes that have used obstore: this one, or one from which it was forked. The threads of obstore do not survive a
+#: fork, and its calls would wait for them forever.
+_USERS: set[int] = set()
 
 #: Use of a client.
 Purpose: TypeAlias = Literal["read", "list", "write"]
+
+#: More repetitions than fit into ``REMOTE_PATIENCE_SECONDS``.
+_MOST_RETRIES = 1000
 
 #: Kind of store by scheme.
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
@@ -104,7 +107,7 @@ def obstore_library(path: str) -> Any:
     Raises:
         UnsupportedError: It is not installed, or this process was forked from one that uses it.
     """
-    if os.getpid() != _PROCESS:
+    if _USERS and os.getpid() not in _USERS:
         problem = "object stores cannot be read in a process that was forked from one that has read them"
         raise UnsupportedError(problem, file=path, advice="Start processes with 'spawn' or 'forkserver'.")
     try:
@@ -114,6 +117,7 @@ def obstore_library(path: str) -> Any:
     except ImportError as error:
         problem = "object stores need the library obstore"
         raise UnsupportedError(problem, file=path, advice="pip install 'sluice[remote]'") from error
+    _USERS.add(os.getpid())
     return obstore
 
 
@@ -146,7 +150,12 @@ def make_store(address: StoreAddress, settings: RemoteSettings, purpose: Purpose
             client_options=_client_options(address.kind, config, settings),
             # A read is repeated by RemoteFile, which resumes and keeps the limit in time.
             retry_config={
-                "max_retries": 0 if purpose == "read" else defaults.REMOTE_RETRIES,
+                "max_retries": 0 if purpose == "read" else _MOST_RETRIES,
+                "backoff": {
+                    "init_backoff": timedelta(seconds=defaults.REMOTE_FIRST_PAUSE),
+                    "max_backoff": timedelta(seconds=defaults.REMOTE_LONGEST_PAUSE),
+                    "base": 2,
+                },
                 "retry_timeout": timedelta(seconds=defaults.REMOTE_PATIENCE_SECONDS),
             },
             **more,

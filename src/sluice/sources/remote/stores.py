@@ -17,7 +17,13 @@ from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteEntry, check_relative
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
+from sluice.sources.remote.protocol import (
+    ObjectFacts,
+    RemoteObject,
+    RemoteSettings,
+    RequestFailedError,
+    WrongAnswerError,
+)
 from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
 from sluice.sources.remote.store_errors import is_outside, translated
 from sluice.sources.remote_names import names_a_file
@@ -163,7 +169,7 @@ class StoredObject:
 
     def _check_range(self, result: Any, start: int, end: int) -> None:
         if tuple(result.range) != (start, end):
-            raise RequestFailedError("the store answered with another range than requested", temporary=True)
+            raise WrongAnswerError("the store answered with another range than requested")
 
 
 class StoreDirectory:
