@@ -203,7 +203,7 @@ def stops_when(ended: Callable[[], bool]) -> None:
 
 
 def stopping() -> bool:
-    """Return whether the call for which this thread works has ended, so that nobody waits for its result."""
+    """Return whether the call for which this thread works has ended, so that its result is not needed."""
     return _ENDS.ended is not None and _ENDS.ended()
 
 

@@ -168,7 +168,7 @@ def test_a_shard_that_is_not_cached_is_named(monkeypatch: pytest.MonkeyPatch, hu
 
 @pytest.mark.parametrize("code", [429, 500, 503])
 def test_a_hub_that_fails_once_is_asked_again(hub: RangeServer, tmp_path: Path, code: int) -> None:
-    """An older commit in the cache is no answer."""
+    """An older commit in the cache does not answer the question."""
     cached(tmp_path, [*SHARDS, "model.safetensors.index.json"], OLDER)
     hub.faults = {0: status(code, Retry_After="1"), 1: cut(5, "reset")}
     began = time.monotonic()

@@ -30,7 +30,7 @@ def test_refusals_halve_the_requests_and_answers_add_one() -> None:
 
 
 def test_a_request_over_the_limit_waits_and_is_made_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever holds the connection may wait for memory that the waiting request has."""
+    """The holder of the connection may wait for memory that the waiting request has."""
     monkeypatch.setattr(defaults, "REMOTE_TURN_SECONDS", 0.05)
     server = Server()
     server.end(server.begin(), BUSY)

@@ -24,7 +24,7 @@ _READ_SECONDS = 1.0
 
 
 class _Target(threading.local):
-    """What concerns the next request or read of this thread."""
+    """State of the next request or read of this thread."""
 
     #: Memory that the next read fills; None if there is none, or if a read has taken it.
     view: memoryview | None = None

@@ -2,7 +2,7 @@
 
 A branch or tag is resolved to its commit once, when an address is opened, and all files are those of this commit. Files
 of the commit that are in the local cache of huggingface_hub are read there. Only without a connection, or with
-``HF_HUB_OFFLINE``, the cached commit of the revision is used, which may be an older one; the report says so.
+``HF_HUB_OFFLINE``, the cached commit of the revision is used, which may be an older one; the report has a note.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the objects of one server share: whether it was reached, and how many requests it takes at once.
+"""State that the objects of one server share: whether it was reached, and how many requests it takes at once.
 
 A server that answers 429 or 503 gets half as many requests at once; after enough answers one more is tried, and so on
 (additive increase, multiplicative decrease, as in TCP).
