@@ -12,7 +12,7 @@ import torch
 
 import sluice
 from sluice._options import Limits
-from sluice.checkpoint.several_files import open_layout
+from sluice.checkpoint.opening import open_layout
 from sluice.checkpoint.survey import survey
 from sluice.entries import tree as trees
 from sluice.formats.divided import divided_directory

@@ -200,7 +200,9 @@ ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
         FormatError,
         "was not written by torch.save",
     ),
-    "no directory": (archive_bytes("data.pkl", "data/0", "version"), FormatError, "repacked without the directory"),
+    "no directory": (archive_bytes("data.pkl", "data/0", "version"), FormatError, "found 'data.pkl'"),
+    "only its pickle": (archive_bytes("data.pkl"), FormatError, "expected DIRECTORY/data.pkl"),
+    "two directories": (archive_bytes("a/b/data.pkl", "a/b/version"), FormatError, "found 'a/b/data.pkl'"),
     "desktop": (archive_bytes("a/data.pkl", "__MACOSX/._a"), FormatError, "'__MACOSX/._a' is not a plain path under"),
     "comment": (archive_bytes("a/data.pkl")[:-2] + b"\2\0hi", FormatError, "bytes follow the end of the archive"),
 }

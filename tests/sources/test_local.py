@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from sluice._errors import (
-    FormatError,
     MissingFileError,
     ReadError,
     ReadPermissionError,
@@ -103,8 +102,9 @@ def test_special_files_are_refused_without_being_opened(tmp_path: Path, monkeypa
     with socket.socket(socket.AF_UNIX) as unix:
         unix.bind("socket")
         found = {name: refusal(name) for name in ("fifo", "socket", os.devnull)}
-    assert {type(error) for error in found.values()} == {FormatError}
-    assert [error.found for error in found.values()] == ["a FIFO", "a socket", "a character device"]
+    assert {type(error) for error in found.values()} == {UnsupportedError}
+    kinds = zip(found.values(), ("a FIFO", "a socket", "a character device"), strict=True)
+    assert all(error.problem == f"this is {kind}, not a regular file" for error, kind in kinds)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOENT])

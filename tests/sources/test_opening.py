@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 from contextlib import closing
 from pathlib import Path
 
@@ -14,14 +15,7 @@ from sluice import CheckpointError, TruncatedError, UnsupportedError
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
-from sluice.sources.opening import (
-    SourceLocation,
-    open_directory,
-    open_source,
-    parent_directory,
-    refuse_url,
-    stream_source,
-)
+from sluice.sources.opening import SourceLocation, find_place, open_directory, open_source, refuse_url
 
 URLS = pytest.mark.parametrize(
     "url",
@@ -42,10 +36,10 @@ def test_file_objects_are_their_files_at_any_position(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"content")
     with (tmp_path / "f").open("rb") as stream:
         stream.seek(3)
-        for source in (open_source(stream), stream_source(stream)[0]):
-            assert isinstance(source, LocalFile)
-            assert source.read_at(0, 7) == b"content"
-        assert stream_source(stream)[1] == stream.tell() == 3
+        source = open_source(stream)
+        assert isinstance(source, LocalFile)
+        assert source.read_at(0, 7) == b"content"
+        assert stream.tell() == 3
     memory = io.BytesIO(b"content")
     assert isinstance(open_source(memory), MemoryFile)
 
@@ -135,7 +129,29 @@ def test_links_out_of_a_directory_are_found_at_any_depth(tmp_path: Path) -> None
 def test_the_parent_of_a_bare_name_is_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f").write_bytes(b"x")
-    directory, name = parent_directory("f")
-    assert name == "f"
-    assert directory.open(name).path == "f"
-    directory.check_inside(name)
+    place = find_place("f")
+    directory = place.parent()
+    assert place.name == "f"
+    assert directory.open(place.name).path == "f"
+    directory.check_inside(place.name)
+
+
+def test_what_is_not_a_file_is_named_and_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("link").symlink_to("nowhere")
+    Path("none").mkdir()
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind("socket")
+    says = {
+        "pipe": "this is a FIFO, not a regular file",
+        "socket": "this is a socket, not a regular file",
+        os.devnull: "this is a character device, not a regular file",
+        "link": "does not exist. It is a symbolic link to 'nowhere', where there is nothing",
+        "none": "found nothing. Pass the path of a checkpoint file, or of the directory that holds its files",
+    }
+    for path, sentence in says.items():
+        with pytest.raises(CheckpointError) as caught:
+            sluice.open(path)
+        assert sentence in str(caught.value)
+        assert "damaged" not in str(caught.value)

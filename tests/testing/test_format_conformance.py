@@ -17,10 +17,9 @@ import torch
 from sluice._dtypes import dtype_name
 from sluice._errors import CheckpointError, FormatError, ReadError, TruncatedError
 from sluice._options import Limits
-from sluice.checkpoint.names import METADATA_FILE
+from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile
-from sluice.checkpoint.several_files import open_layout
-from sluice.checkpoint.survey import CheckpointLayout
+from sluice.checkpoint.opening import open_layout
 from sluice.entries.tree import map_leaves
 from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.protocol import Checksum, Format

@@ -24,7 +24,6 @@ from sluice.checking.problems import compare, wrong_checksum
 from sluice.checking.read_order import FileRange
 from sluice.checking.verification_plan import IndexCheck, VerificationPlan
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
-from sluice.checkpoint.survey import list_title
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
@@ -41,7 +40,7 @@ from sluice.reading.scan import (
 from sluice.reading.sparse_indices import index_lines
 from sluice.records import Entry
 from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
-from sluice.sources.opening import location_list, location_of, location_text, source_path
+from sluice.sources.opening import find_place, source_path
 
 __all__ = ["Verification", "verify_checkpoint"]
 
@@ -75,7 +74,7 @@ def verify_checkpoint(
             checkpoint = stack.enter_context(borrow(source, limits=limits, encoding=encoding))
         except _DAMAGE as error:
             seconds = time.perf_counter() - started
-            return VerifyReport(source=_path(source), problems=(VerifyProblem.of(error),), seconds=seconds)
+            return VerifyReport(source=find_place(source).title, problems=(VerifyProblem.of(error),), seconds=seconds)
         part = named_part(checkpoint, key, expected.tensors if expected else None)
         named = part.checkpoint
         run = Verification(checkpoint, algorithm, nan=nan, named=named)
@@ -108,16 +107,6 @@ def verify_checkpoint(
                 *checkpoint.source_notes,
             ),
         )
-
-
-def _path(source: CheckpointSource) -> str:
-    if isinstance(source, (list, tuple)):
-        return list_title(location_list(source))
-    location = location_of(source)
-    if location is not None:
-        return location_text(location)
-    name = getattr(source, "name", "")
-    return source_path(name) if isinstance(name, (str, os.PathLike)) else ""
 
 
 class Verification:

@@ -29,7 +29,7 @@ from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._options import Limits
 from sluice._strict_json import parse_strict_json
-from sluice.checkpoint.names import PLACES
+from sluice.checkpoint.layout import PLACES
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
 from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue
 

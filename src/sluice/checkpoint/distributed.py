@@ -32,10 +32,9 @@ from sluice._errors import FormatError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._options import Limits
 from sluice.checkpoint.distributed_files import DataFiles, ListedItem
+from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.merging import moved
-from sluice.checkpoint.names import METADATA_FILE
 from sluice.checkpoint.open_file import OpenFile
-from sluice.checkpoint.survey import CheckpointLayout
 from sluice.entries import tree as trees
 from sluice.formats.distributed.items import ChunkHeader, Item, ItemFile, ItemStorage
 from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, SavedChunk, TensorItem, read_metadata

@@ -25,10 +25,8 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
-from sluice.checkpoint.names import PLACES
-from sluice.checkpoint.one_file import one_file, without_places
-from sluice.checkpoint.open_file import OpenFile
-from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
+from sluice.checkpoint.layout import PARAMETER_SUFFIX, PLACES, CheckpointLayout
+from sluice.checkpoint.open_file import OpenFile, one_file
 from sluice.entries import tree as trees
 from sluice.formats.shard_index import ShardIndex
 from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
@@ -86,9 +84,10 @@ def merge(
         return _whole(layout, *found.values(), limits=limits)
     if layout.kind == "parts" and not problems and any(PLACES in file.index.metadata for file in found.values()):
         return _merge_chunks(layout, list(found.values()), limits)
-    for name, file in found.items():
-        if PLACES in file.index.metadata:  # of an index file, or next to missing files
-            found[name] = replace(file, index=without_places(file.index, limits))
+    if any(PLACES in file.index.metadata for file in found.values()):  # of an index file, or next to missing files
+        from sluice.checkpoint.chunks import alone
+
+        found = {name: replace(file, index=alone(file.index, limits)) for name, file in found.items()}
     parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
     tied, tied_notes = _find_ties(layout, found, parts.values(), problems, limits)
     parts = _with_tied(parts, tied) if tied else parts

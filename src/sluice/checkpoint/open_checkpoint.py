@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
-from typing import BinaryIO, Self, TypeAlias, cast
+from typing import Self, TypeAlias
 
 from msgspec.structs import replace
 
@@ -19,20 +19,12 @@ from sluice._errors import CheckpointError
 from sluice._messages import type_of
 from sluice._options import BYTES_ENCODING, TEXT_ENCODING, Limits
 from sluice.checkpoint.open_file import OpenFile
-from sluice.checkpoint.opening import open_list, open_path, open_section
+from sluice.checkpoint.opening import classify, open_layout
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
-from sluice.sources.opening import (
-    Location,
-    PathOrAddress,
-    SourceLocation,
-    location_list,
-    location_of,
-    location_text,
-    stream_source,
-)
+from sluice.sources.opening import PathOrAddress, Place, SourceLocation, find_place
 from sluice.sources.protocol import Source, source_notes
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
@@ -42,13 +34,13 @@ class OpenCheckpoint:
     """The index of a checkpoint and its open files. A context manager that closes them."""
 
     def __init__(
-        self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits, location: Location | None = None
+        self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits, place: Place | None = None
     ) -> None:
         #: Path of the file or directory that was opened, or its address without credentials; of a list of files, the
         #: first, and the number of the others.
         self.path = path
-        #: Where it was opened; None for lists of files and file objects.
-        self.location = location
+        #: Where it was opened.
+        self.place = place
         #: The names, dtypes and shapes of every tensor. Where ``index`` takes further requests, strides, storages and
         #: views are not those of the files.
         self.outline = index
@@ -90,26 +82,18 @@ class OpenCheckpoint:
 
     @classmethod
     def _open_files(cls, source: SourceLocation | Sequence[PathOrAddress], limits: Limits, encoding: str) -> Self:
-        if isinstance(source, (list, tuple)):
-            # Here, not above: most checkpoints are one file.
-            from sluice.checkpoint.survey import list_title
-
-            paths = location_list(source)
-            return cls(list_title(paths), *open_list(paths, limits, encoding), limits)
-        location = location_of(source)
-        if location is not None:
-            return cls(location_text(location), *open_path(location, limits, encoding), limits, location)
-        stream = cast("BinaryIO", source)
-        opened, start = stream_source(stream)
-        index, files, end = open_section(opened, start, limits, encoding)
-        stream.seek(end)
-        return cls(opened.path, index, files, limits)
+        place = find_place(source)
+        layout = classify(place, limits)
+        index, files = open_layout(layout, limits, encoding)
+        if place.stream is not None:
+            place.stream.seek(files[0].end)
+        return cls(place.title or layout.path, index, files, limits, place)
 
     @classmethod
     def _view(cls, source: OpenCheckpoint) -> Self:
         """Return a checkpoint with the same files."""
         with source._settling:
-            opened = cls(source.path, source.outline, source._files, source.limits, source.location)
+            opened = cls(source.path, source.outline, source._files, source.limits, source.place)
             opened._settle = source._settle and source._settled
             return opened
 
@@ -241,11 +225,7 @@ class OpenCheckpoint:
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
         """The first byte of the checkpoint in each file, and the end of its bytes."""
-        ends = (file.index.end for file in self._files)
-        return tuple(
-            (file.start, file.source.identity.nbytes if end is None else file.start + end)
-            for file, end in zip(self._files, ends, strict=True)
-        )
+        return tuple((file.start, file.end) for file in self._files)
 
     @property
     def source_notes(self) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._errors import CheckpointError, FormatError
+from sluice._errors import CheckpointError, FormatError, TruncatedError
 from sluice._options import Limits
+from sluice.checkpoint.layout import PLACES
 from sluice.formats.detection import detect
 from sluice.formats.protocol import Checksum, Locator
 from sluice.records import Index
@@ -16,7 +17,7 @@ from sluice.sources.protocol import Source, checks_with_data
 from sluice.sources.read_ahead import read_ahead
 from sluice.sources.section import Section
 
-__all__ = ["OpenFile", "open_file"]
+__all__ = ["OpenFile", "one_file", "open_alone", "open_file"]
 
 
 class OpenFile(Struct, frozen=True, kw_only=True):
@@ -59,18 +60,33 @@ class OpenFile(Struct, frozen=True, kw_only=True):
                 one.offset += self.start
         return [replace(one, offset=one.offset + self.start) if isinstance(one, Checksum) else one for one in found]
 
+    @property
+    def end(self) -> int:
+        """First byte after the checkpoint in the source: that of the next object in legacy files."""
+        return self.source.identity.nbytes if self.index.end is None else self.start + self.index.end
+
     def _section(self) -> Source:
         left = self.source.identity.nbytes - self.start
         return Section(self.source, self.start, left) if self.start else self.source
 
 
-def open_file(source: Source, limits: Limits, encoding: str) -> OpenFile:
-    """Index a file; closes the source if that fails."""
+def open_file(source: Source, limits: Limits, encoding: str, *, start: int | None = None) -> OpenFile:
+    """Index a file, or the first of the objects that begin at byte ``start``; closes the source if that fails.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown format.
+        ReadError: It cannot be read.
+    """
     try:
-        headers = read_ahead(source)
-        file_format = detect(headers, encoding=encoding)
-        index = file_format.read_index(headers, limits)
-        if index.end not in {None, source.identity.nbytes}:
+        headers = read_ahead(source) if start is None else _after(source, start)
+        try:
+            file_format = detect(headers, encoding=encoding)
+            index = file_format.read_index(headers, limits)
+        except CheckpointError as error:
+            if error.offset is not None:
+                error.offset += start or 0
+            raise
+        if start is None and index.end not in {None, source.identity.nbytes}:
             raise FormatError(
                 "bytes follow the last storage; to read one of several objects in a file, pass an open file object "
                 "positioned at its first byte",
@@ -80,7 +96,52 @@ def open_file(source: Source, limits: Limits, encoding: str) -> OpenFile:
                 found=f"{source.identity.nbytes} bytes",
                 advice="torch reads the first object and ignores the rest.",
             )
-        return OpenFile(source=source, locator=file_format, index=index)
+        return OpenFile(source=source, locator=file_format, index=index, start=start or 0)
     except BaseException:
         source.close()
         raise
+
+
+def _after(source: Source, start: int) -> Section:
+    left = source.identity.nbytes - start
+    if left <= 0:
+        problem = "the file ends where a checkpoint should start"
+        raise TruncatedError(problem, file=source.path, offset=start, found="nothing")
+    return Section(source, start, left)
+
+
+def open_alone(
+    source: Source, limits: Limits, encoding: str, *, start: int | None
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of a checkpoint of one file, and the file; see ``open_file``."""
+    file = open_file(source, limits, encoding, start=start)
+    try:
+        index = one_file(file.index, limits)
+    except BaseException:
+        source.close()
+        raise
+    if start:
+        storages = tuple(replace(storage, offset=storage.offset + start) for storage in index.storages)
+        files = tuple(replace(each, identity=source.identity) for each in index.files)
+        index = replace(index, storages=storages, files=files)
+    return index, (file,)
+
+
+def one_file(index: Index, limits: Limits) -> Index:
+    """Return the index of a checkpoint of one file, with its tied names and without the places of its chunks.
+
+    Raises:
+        IncompleteCheckpointError: It holds chunks from the middle of tensors.
+        FormatError: It places its chunks in a malformed way.
+        LimitError: It has too many names.
+    """
+    if PLACES in index.metadata:
+        # Here, and below: few checkpoints have chunks or declare tied names.
+        from sluice.checkpoint.chunks import alone
+
+        index = alone(index, limits)
+    if not index.tied:
+        return index
+    from sluice.checkpoint.tied_names import with_ties
+
+    return with_ties(index, index.files[0].path, limits)

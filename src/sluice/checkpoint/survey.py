@@ -27,13 +27,12 @@ not searched. FIFOs, sockets and devices are skipped, with a note if their names
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import filterfalse
 from typing import Literal, NamedTuple
-
-from msgspec import Struct
 
 from sluice._errors import (
     CheckpointError,
@@ -44,27 +43,17 @@ from sluice._errors import (
     SluiceError,
     UnsupportedError,
 )
-from sluice._messages import listed
+from sluice._messages import first_names, listed
 from sluice._options import Limits
-from sluice._units import counted
-from sluice.checkpoint.names import METADATA_FILE
+from sluice.checkpoint.layout import METADATA_FILE, PARAMETER_SUFFIX, CheckpointLayout
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
-from sluice.formats.shard_index import ShardIndex, read_shard_index
-from sluice.sources.directory import Directory
-from sluice.sources.opening import Location, NamedFiles, file_below, location_text, open_directory
+from sluice.formats.shard_index import read_shard_index
+from sluice.sources.directory import Directory, DirectoryEntry
+from sluice.sources.opening import Place, missing_advice
 from sluice.sources.protocol import Source
 
-__all__ = [
-    "PARAMETER_SUFFIX",
-    "CheckpointLayout",
-    "index_layout",
-    "open_member",
-    "optimizer_files",
-    "survey",
-]
-
-PARAMETER_SUFFIX = ".pt"
+__all__ = ["index_layout", "listed_layout", "open_member", "optimizer_files", "survey"]
 
 _PARTS_SUFFIX = ".safetensors"
 
@@ -118,61 +107,59 @@ _HINTS = 1000
 _CHOOSE = "Pass the path of one file or index instead."
 
 
-class CheckpointLayout(Struct, frozen=True, kw_only=True):
-    """The files that make up a checkpoint, before any of them is opened."""
+class _ListedFiles:
+    """Files that the caller listed one by one; see ``Directory``. Their names are the titles of their places."""
 
-    #: Path of the directory or index file that was surveyed; for messages.
-    path: str
-    #: The directory that holds the files.
-    directory: Directory
-    #: ``whole``: one model file; ``shards``: parts with an index; ``parts``: state dicts without repetition;
-    #: ``parameters``: one tensor each; ``distributed``: the files that the metadata file names.
-    kind: Literal["whole", "shards", "parts", "parameters", "distributed"]
-    #: Relative names of the files, with forward slashes. They need not exist; ``distributed`` has one.
-    files: tuple[str, ...]
-    #: The index, for ``shards``.
-    shard_index: ShardIndex | None = None
-    #: Notes for the report, each a sentence.
-    notes: tuple[str, ...] = ()
+    def __init__(self, place: Place) -> None:
+        self.path = place.title
+        self._places = {member.title: member for member in place.members}
 
+    def entries(self) -> Iterator[DirectoryEntry]:
+        return iter(())
 
-def list_title(paths: Sequence[Location]) -> str:
-    """Return the text that stands for a list of files: the first, and the number of the others."""
-    first = location_text(paths[0])
-    return first if len(paths) == 1 else f"{first} and {counted(len(paths) - 1, 'more file')}"
+    def open(self, name: str) -> Source:
+        return self._places[name].open_file()
+
+    def check_inside(self, name: str) -> None:
+        """Return: the caller chose each file, links included."""
 
 
-def listed_layout(paths: Sequence[Location], limits: Limits) -> CheckpointLayout:
+def listed_layout(place: Place, limits: Limits) -> CheckpointLayout:
     """Return the layout of files that the caller listed as one checkpoint; each holds a state dict.
 
     Raises:
         LimitError: There are more than ``limits.files``.
+        MissingFileError: There is nothing at some of the paths.
+        UnsupportedError: One is a directory.
     """
-    path = list_title(paths)
-    if len(paths) > limits.files:
+    names = tuple(member.title for member in place.members)
+    if len(names) > limits.files:
         expected = f"at most {limits.files}"
-        raise LimitError("the list exceeds the limit 'files'", file=path, expected=expected, found=len(paths))
-    return CheckpointLayout(
-        path=path, directory=NamedFiles(path, paths), kind="parts", files=tuple(map(location_text, paths))
-    )
+        raise LimitError("the list exceeds the limit 'files'", file=place.title, expected=expected, found=len(names))
+    local = [member.title for member in place.members if member.kind == "local"]
+    for path in filter(os.path.isdir, local):
+        problem = "the list names a directory among files"
+        raise UnsupportedError(problem, file=path, advice="Name files, or pass the directory alone.")
+    missing = [path for path in local if "\0" not in path and not os.path.lexists(path)]
+    if missing:
+        problem = f"{len(missing)} files of the list do not exist: {first_names(missing)}"
+        one = "the file does not exist" if len(missing) == 1 else problem
+        raise MissingFileError(one, file=missing[0], advice=missing_advice(missing[0]))
+    return CheckpointLayout(path=place.title, directory=_ListedFiles(place), kind="parts", files=names)
 
 
-def optimizer_files(path: Location) -> list[Location]:
-    """Return the locations of the optimizer states in a directory, next to a model; an empty list if it is a file.
+def optimizer_files(directory: Directory) -> list[str]:
+    """Return the names of the optimizer states in a directory, next to a model.
 
     Raises:
         ReadError: The directory cannot be listed.
     """
-    directory = open_directory(path)
-    if directory is None:
-        return []
-    names = sorted(
+    return sorted(
         entry.name
         for entry in directory.entries()
         if _OPTIMIZER_FILE.fullmatch(entry.name)
         or (_OPTIMIZER_DIRECTORY.fullmatch(entry.name) and _exists(directory, f"{entry.name}/{METADATA_FILE}"))
     )
-    return [file_below(path, name) for name in names]
 
 
 def _exists(directory: Directory, name: str) -> bool:
@@ -391,7 +378,7 @@ def _nothing_usable(directory: str, listing: _Listing) -> CheckpointError:
         expected=f"{', '.join(_PREFERENCE[:4])}, another *.index.json, *{_PARTS_SUFFIX}, or one *{PARAMETER_SUFFIX} "
         "file for each parameter",
         found="; ".join([", ".join(map(repr, sorted(listing.first))) + more or "nothing", *listing.notes]),
-        advice=hint.advice if hint else None,
+        advice=hint.advice if hint else "Pass the path of a checkpoint file, or of the directory that holds its files.",
     )
     error.foreign = not isinstance(error, IncompleteCheckpointError)
     return error

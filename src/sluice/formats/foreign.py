@@ -228,9 +228,11 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
         return _error(_NPZ, file)
     if "model.weights.h5" in last:
         return _unread_archive("a Keras model", file, "Load it with Keras, and save its weights with safetensors.")
-    if {"data.pkl", "version"} <= set(names):
-        problem = "this is a torch.save file that was repacked without the directory of its records"
-        return FormatError(problem, file=file, advice="Repack it below one directory: zip -0 -r.")
+    if "data.pkl" in last:
+        problem = "the records of this torch.save file are not below exactly one directory: it was packed again"
+        found = next(name for name in names if name.endswith("data.pkl"))
+        advice = "Unpack it, and pack the directory of data.pkl: zip -0 -r."
+        return FormatError(problem, file=file, expected="DIRECTORY/data.pkl", found=repr(found), advice=advice)
     problem = "this zip archive was not written by torch.save: it has no data.pkl"
     inside = any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".distcp")) for name in last)
     found = first_names(list(map(repr, names)))

@@ -12,7 +12,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.checkpoint.survey import optimizer_files
 from sluice.formats.divided import divided_directory
 from sluice.loading.optimizer_job import OptimizerRequest
-from sluice.sources.opening import location_of, location_text, open_directory
+from sluice.sources.opening import find_place, open_directory
 
 __all__ = ["optimizer_checkpoint"]
 
@@ -35,11 +35,12 @@ def optimizer_checkpoint(
         MismatchError: The directory holds the state of several optimizers, and none or more than one of them fits.
         UnsupportedError: It holds a state that was divided over ranks.
     """
-    place = source.location if isinstance(source, OpenCheckpoint) else location_of(source)
-    directory = location_text(place) if place else ""
-    files = optimizer_files(place) if place else []
-    listed = open_directory(place) if place and not files else None
-    divided = divided_directory(listed) if listed else None
+    place = source.place if isinstance(source, OpenCheckpoint) else find_place(source)
+    listed = open_directory(place.location) if place is not None and place.location else None
+    names = optimizer_files(listed) if listed else []
+    divided = divided_directory(listed) if listed and not names else None
+    directory = place.title if place else ""
+    files = [place.below(name) for name in names] if place else []
     if divided is not None:
         raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
     with ExitStack() as stack:
@@ -53,9 +54,9 @@ def optimizer_checkpoint(
             try:
                 request.find(checkpoint, outline)
             except MismatchError as error:
-                lines.append(f"{location_text(file)}: {' '.join(error.problem.split())}")
+                lines.append(f"{find_place(file).title}: {' '.join(error.problem.split())}")
             else:
-                lines.append(f"{location_text(file)}: fits")
+                lines.append(f"{find_place(file).title}: fits")
                 fitting.append(checkpoint)
         if len(fitting) != 1:
             text = section("choose one", lines[:SHOWN], lines)

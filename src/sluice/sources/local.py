@@ -21,7 +21,6 @@ from sluice._defaults import BLOCK_BYTES
 from sluice._errors import (
     BudgetError,
     CheckpointError,
-    FormatError,
     MissingFileError,
     SourceChangedError,
     TruncatedError,
@@ -84,9 +83,14 @@ class LocalFile:
         except OSError as error:
             raise read_error("the file cannot be examined", error, file=self.path) from error
         if stat.S_ISDIR(status.st_mode):
-            raise UnsupportedError("this is a directory, not a checkpoint file", file=self.path)
+            problem = "this is a directory, not a checkpoint file"
+            raise UnsupportedError(problem, file=self.path, advice="Pass the path of a file.")
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError("not a regular file", file=self.path, found=_kind(status.st_mode))
+            problem = f"this is {_kind(status.st_mode)}, not a regular file"
+            advice = "Checkpoints are read at any offset: write the data to a file and pass its path."
+            refusal = UnsupportedError(problem, file=self.path, advice=advice)
+            refusal.foreign = True
+            raise refusal
         self._identity = expected or _identity(status)
         if _identity(status) != self._identity:
             raise self._changed(_identity(status))

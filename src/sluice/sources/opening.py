@@ -1,15 +1,18 @@
-"""The one place where a path, a URL or a file object becomes a source, and a path becomes a directory."""
+"""Where a checkpoint is: paths, URLs, file objects and lists of files become one record, ``Place``."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
+
+from msgspec import Struct
 
 from sluice._errors import MissingFileError, UnsupportedError
-from sluice._messages import first_names, type_of
-from sluice.sources.directory import Directory, DirectoryEntry, LocalDirectory
+from sluice._messages import type_of
+from sluice._units import counted
+from sluice.sources.directory import Directory, LocalDirectory
 from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
@@ -21,22 +24,15 @@ if TYPE_CHECKING:
 __all__ = [
     "UPLOAD_ADVICE",
     "Location",
-    "NamedFiles",
     "PathOrAddress",
+    "Place",
     "SourceLocation",
-    "check_listed",
-    "file_below",
+    "find_place",
     "is_remote",
-    "location_list",
-    "location_name",
-    "location_of",
-    "location_text",
     "open_directory",
     "open_source",
-    "parent_directory",
     "refuse_url",
     "source_path",
-    "stream_source",
 ]
 
 #: Advice for a URL as the destination of a save.
@@ -52,6 +48,127 @@ PathOrAddress: TypeAlias = "str | os.PathLike[str] | Remote"
 SourceLocation: TypeAlias = "PathOrAddress | BinaryIO"
 
 
+class Place(Struct, frozen=True, kw_only=True):
+    """Where a source is, decided once from what the user passed; nothing was examined yet."""
+
+    #: How it is reached: ``local`` and ``remote`` have a location, ``list`` has members, ``stream`` a file object.
+    kind: Literal["local", "remote", "list", "stream"]
+    #: Text for messages and reports: a path; an address without credentials; the first of a list and their number.
+    title: str
+    #: Last part of the location, without the query of a URL.
+    name: str = ""
+    location: Location = ""
+    members: tuple[Place, ...] = ()
+    stream: BinaryIO | None = None
+
+    def open(self) -> Source | Directory:
+        """Return the file or the directory that is there; no data is read.
+
+        Raises:
+            CheckpointError: There is nothing, or the file is empty or not a regular file.
+            ReadError: It cannot be examined.
+            UnsupportedError: It is a URL whose library is not installed.
+            RemoteError: A server does not answer.
+        """
+        if self.kind == "local" and os.path.isdir(str(self.location)):
+            return LocalDirectory(str(self.location))
+        if self.kind == "remote":
+            # Here, and below: local files do without.
+            from sluice.sources.remote.opening import open_remote_place
+
+            return open_remote_place(self.location)
+        return self.open_file()
+
+    def open_file(self) -> Source:
+        """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory."""
+        if self.kind == "remote":
+            from sluice.sources.remote.opening import open_remote
+
+            return open_remote(self.location)
+        if self.stream is not None:
+            return _stream_source(self.stream)
+        if not self.location:
+            raise MissingFileError("the path is empty", advice="Pass the path of a file or a directory.")
+        try:
+            return LocalFile(str(self.location))
+        except MissingFileError as error:
+            error.advice = missing_advice(self.title)
+            raise
+
+    def parent(self) -> Directory:
+        """Return the directory that holds the file."""
+        if self.kind == "local":
+            return LocalDirectory(os.path.dirname(str(self.location)))
+        from sluice.sources.remote.opening import remote_parent
+
+        return remote_parent(self.location)[0]
+
+    def below(self, name: str) -> Location:
+        """Return the location of a file in the directory that is there."""
+        if self.kind == "local":
+            return os.path.join(str(self.location), name)
+        from sluice.sources.remote.directory import below
+
+        return below(self.location, name)
+
+
+def find_place(where: object) -> Place:
+    """Return the place that a ``source`` argument means.
+
+    Raises:
+        TypeError: It is not a source, or is a list with something else than paths and URLs.
+        ValueError: It is an empty list, or a list that names a file twice.
+    """
+    if isinstance(where, (str, os.PathLike)):
+        path = source_path(where)
+        if not is_remote(path):
+            return Place(kind="local", title=path, name=os.path.basename(path), location=path)
+        from sluice.sources.remote_names import without_credentials
+
+        return _remote_place(path, without_credentials(path))
+    if isinstance(where, (list, tuple)):
+        return _listed(where)
+    if not hasattr(where, "read") and not isinstance(where, dict):
+        from sluice.sources.remote.location import remote_location
+
+        remote = remote_location(where)
+        if remote is not None:
+            return _remote_place(remote, remote.address)
+    if not hasattr(where, "read"):
+        raise TypeError(f"source is {type_of(where)}; {_instead(where)}")
+    name = getattr(where, "name", "")
+    title = source_path(name) if isinstance(name, (str, os.PathLike)) else ""
+    return Place(kind="stream", title=title, stream=cast("BinaryIO", where))
+
+
+def _remote_place(location: Location, address: str) -> Place:
+    return Place(kind="remote", title=address, name=address.rstrip("/").rpartition("/")[2], location=location)
+
+
+def _listed(where: Sequence[object]) -> Place:
+    members = tuple(map(_member, where))
+    if not members:
+        raise ValueError("source is an empty list; it holds the paths of the files of one checkpoint")
+    titles = [member.title for member in members]
+    twice = next((title for position, title in enumerate(titles) if title in titles[:position]), None)
+    if twice is not None:
+        raise ValueError(f"source is a list that names {twice!r} twice")
+    if len(members) == 1:
+        return members[0]
+    title = f"{titles[0]} and {counted(len(titles) - 1, 'more file')}"
+    return Place(kind="list", title=title, members=members)
+
+
+def _member(where: object) -> Place:
+    try:
+        place = find_place(where)
+    except (TypeError, ValueError):
+        place = None
+    if place is None or place.kind not in {"local", "remote"} or isinstance(where, (list, tuple)):
+        raise TypeError(f"source is a list with {type_of(where)}; a list holds paths of files")
+    return place
+
+
 def source_path(where: str | os.PathLike[str]) -> str:
     """Return a path as text, with ``~`` expanded unless that name exists; ``file://`` URLs are paths as well."""
     path = os.fsdecode(where)
@@ -63,217 +180,59 @@ def source_path(where: str | os.PathLike[str]) -> str:
     return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
 
-def location_of(where: object) -> Location | None:
-    """Return where something is that a user passed as a source; None for file objects and everything else."""
-    if isinstance(where, (str, os.PathLike)):
-        return source_path(where)
-    if hasattr(where, "read") or isinstance(where, (list, tuple, dict)):
-        return None
-    # Here, not above: a path does not need it.
-    from sluice.sources.remote.location import remote_location
-
-    return remote_location(where)
-
-
-def is_remote(where: Location) -> bool:
-    """Return whether a location is a ``Remote``, or a URL that is not the name of a local file or directory."""
-    if not isinstance(where, str):
-        return True
-    if "://" not in where:
+def is_remote(path: str) -> bool:
+    """Return whether a text is a URL that is not the name of a local file or directory."""
+    if "://" not in path:
         return False
     # Here, not above: a path of a file does not need it.
     from sluice.sources.remote_names import is_url
 
-    return is_url(where) and not os.path.lexists(where)
-
-
-def location_text(where: Location) -> str:
-    """Return a location for messages and reports, without credentials."""
-    if not isinstance(where, str):
-        return where.address
-    if not is_remote(where):
-        return where
-    from sluice.sources.remote_names import without_credentials
-
-    return without_credentials(where)
-
-
-def location_name(where: Location) -> str:
-    """Return the last part of a location, without the query of a URL."""
-    return location_text(where).rstrip("/").rpartition("/")[2] if is_remote(where) else os.path.basename(str(where))
-
-
-def location_list(where: Sequence[object]) -> list[Location]:
-    """Return the locations of a list of files that are one checkpoint.
-
-    Raises:
-        TypeError: A member is neither a path nor a URL.
-        ValueError: The list is empty, or names a file twice.
-    """
-    locations = []
-    for each in where:
-        location = location_of(each)
-        if location is None:
-            raise TypeError(f"source is a list with {type_of(each)}; a list holds paths of files")
-        locations.append(location)
-    if not locations:
-        raise ValueError("source is an empty list; it holds the paths of the files of one checkpoint")
-    texts = list(map(location_text, locations))
-    twice = next((text for position, text in enumerate(texts) if text in texts[:position]), None)
-    if twice is not None:
-        raise ValueError(f"source is a list that names {twice!r} twice")
-    return locations
-
-
-def check_listed(locations: Sequence[Location]) -> None:
-    """Check that the paths of a list can be files. What else is wrong with a file, its opening says.
-
-    Raises:
-        MissingFileError: There is nothing at some of them.
-        UnsupportedError: One is a directory.
-    """
-    missing = []
-    for path in locations:
-        if is_remote(path) or not isinstance(path, str):
-            continue
-        if os.path.isdir(path):
-            problem = "the list names a directory among files"
-            raise UnsupportedError(problem, file=path, advice="Name files, or pass the directory alone.")
-        try:
-            os.stat(path)
-        except FileNotFoundError:
-            missing.append(path)
-        except (OSError, ValueError):  # the error of opening it says more
-            pass
-    if missing:
-        advice = _missing_advice(missing[0])
-        if len(missing) == 1:
-            raise MissingFileError("the file does not exist", file=missing[0], advice=advice)
-        problem = f"{len(missing)} files of the list do not exist: {first_names(missing)}"
-        raise MissingFileError(problem, file=missing[0], advice=advice)
+    return is_url(path) and not os.path.lexists(path)
 
 
 def open_source(where: SourceLocation) -> Source:
-    """Return the source at a path, or the file of a file object; no data is read.
+    """Return the source of a ``source`` argument that is one file; see ``Place.open_file``.
 
-    The position of a file object is ignored; ``stream_source`` returns it.
-
-    Raises:
-        CheckpointError: The file does not exist, is empty or is not a regular file.
-        ReadError: The file cannot be examined.
-        UnsupportedError: It is a directory, or a URL whose library is not installed.
-        RemoteError: A server does not answer.
-        TypeError: It is neither a path nor a file object that can be read.
+    The position of a file object is ignored.
     """
-    path = location_of(where)
-    if path is None:
-        return stream_source(cast("BinaryIO", where))[0]
-    if not path:
-        raise MissingFileError("the path is empty", advice="Pass the path of a file or a directory.")
-    if is_remote(path) or not isinstance(path, str):
-        # Here, and in the functions below: local files do without.
-        from sluice.sources.remote.opening import open_remote
-
-        return open_remote(path)
-    try:
-        return LocalFile(path)
-    except MissingFileError as error:
-        error.advice = _missing_advice(path)
-        raise
+    return find_place(where).open_file()
 
 
-def stream_source(stream: BinaryIO) -> tuple[Source, int]:
-    """Return the source that a file object reads, and the position of the object.
-
-    Raises:
-        TypeError: It is neither a file on disk nor a ``BytesIO``.
-        CheckpointError: It is not a regular file, or is empty.
-    """
-    if isinstance(stream, io.BytesIO):
-        return MemoryFile(stream), stream.tell()
-    if not hasattr(stream, "read"):
-        raise TypeError(f"source is {type_of(stream)}; {_instead(stream)}")
-    if hasattr(stream, "fs"):
-        from sluice.sources.remote.location import remote_location
-        from sluice.sources.remote.opening import open_remote
-
-        remote = remote_location(stream)
-        if remote is not None:
-            return open_remote(remote), stream.tell()
-    path = local_path(stream)
-    if stream.writable():
-        stream.flush()
-    return LocalFile(path), stream.tell()
-
-
-def open_directory(where: str | os.PathLike[str] | Remote) -> Directory | None:
+def open_directory(where: PathOrAddress) -> Directory | None:
     """Return the directory at a location, or None if that is anything else, or nothing.
 
     Raises:
         UnsupportedError: It is a URL whose library is not installed.
         RemoteError: A server does not answer.
     """
-    path = source_path(where) if isinstance(where, (str, os.PathLike)) else where
-    if isinstance(path, str) and not is_remote(path):
-        return LocalDirectory(path) if os.path.isdir(path) else None
+    place = find_place(where)
+    if place.kind == "local":
+        return LocalDirectory(place.title) if os.path.isdir(place.title) else None
     from sluice.sources.remote.opening import open_remote_directory
 
-    return open_remote_directory(path)
+    return open_remote_directory(place.location)
 
 
-def open_place(where: Location) -> Directory | Source:
-    """Return the directory or the file at an address, for fewer requests than ``open_directory`` and ``open_source``.
+def _stream_source(stream: BinaryIO) -> Source:
+    """Return the source that a file object reads.
 
     Raises:
-        MissingFileError: There is neither.
-        UnsupportedError: The library of the URL is not installed.
-        RemoteError: The server does not answer.
+        TypeError: It is neither a file on disk nor a ``BytesIO``.
+        CheckpointError: It is not a regular file, or is empty.
     """
-    from sluice.sources.remote.opening import open_remote_place
+    if isinstance(stream, io.BytesIO):
+        return MemoryFile(stream)
+    if hasattr(stream, "fs"):
+        from sluice.sources.remote.location import remote_location
+        from sluice.sources.remote.opening import open_remote
 
-    return open_remote_place(where)
-
-
-def parent_directory(where: Location) -> tuple[Directory, str]:
-    """Return the directory that holds a file, and the name of the file in it."""
-    if isinstance(where, str) and not is_remote(where):
-        directory, name = os.path.split(where)
-        return LocalDirectory(directory), name
-    from sluice.sources.remote.opening import remote_parent
-
-    return remote_parent(where)
-
-
-def file_below(where: Location, name: str) -> Location:
-    """Return the location of a file in a directory."""
-    if isinstance(where, str) and not is_remote(where):
-        return os.path.join(where, name)
-    from sluice.sources.remote.directory import below
-
-    return below(where, name)
-
-
-class NamedFiles:
-    """Files that the caller named one by one; see ``Directory``. The names are locations as text."""
-
-    def __init__(self, path: str, locations: Sequence[Location]) -> None:
-        """Keep the files.
-
-        Args:
-            path: Text that stands for all of them in messages.
-            locations: The files.
-        """
-        self.path = path
-        self._locations = {location_text(each): each for each in locations}
-
-    def entries(self) -> Iterator[DirectoryEntry]:
-        return iter(())
-
-    def open(self, name: str) -> Source:
-        return open_source(self._locations[name])
-
-    def check_inside(self, name: str) -> None:
-        """Return: the caller chose each file, links included."""
+        remote = remote_location(stream)
+        if remote is not None:
+            return open_remote(remote)
+    path = local_path(stream)
+    if stream.writable():
+        stream.flush()
+    return LocalFile(path)
 
 
 def refuse_url(path: str, *, advice: str | None = None) -> str:
@@ -295,11 +254,14 @@ def refuse_url(path: str, *, advice: str | None = None) -> str:
     return path
 
 
-def _missing_advice(path: str) -> str:
+def missing_advice(path: str) -> str:
+    """Return what to check about a local path at which there is nothing."""
+    if os.path.islink(path):
+        return f"It is a symbolic link to {os.readlink(path)!r}, where there is nothing."
     # Here, not above: only errors need it.
-    from sluice.sources.remote_names import missing_advice
+    from sluice.sources.remote_names import missing_advice as advice
 
-    return missing_advice(path)
+    return advice(path)
 
 
 def _instead(value: object) -> str:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from sluice._errors import SaveError
-from sluice.checkpoint.names import METADATA_FILE
+from sluice.checkpoint.layout import METADATA_FILE
 from sluice.writing.durable.directories import locked_directory, made_directory, publish_set
 from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
 from sluice.writing.durable.replacement import Replacement

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from sluice._errors import SaveError, SluiceError
 from sluice._options import Limits
-from sluice.checkpoint.opening import open_path
-from sluice.checkpoint.survey import PARAMETER_SUFFIX, survey
+from sluice.checkpoint.layout import PARAMETER_SUFFIX
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.checkpoint.survey import survey
 from sluice.checkpoint.tied_names import TIES_FILE
 from sluice.records import Entry
 from sluice.sources.directory import LocalDirectory
@@ -139,12 +140,10 @@ def _check_old(directory: Path, files: set[str], *, overwrite: bool) -> None:
 
 def _is_one_tensor(path: str) -> bool:
     try:
-        index, files = open_path(path, Limits())
+        with OpenCheckpoint.open(path) as checkpoint:
+            return isinstance(checkpoint.outline.tree, Entry)
     except SluiceError:
         return False
-    for file in files:
-        file.source.close()
-    return isinstance(index.tree, Entry)
 
 
 def _no_check(directory: str) -> None:
