@@ -147,7 +147,7 @@ def test_what_is_not_a_file_is_named_and_not_called_damaged(tmp_path: Path, monk
         "pipe": "this is a FIFO, not a regular file",
         "socket": "this is a socket, not a regular file",
         os.devnull: "this is a character device, not a regular file",
-        "link": "does not exist. It is a symbolic link to 'nowhere', where there is nothing",
+        "link": "does not exist. It is a symbolic link to 'nowhere', which does not exist",
         "none": "found nothing. Pass the path of a checkpoint file, or of the directory that holds its files",
     }
     for path, sentence in says.items():

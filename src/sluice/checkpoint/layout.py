@@ -1,4 +1,4 @@
-"""What is at a location: the record that ``opening.classify`` returns, and that everything below it takes."""
+"""The record of a classified location, which ``opening.classify`` returns and everything below it takes."""
 
 from __future__ import annotations
 

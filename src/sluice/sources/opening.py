@@ -257,7 +257,7 @@ def refuse_url(path: str, *, advice: str | None = None) -> str:
 def missing_advice(path: str) -> str:
     """Return what to check about a local path at which there is nothing."""
     if os.path.islink(path):
-        return f"It is a symbolic link to {os.readlink(path)!r}, where there is nothing."
+        return f"It is a symbolic link to {os.readlink(path)!r}, which does not exist."
     # Here, not above: only errors need it.
     from sluice.sources.remote_names import missing_advice as advice
 
