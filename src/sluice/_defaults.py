@@ -216,6 +216,12 @@ SCAN_REPEATS = 1_000
 #: Seconds between two looks at the other ranks of a load, while this one reads or waits: whether one has failed.
 RANK_LOOK_SECONDS = 1.0
 
+#: Seconds between two questions where a rank is that has not joined the call.
+RANK_SEEK_SECONDS = 0.25
+
+#: Seconds after which a rank that waits says for whom; each further time after twice as many.
+RANK_WORD_SECONDS = 10.0
+
 #: Seconds between two signs of life of a rank that reads or waits.
 RANK_PULSE_SECONDS = 5.0
 

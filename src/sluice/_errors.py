@@ -365,6 +365,8 @@ class RankError(SluiceError, RuntimeError):
 
     Attributes:
         ranks: Description of the failure of each rank that failed, by its global rank.
+        changed: Ranks of which all tensors have their new values.
+        torn: Ranks of which some tensors have.
     """
 
     advice = "Repair what the named ranks report, then call again on every rank."
@@ -374,11 +376,15 @@ class RankError(SluiceError, RuntimeError):
         problem: str,
         *,
         ranks: Mapping[int, str] | None = None,
+        changed: Sequence[int] = (),
+        torn: Sequence[int] = (),
         file: str | None = None,
         tensor: str | None = None,
     ) -> None:
         super().__init__(problem, file=file, tensor=tensor)
         self.ranks = dict(ranks or {})
+        self.changed = tuple(changed)
+        self.torn = tuple(torn)
 
 
 class StreamError(SluiceError, RuntimeError):

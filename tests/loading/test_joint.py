@@ -156,7 +156,8 @@ def test_sources_see_each_byte_once(four_ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     sluice.save(state_dict, file)
     nbytes = sum(each.nbytes for each in state_dict.values())
-    assert sum(four_ranks.run(bytes_recorded, str(file), "once")) <= 1.02 * nbytes
+    samples = 4 * 16 * 4096  # that ranks compare
+    assert sum(four_ranks.run(bytes_recorded, str(file), "once")) <= 1.02 * nbytes + samples
     assert sum(four_ranks.run(bytes_recorded, str(file), "none")) > 1.5 * nbytes
 
 

@@ -12,8 +12,9 @@ _MIB = 1 << 20
 PROPOSAL = Proposal(
     host="a",
     hostname="node-a",
-    files=(("/data/model.pth", 100),),
+    files=(("/data/model.pth", 100, ""),),
     index="1f",
+    contents="3d",
     arguments={"dtype": "None"},
     requested="2e",
     growth_bytes=10 * _MIB,
@@ -23,7 +24,7 @@ PROPOSAL = Proposal(
 
 
 def test_equal_proposals() -> None:
-    other = replace(PROPOSAL, host="b", files=(("/mnt/model.pth", 100),), growth_bytes=20 * _MIB)
+    other = replace(PROPOSAL, host="b", files=(("/mnt/model.pth", 100, ""),), growth_bytes=20 * _MIB)
     assert judge_proposals({0: PROPOSAL, 1: other}) == {}
 
 
@@ -31,7 +32,12 @@ def test_equal_proposals() -> None:
     ("change", "text"),
     [
         ({"arguments": {"dtype": "bfloat16"}}, "was called with dtype=bfloat16, rank 0 with dtype=None"),
-        ({"files": (("/mnt/model.pth", 99),)}, "/mnt/model.pth with 99 bytes, rank 0 /data/model.pth with 100 bytes"),
+        ({"files": (("/data/model.pth", 100, "v2"),)}, "has version v2 of /data/model.pth, rank 0 version "),
+        ({"contents": "4e"}, "a different version of the files than rank 0"),
+        (
+            {"files": (("/mnt/model.pth", 99, ""),)},
+            "/mnt/model.pth with 99 bytes, rank 0 /data/model.pth with 100 bytes",
+        ),
         ({"files": ()}, "a checkpoint of 0 files, rank 0 one of 1"),
         ({"index": "3d"}, "different headers"),
         ({"requested": "3d"}, "other names, shapes or dtypes"),

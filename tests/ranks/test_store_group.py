@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess
 from sluice.ranks.protocol import Ruling, Verdict
-from sluice.ranks.store_group import StoreGroup
+from sluice.ranks.store_group import StoreGroup, _Contribution, _Turns
 
 
 class FakeStore:
@@ -67,13 +70,30 @@ def joined(answers: Mapping[int, bytes]) -> Ruling:
     return Ruling(value=b",".join(answers[rank] for rank in sorted(answers)))
 
 
-def group(store: FakeStore, rank: int, *, clock: Clock | None = None, state: str = "running") -> StoreGroup:
+def group(
+    store: FakeStore,
+    rank: int,
+    *,
+    clock: Clock | None = None,
+    state: str = "running",
+    verb: str = "load_into",
+    ranks: tuple[int, ...] = (0, 1),
+) -> StoreGroup:
     def state_of(process: RunningProcess, seen_by: RunningProcess) -> str:
         return state
 
-    if clock is None:
-        return StoreGroup(store, rank, (0, 1), state=state_of)
-    return StoreGroup(store, rank, (0, 1), state=state_of, clock=clock, sleep=clock.sleep)
+    made = clock or Clock()
+    own = StoreGroup(
+        store,
+        rank,
+        ranks,
+        state=state_of,
+        clock=made if clock else time.monotonic,
+        sleep=made.sleep if clock else time.sleep,
+        turns=_Turns(),
+    )
+    own.join(verb)
+    return own
 
 
 def both(groups: list[StoreGroup], step: str, *, last: bool = False) -> list[Verdict]:
@@ -103,7 +123,7 @@ def test_a_failure_that_a_rank_announced() -> None:
     groups = [group(store, rank) for rank in (0, 1)]
     groups[1].warn("no disk")
     groups[1].warn("a second failure, because of the first")
-    assert both(groups, "read") == [Verdict(failed={1: "no disk"})] * 2
+    assert [verdict.failed for verdict in both(groups, "read")] == [{1: "no disk"}] * 2
     assert both([group(store, rank) for rank in (0, 1)], "read") == [Verdict(value=b"0,1")] * 2, "the next call"
 
 
@@ -147,7 +167,8 @@ def test_a_sign_of_life_is_enough() -> None:
         clock.sleep(seconds)
         store.set(other._key("pulse/1"), str(signs).encode())
         if signs == 50:
-            store.set(other._key("read/1"), b"1")
+            contribution = _Contribution(value=b"1", state="untouched", crowded=False)
+            store.set(other._key("read/1"), msgspec.msgpack.encode(contribution))
 
     own._sleep = sleep
     assert own.decide("read", b"0", joined) == Verdict(value=b"0,1")
@@ -172,7 +193,8 @@ def test_an_interrupt_while_waiting(leads: bool) -> None:
         mine = pool.submit(own.decide, "read", b"", joined)
         while not store.check([own._key(f"warning/{rank}")]):
             sleep(0.001)
-        assert other.decide("read", b"", joined) == mine.result() == Verdict(failed={rank: "KeyboardInterrupt"})
+        assert other.decide("read", b"", joined) == mine.result()
+        assert mine.result().failed == {rank: "KeyboardInterrupt"}
     assert own.interrupted
 
 
@@ -200,3 +222,57 @@ def test_a_store_that_does_not_answer() -> None:
     store.fails = True
     own.warn("no rank can be told")
     assert "Connection reset by peer" in own.decide("read", b"", joined).failed[0]
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_begins_a_new_call() -> None:
+    """The failure of the call before it is not that of the next one, whichever rank was late."""
+    for late in (0, 1):
+        store = FakeStore()
+        assert group(store, 1 - late, clock=Clock()).decide("meet", b"", joined).failed
+        assert both([group(store, rank) for rank in (0, 1)], "meet") == [Verdict(value=b"0,1")] * 2
+
+
+def test_a_rank_that_died_between_two_calls_is_named_at_once() -> None:
+    """Its process is known since the first call."""
+    store = FakeStore()
+    both([group(store, rank) for rank in (0, 1)], "done", last=True)
+    clock = Clock()
+    failed = group(store, 0, clock=clock, state="gone").decide("meet", b"", joined).failed
+    assert "is gone" in failed[1]
+    assert clock.now < defaults.RANK_PATIENCE_SECONDS / 5
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_word_about_the_rank_that_is_missing(caplog: pytest.LogCaptureFixture, leads: bool) -> None:
+    store, rank = FakeStore(), 0 if leads else 1
+    clock = Clock()
+    clock.sleep = lambda _: setattr(clock, "now", clock.now + 1.0)  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "sluice"):
+        group(store, rank, clock=clock).decide("meet", b"", joined)
+    assert (
+        caplog.messages[0]
+        == f"sluice.load_into on rank {rank} has waited 10 s: rank {1 - rank} has not called sluice yet"
+    )
+    assert len(caplog.messages) == 5, "after 10, 20, 40, 80 and 160 seconds"
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_calls_with_other_ranks_that_wait_for_each_other(late: int) -> None:
+    """Rank 1 is in both: the ranks of either call get an error as soon as the last one has come."""
+    store, came = FakeStore(), threading.Event()
+    calls = {0: ("save", (0, 1, 2)), 1: ("load_into", (0, 1)), 2: ("save", (0, 1, 2))}
+
+    def call(rank: int) -> dict[int, str]:
+        if rank == late:
+            came.wait(10)
+        verb, ranks = calls[rank]
+        return group(store, rank, verb=verb, ranks=ranks).decide("meet", b"", joined).failed
+
+    with ThreadPoolExecutor(3) as pool:
+        done = [pool.submit(call, rank) for rank in calls]
+        time.sleep(0.1)
+        came.set()
+        failed = [each.result(timeout=30) for each in done]
+    assert "load_into" in str(failed[0])
+    assert "save" in str(failed[1])
+    assert failed[0] == failed[2]

@@ -59,6 +59,8 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
 
     #: Whether ``place="map"`` is possible.
     can_map: ClassVar[bool] = False
+    #: Name of the public function, for other ranks.
+    verb: ClassVar[str] = "load_into"
 
     def job(self, checkpoint: OpenCheckpoint) -> LoadJob:
         """Decide the load and check everything but the memory limits. Nothing is touched."""

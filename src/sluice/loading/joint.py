@@ -35,6 +35,12 @@ from sluice.reports.load import LoadReport, RankReport
 
 __all__ = ["load_together"]
 
+#: Samples of all files together, but one of each file at least, and the bytes of one.
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+#: Bytes at the end of a zip file in which the directory of 10,000 records fits.
+_DIRECTORY_BYTES = 1 << 20
+
 
 def load_together(
     request: LoadRequest,
@@ -56,7 +62,7 @@ def load_together(
     Raises:
         RankError: A rank failed. The same on every rank; its cause is the error of this rank.
     """
-    with Agreement(group) as agreement, PeakMeter(sampling=False) as meter, ExitStack() as stack:
+    with Agreement(group, verb=request.verb) as agreement, PeakMeter(sampling=False) as meter, ExitStack() as stack:
         neighbors = agreement.meet()
         request = replace(request, options=replace(request.options, host_ranks=len(neighbors)))
         job = agreement.attempt(lambda: _decide(request, stack.enter_context(opening)))
@@ -79,7 +85,13 @@ def load_together(
         agreement.settle("read", changed=lambda: job.changed_by(fetched))
         loaded = agreement.attempt(job.install, fetched)
         own = agreement.attempt(lambda: _figures(group.rank, job, loaded, started) if loaded else None)
-        ranks = agreement.settle("done", msgspec.json.encode(own), _collect_figures, last=True)
+        ranks = agreement.settle(
+            "done",
+            msgspec.json.encode(own),
+            _collect_figures,
+            last=True,
+            state="torn" if loaded is None else "changed",
+        )
         assert loaded is not None
         loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=requests.measured())
     return load_report(
@@ -111,8 +123,11 @@ def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
     return Proposal(
         host=process.host,
         hostname=process.hostname,
-        files=tuple((file.path, file.identity.nbytes) for file in job.checkpoint.index.files),
+        files=tuple(
+            (file.path, file.identity.nbytes, file.identity.version or "") for file in job.checkpoint.index.files
+        ),
         index=_digest(_index_lines(job.checkpoint)),
+        contents=_samples(job.checkpoint),
         arguments=request.arguments(),
         requested=_digest(job.request_lines()),
         growth_bytes=plan_needs(job.plan)[HOST],
@@ -130,6 +145,26 @@ def _index_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
         yield f"{storage.file} {storage.offset} {storage.nbytes} {storage.key}"
     for name, entry in walk(index.tree):
         yield f"{name} {entry.elements} {entry.shape} {entry.stride} {entry.storage} {entry.storage_offset}"
+
+
+def _samples(checkpoint: OpenCheckpoint) -> str:
+    """Return a digest of samples of all files: copies of equal size and headers may be of different versions.
+
+    Of the end of a zip file enough is taken for its directory, which has the CRC-32 of every record.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    count = max(1, _SAMPLES // len(checkpoint.sources))
+    zipped = checkpoint.index.format == "torch-zip"
+    for file, source in zip(checkpoint.index.files, checkpoint.sources, strict=True):
+        nbytes = file.identity.nbytes
+        if file.identity.version is not None:  # compared by ``judge_proposals``
+            continue
+        ranges = [(nbytes * (2 * i + 1) // (2 * count), _SAMPLE_BYTES) for i in range(count)]
+        if zipped:
+            ranges.append((max(0, nbytes - _DIRECTORY_BYTES), _DIRECTORY_BYTES))
+        for offset, length in ranges:
+            digest.update(source.read_at(offset, min(length, nbytes - offset)))
+    return digest.hexdigest()
 
 
 def _digest(lines: Iterator[str]) -> str:

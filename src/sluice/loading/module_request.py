@@ -194,6 +194,8 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
     #: As in ``ModuleRequest``.
     quantize: object = None
 
+    verb: ClassVar[str] = "hf.from_pretrained"
+
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``."""
         state = collect(self.model)

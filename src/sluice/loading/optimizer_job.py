@@ -61,6 +61,8 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
     #: Device of the state until the first step; None for the devices of the parameters.
     device: str | int | torch.device | None = None
 
+    verb: ClassVar[str] = "load_optimizer"
+
     def group(self) -> Group | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its parameters."""
         parameters = list(self._parameters())

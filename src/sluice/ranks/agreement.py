@@ -2,14 +2,16 @@
 
 ::
 
-    with Agreement(group) as agreement:
-        agreement.meet()                              # who takes part, on which hosts
+    with Agreement(group, verb="load_into") as agreement:
+        agreement.meet()                              # who takes part, in which function, on which hosts
         job = agreement.attempt(decide, ...)          # a failure is kept as a value and announced
         agreement.settle("plan", proposal, judge)     # every rank raises the same RankError, or none does
         data = agreement.attempt(read, ...)           # no collective; `look` between two reads
-        agreement.settle("read")                      # before anything is installed or renamed
+        agreement.settle("read", changed=...)         # before anything is installed or renamed
         agreement.attempt(install, data)
         agreement.settle("done", last=True)
+
+Every function begins with the same step, so that ranks that call different ones do not wait for each other.
 
 Nothing between two calls of ``settle`` waits for another rank, and no exception passes a step that others wait for: an
 exception that leaves the block is announced, so that the others do not wait for long.
@@ -18,31 +20,22 @@ exception that leaves the block is announced, so that the others do not wait for
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 import msgspec
 
-from sluice._errors import RankError
+from sluice._errors import PartialLoadError, RankError
 from sluice._messages import SHOWN, section
 from sluice.machine.processes import this_process
-from sluice.ranks.protocol import Group, Judge, Ruling
+from sluice.ranks.protocol import Group, Judge, Ruling, State, Verdict
 
 __all__ = ["Agreement", "OtherRankError"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: State of the model, the optimizer or the file after a failure, as a clause.
-_AFTER = {
-    "meet": "nothing was read or changed",
-    "plan": "nothing was read or changed",
-    "share": "nothing was read or changed",
-    "read": "nothing was installed",
-    "done": "all data is in place on the other ranks",
-}
 
 
 class OtherRankError(Exception):
@@ -52,12 +45,12 @@ class OtherRankError(Exception):
 class Agreement(AbstractContextManager["Agreement"]):
     """The steps of one call, on this rank."""
 
-    def __init__(self, group: Group, *, verb: str = "load") -> None:
-        """Take part in a call; nothing is exchanged yet.
+    def __init__(self, group: Group, *, verb: str) -> None:
+        """Describe a call; nothing is exchanged yet.
 
         Args:
             group: The ranks.
-            verb: What fails, for messages.
+            verb: Name of the public function, the same on all ranks.
         """
         self.group = group
         self._verb = verb
@@ -68,17 +61,19 @@ class Agreement(AbstractContextManager["Agreement"]):
     ) -> None:
         if error is not None and not isinstance(error, RankError):
             self.group.warn(describe(error))
+        self.group.leave()
 
     def __enter__(self) -> Self:
+        self.group.join(self._verb)
         return self
 
     def meet(self) -> tuple[int, ...]:
         """Wait until every rank has called; return the ranks of this host.
 
         Raises:
-            RankError: A rank does not call.
+            RankError: A rank does not call, or calls a different function.
         """
-        value = self.settle("meet", this_process().host.encode(), _judge_hosts)
+        value = self.settle("meet", msgspec.json.encode((self._verb, this_process().host)), _judge_calls)
         hosts: dict[str, str] = msgspec.json.decode(value, type=dict[str, str])
         own = hosts[str(self.group.rank)]
         return tuple(rank for rank in self.group.ranks if hosts[str(rank)] == own)
@@ -112,7 +107,8 @@ class Agreement(AbstractContextManager["Agreement"]):
         *,
         last: bool = False,
         after: Callable[[Mapping[int, str]], str] | None = None,
-        changed: Callable[[], BaseException | None] = lambda: None,
+        changed: Callable[[], PartialLoadError | None] = lambda: None,
+        state: State | None = None,
     ) -> bytes:
         """Return the decision of a step if every rank succeeded.
 
@@ -121,15 +117,17 @@ class Agreement(AbstractContextManager["Agreement"]):
             own: Contribution of this rank to the decision.
             judge: Decides from all contributions.
             last: Whether the call ends with this step.
-            after: Returns the state after failures of ranks as a clause; None for that of the steps of a load.
-            changed: Called after a failure; returns an error that names what changed on this rank, or None.
+            after: Returns what holds after failures of ranks as a clause; None for the state of the model on each rank.
+            changed: Returns an error that names what changed on this rank, or None.
+            state: State of the model on this rank; None for what the error of this rank says.
 
         Raises:
             RankError: A rank failed; the same on every rank. Its cause is the error of this rank.
             KeyboardInterrupt: This rank was interrupted; other ranks raise ``RankError``.
         """
-        verdict = self.group.decide(step, own, judge or _accept, last=last)
         failure = self._failure
+        cause = changed() if failure is None or isinstance(failure, OtherRankError) else failure
+        verdict = self.group.decide(step, own, judge or _accept, last=last, state=state or _state_of(cause))
         if not verdict.failed:
             if last and self.group.interrupted:
                 raise KeyboardInterrupt
@@ -138,9 +136,14 @@ class Agreement(AbstractContextManager["Agreement"]):
             failure = KeyboardInterrupt()
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        cause = changed() if failure is None or isinstance(failure, OtherRankError) else failure
-        state = _AFTER[step] if after is None else after(verdict.failed)
-        raise rank_error(self._verb, verdict.failed, self.group.ranks, state) from cause
+        raise rank_error(self._verb, verdict, self.group.ranks, after and after(verdict.failed)) from cause
+
+
+def _state_of(error: BaseException | None) -> State:
+    """Return the state of the model on a rank that raises an error."""
+    if not isinstance(error, PartialLoadError):  # an interrupt has the text of one as a note
+        return "torn" if getattr(error, "__notes__", None) else "untouched"
+    return "torn" if error.torn or error.untouched else "changed"
 
 
 def _follows_from_another(error: BaseException) -> bool:
@@ -155,31 +158,58 @@ def describe(error: BaseException) -> str:
     return f"{line} (because of {describe(error.__cause__)})" if error.__cause__ is not None else line
 
 
-def rank_error(verb: str, failed: Mapping[int, str], ranks: tuple[int, ...], after: str) -> RankError:
+def rank_error(verb: str, verdict: Verdict, ranks: tuple[int, ...], after: str | None = None) -> RankError:
     """Return the error that every rank raises.
 
     Args:
         verb: What failed.
-        failed: Failures by rank.
+        verdict: Failures by rank, and the state of each rank.
         ranks: Ranks that took part.
-        after: What holds now, as a clause.
+        after: What holds now, as a clause; None for the state of the model on each rank.
     """
     alike: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, text in sorted(failed.items()):
+    for rank, text in sorted(verdict.failed.items()):
         alike[text].append(rank)
-    lines = [f"rank {', '.join(map(str, members))}: {text}" for text, members in alike.items()]
-    what = f"the {verb} failed on {len(failed)} of {len(ranks)} ranks, and {after}"
+    lines = [f"{_listed(members)}: {text}" for text, members in alike.items()]
+    what = f"{verb} failed on {len(verdict.failed)} of {len(ranks)} ranks, and {after or _states(verdict, ranks)}"
+    if verdict.crowded:
+        what += (
+            f" ({_listed(verdict.crowded)}: several threads make such calls; they take turns, and must do so in the "
+            "same order on every rank)"
+        )
     text = (
         f"{what}; {lines[0].rstrip('.')}"
         if len(lines) == 1
         else f"{what}\n{section('failures', lines[:SHOWN], lines)}\n"
     )
-    return RankError(text, ranks=failed)
+    states = {state: tuple(r for r in ranks if verdict.states.get(r) == state) for state in _MEANING}
+    return RankError(text, ranks=verdict.failed, changed=states["changed"], torn=states["torn"])
+
+
+_MEANING: Mapping[State, str] = {"changed": "new", "torn": "new in part", "untouched": "unchanged"}
+
+
+def _states(verdict: Verdict, ranks: tuple[int, ...]) -> str:
+    """Return the states of the model on all ranks as a clause."""
+    if set(verdict.states.values()) <= {"untouched"}:
+        return "nothing was changed"
+    members: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        members[_MEANING[verdict.states[rank]] if rank in verdict.states else "unknown"].append(rank)
+    return f"the tensors are {', '.join(f'{meaning} on {_listed(found)}' for meaning, found in members.items())}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def _accept(_: Mapping[int, bytes]) -> Ruling:
     return Ruling()
 
 
-def _judge_hosts(answers: Mapping[int, bytes]) -> Ruling:
-    return Ruling(value=msgspec.json.encode({str(rank): host.decode() for rank, host in answers.items()}))
+def _judge_calls(answers: Mapping[int, bytes]) -> Ruling:
+    """Refuse different functions; the value is the host of each rank."""
+    calls = {rank: msgspec.json.decode(answer, type=tuple[str, str]) for rank, answer in sorted(answers.items())}
+    (first, (expected, _)), *_ = calls.items()
+    failed = {r: f"called {verb}, rank {first} {expected}" for r, (verb, _) in calls.items() if verb != expected}
+    return Ruling(failed=failed, value=msgspec.json.encode({str(rank): host for rank, (_, host) in calls.items()}))

@@ -19,10 +19,13 @@ class Proposal(Struct, frozen=True, kw_only=True):
     host: str
     #: Name of the host, for messages.
     hostname: str
-    #: Path and size in bytes of each file; paths may differ, because hosts mount them at different places.
-    files: tuple[tuple[str, int], ...]
+    #: Path, size in bytes and version of each file; paths may differ, because hosts mount them at different places.
+    #: Only remote objects have a version.
+    files: tuple[tuple[str, int, str], ...]
     #: Digest of the contents of the checkpoint: names, dtypes, shapes and places of all tensors.
     index: str
+    #: Digest of samples of the files.
+    contents: str
     #: Arguments that must be equal on all ranks, as text by name.
     arguments: Mapping[str, str]
     #: Digest of the names of the model and of the tensors of the checkpoint that fill them.
@@ -94,11 +97,15 @@ def _difference(own: Proposal, other: Proposal, rank: int) -> str:
             return f"was called with {name}={value}, rank {rank} with {name}={other.arguments.get(name)}"
     if len(own.files) != len(other.files):
         return f"has a checkpoint of {len(own.files)} files, rank {rank} one of {len(other.files)}"
-    for (path, nbytes), (other_path, other_bytes) in zip(own.files, other.files, strict=True):
+    for (path, nbytes, version), (other_path, other_bytes, other_version) in zip(own.files, other.files, strict=True):
         if nbytes != other_bytes:
             return f"has {path} with {nbytes} bytes, rank {rank} {other_path} with {other_bytes} bytes"
+        if path == other_path and version != other_version:
+            return f"has version {version} of {path}, rank {rank} version {other_version}"
     if own.index != other.index:
         return f"has a checkpoint of the same size as rank {rank} with different headers"
+    if own.contents != other.contents:
+        return f"has a different version of the files than rank {rank}: sizes and headers are equal, the data is not"
     if own.requested != other.requested:
         return f"has a model with other names, shapes or dtypes than rank {rank}, or maps other tensors to them"
     return ""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
-__all__ = ["Group", "Judge", "Ruling", "Verdict"]
+__all__ = ["Group", "Judge", "Ruling", "State", "Verdict"]
+
+
+#: State of the model on a rank: as before, filled in part, or filled.
+State = Literal["untouched", "torn", "changed"]
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -17,6 +21,10 @@ class Verdict(Struct, frozen=True, kw_only=True):
     failed: dict[int, str] = {}
     #: Decision of the judge; empty after a failure.
     value: bytes = b""
+    #: After a failure: the tensors of each rank that is known to be at this step, as in ``Group.decide``.
+    states: dict[int, State] = {}
+    #: After a failure: ranks of which several threads make such calls.
+    crowded: tuple[int, ...] = ()
 
 
 class Ruling(Struct, frozen=True, kw_only=True):
@@ -50,7 +58,19 @@ class Group(Protocol):
         """Whether an interrupt arrived while this rank waited; a successful verdict does not show it."""
         ...
 
-    def decide(self, step: str, own: bytes, judge: Judge, *, last: bool = False) -> Verdict:
+    def join(self, verb: str) -> None:
+        """Begin a call, or join the one that other ranks began; every call ends with ``leave``.
+
+        Args:
+            verb: Name of the public function, for the other ranks.
+        """
+        ...
+
+    def leave(self) -> None:
+        """End the part of this rank in the call; other ranks may still wait for its verdict."""
+        ...
+
+    def decide(self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched") -> Verdict:
         """Contribute to a step and return its verdict, when every rank has contributed or one has failed.
 
         Args:
@@ -58,6 +78,7 @@ class Group(Protocol):
             own: Contribution of this rank.
             judge: Decides from all contributions; the same on every rank.
             last: Whether the call ends with this step.
+            state: What this rank has done to its model.
 
         Raises:
             KeyboardInterrupt: A second interrupt arrived while waiting; a first one makes this rank fail.

@@ -8,30 +8,38 @@ rank writes after it has read all of the others. The store serves this better th
 - It is the same for every backend, and for any set of ranks. ``new_group`` would need ranks that do not take part.
 - A rank can announce that it has failed while the others read, without their help.
 
-While a rank waits or reads, it looks for ranks that have failed: those that announced it, those of its host whose
-process has ended or is stopped, and those without a sign of life for minutes. The first rank writes at most one verdict
-of a step, so all ranks agree. One window remains: if the process that serves the store ends right after a verdict,
-ranks that have not read it count it as a failure.
+Calls of all functions are numbered for each set of ranks. Each rank publishes in which call it is: a rank that
+waits sees whether the missing one has not called, is gone, or waits in a call with other ranks for this one. While a
+rank waits or reads, it looks for ranks that have failed: those that announced it, those of its host whose process has
+ended or is stopped, and those without a sign of life for minutes. The first rank writes at most one verdict of a step,
+so all ranks agree. One window remains: if the process that serves the store ends right after a verdict, ranks that have
+not read it count it as a failure.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess, state_of, this_process
-from sluice.ranks.protocol import Judge, Verdict
+from sluice.ranks.protocol import Judge, State, Verdict
 
 __all__ = ["Store", "StoreGroup"]
 
 #: Seconds between two questions to the store: the first and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+
+_log = logging.getLogger("sluice")
 
 
 class Store(Protocol):
@@ -58,6 +66,43 @@ class Store(Protocol):
         ...
 
 
+class _Place(Struct, frozen=True, kw_only=True):
+    """The call in which a rank is, or was last."""
+
+    #: The process of the rank.
+    process: RunningProcess
+    #: Name of the public function.
+    verb: str
+    #: Ranks that take part.
+    ranks: tuple[int, ...]
+    #: Prefix of the keys of these ranks, and the number of the call.
+    name: str
+    call: int
+
+    def __str__(self) -> str:
+        return f"{self.verb} with ranks {', '.join(map(str, self.ranks))}"
+
+
+class _Contribution(Struct, frozen=True, kw_only=True):
+    """Contribution of a rank to a step."""
+
+    value: bytes
+    state: State
+    #: Whether several threads of the process make such calls.
+    crowded: bool
+
+
+class _Turns:
+    """The threads of this process that call with the same ranks: one at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting = 0
+
+
+_TURNS: defaultdict[str, _Turns] = defaultdict(_Turns)
+
+
 class StoreGroup:
     """One call of a public function by several ranks; see ``protocol.Group``."""
 
@@ -70,8 +115,9 @@ class StoreGroup:
         state: Callable[[RunningProcess, RunningProcess], str] = state_of,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        turns: _Turns | None = None,
     ) -> None:
-        """Join the call that is in progress, or begin one.
+        """Describe the ranks; nothing is exchanged yet.
 
         Args:
             store: The store of the process group.
@@ -80,37 +126,65 @@ class StoreGroup:
             state: Tells whether a process still runs.
             clock: Seconds.
             sleep: Waits for some seconds.
+            turns: Threads of this process; None for those of the process.
         """
         self.rank, self.ranks = rank, tuple(sorted(ranks))
         self._store, self._state, self._clock, self._sleep = store, state, clock, sleep
         members = ",".join(map(str, self.ranks)).encode()
         self._name = f"sluice/{hashlib.blake2b(members, digest_size=8).hexdigest()}"
         self._process = this_process()
-        self._processes: dict[int, RunningProcess] = {}
+        self._places: dict[int, _Place] = {}
         #: Signs of life: what was last seen of each rank, and when.
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._stopped: dict[int, float] = {}
+        self._sought: dict[int, float] = {}
         self._looked = self._pulsed = self._clock()
         self._keys: list[str] = []
-        self._warned = False
+        self._warned = self._crowded = False
+        self._turns = _TURNS[self._name] if turns is None else turns
+        self._verb, self._call = "", 0
         #: Whether an interrupt arrived while this rank waited, which a successful verdict does not show.
         self.interrupted = False
-        self._call = int(self._store.add(f"{self._name}/calls", 0))
-        self._set(f"process/{rank}", msgspec.json.encode(self._process))
 
     @property
     def leads(self) -> bool:
         """Whether this rank writes the verdicts."""
         return self.rank == self.ranks[0]
 
-    def decide(self, step: str, own: bytes, judge: Judge, *, last: bool = False) -> Verdict:
+    def join(self, verb: str) -> None:
+        """See ``Group.join``; threads of one process take turns."""
+        self._verb = verb
+        self._turns.waiting += 1
+        try:
+            self._crowded = not self._turns.lock.acquire(blocking=False)
+            if self._crowded:
+                self._turns.lock.acquire()
+        finally:
+            self._turns.waiting -= 1
+        try:
+            self._call = int(self._store.add(f"{self._name}/calls", 0))
+            place = _Place(process=self._process, verb=verb, ranks=self.ranks, name=self._name, call=self._call)
+            self._store.set(f"sluice/rank/{self.rank}", msgspec.json.encode(place))
+        except RuntimeError:
+            pass  # the first step fails with what the store says
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """See ``Group.leave``."""
+        self._turns.lock.release()
+
+    def decide(self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched") -> Verdict:
         """See ``Group.decide``."""
         interrupted = False
         while True:
             try:
                 if not self._store.check([self._key(f"{step}/{self.rank}")]):
-                    self._set(f"{step}/{self.rank}", own)
-                verdict = self._lead(step, judge, last=last) if self.leads else self._follow(step)
+                    crowded = self._crowded or self._turns.waiting > 0
+                    contribution = _Contribution(value=own, state=state, crowded=crowded)
+                    self._set(f"{step}/{self.rank}", msgspec.msgpack.encode(contribution))
+                verdict = self._lead(step, judge, last=last) if self.leads else self._follow(step, state)
             except KeyboardInterrupt:
                 # A value from here on: the verdict may have been written with this rank's contribution.
                 if interrupted:
@@ -119,7 +193,7 @@ class StoreGroup:
                 self.warn("KeyboardInterrupt")
                 continue
             except RuntimeError as error:  # torch's errors of a store
-                return Verdict(failed=self._without_store(error))
+                return Verdict(failed=self._without_store(error), states={self.rank: state})
             if last or verdict.failed:
                 with suppress(RuntimeError):  # the verdict holds without the store
                     self._forget()
@@ -131,8 +205,7 @@ class StoreGroup:
             return
         self._warned = True
         with suppress(RuntimeError):  # without a store no rank can be told
-            self._set(f"warning/{self.rank}", text.encode())
-            self._announce()
+            self._announce(f"warning/{self.rank}", text)
 
     def look(self, *, now: bool = False) -> bool:
         """See ``Group.look``."""
@@ -145,9 +218,7 @@ class StoreGroup:
             return True
         lost = {rank: text for rank in self.ranks if (text := self._lost(rank, time_now))}
         for rank, text in lost.items():  # ranks of other hosts do not see it
-            self._set(f"lost/{rank}", text.encode())
-        if lost:
-            self._announce()
+            self._announce(f"lost/{rank}", text)
         return bool(lost)
 
     def _lead(self, step: str, judge: Judge, *, last: bool) -> Verdict:
@@ -156,13 +227,17 @@ class StoreGroup:
         if known is not None:
             return known
         answers, failed = self._collect(step)
-        if failed:
-            verdict = Verdict(failed=failed)
-        else:
-            ruling = judge(answers)
+        if not failed:
+            ruling = judge({rank: answer.value for rank, answer in answers.items()})
             verdict = Verdict(failed=ruling.failed, value=b"" if ruling.failed else ruling.value)
+        if failed or verdict.failed:
+            verdict = Verdict(
+                failed=failed or verdict.failed,
+                states={rank: answer.state for rank, answer in answers.items()},
+                crowded=tuple(rank for rank, answer in sorted(answers.items()) if answer.crowded),
+            )
         if last or verdict.failed:
-            self._store.add(f"{self._name}/calls", 1)  # before the verdict: a rank that has it begins the next call
+            self._close()  # before the verdict: a rank that has it begins the next call
         self._set("end" if verdict.failed else f"{step}/verdict", msgspec.json.encode(verdict))
         return verdict
 
@@ -173,57 +248,85 @@ class StoreGroup:
                 return msgspec.json.decode(self._store.get(self._key(name)), type=Verdict)
         return None
 
-    def _collect(self, step: str) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Wait for every contribution; return them and the failures."""
-        answers: dict[int, bytes] = {}
+    def _collect(self, step: str) -> tuple[dict[int, _Contribution], dict[int, str]]:
+        """Wait for every contribution, after a failure for a short time only; return them and the failures."""
+        answers: dict[int, _Contribution] = {}
         failed: dict[int, str] = {}
         missing = set(self.ranks)
-        warned_at: float | None = None
+        failed_at: float | None = None
 
         def complete() -> bool:
-            nonlocal warned_at
+            nonlocal failed_at
             for rank in sorted(missing):
                 if self._store.check([self._key(f"{step}/{rank}")]):
-                    answers[rank] = self._store.get(self._key(f"{step}/{rank}"))
+                    value = self._store.get(self._key(f"{step}/{rank}"))
+                    answers[rank] = msgspec.msgpack.decode(value, type=_Contribution)
                     missing.discard(rank)
             now = self._clock()
             failed.update(self._warnings())
-            failed.update({rank: text for rank in missing if (text := self._lost(rank, now, silent=True))})
-            missing.difference_update(failed)
-            if failed and warned_at is None:
-                warned_at = now
-            return not missing or (warned_at is not None and now - warned_at > defaults.RANK_FAREWELL_SECONDS)
+            lost = {rank: text for rank in missing if (text := self._absent(rank, now))}
+            failed.update(lost)
+            missing.difference_update(lost)
+            if failed and failed_at is None:
+                failed_at = now
+            return not missing or (failed_at is not None and now - failed_at > defaults.RANK_FAREWELL_SECONDS)
 
-        self._wait(complete)
+        self._wait(step, complete)
         return answers, failed
 
-    def _follow(self, step: str) -> Verdict:
+    def _follow(self, step: str, state: State) -> Verdict:
         """Wait for the verdict."""
         leader = self.ranks[0]
-        lost: dict[int, str] = {}
+        absent = ""
 
         def complete() -> bool:
-            if self._known_verdict(step) is not None:
-                return True
-            text = self._lost(leader, self._clock(), silent=True)
-            if text:
-                lost[leader] = text
-            return bool(text)
+            nonlocal absent
+            absent = "" if self._known_verdict(step) else self._absent(leader, self._clock())
+            return bool(absent) or self._known_verdict(step) is not None
 
-        self._wait(complete)
+        self._wait(step, complete)
         known = self._known_verdict(step)  # the leader may have written it right before its end
         if known is not None:
             return known
-        self.warn(f"gave up waiting for rank {leader}, which {lost[leader]}")
-        return Verdict(failed=lost)
+        self._close()  # the leader comes too late for this call, and begins the next one
+        self.warn(f"gave up waiting for rank {leader}, which {absent}")
+        return Verdict(failed={leader: absent}, states={self.rank: state})
 
-    def _wait(self, complete: Callable[[], bool]) -> None:
-        """Return when a condition holds; say that this rank is alive meanwhile."""
-        pause = _FIRST_PAUSE
+    def _close(self) -> None:
+        """End the call for all ranks, once."""
+        if self._store.add(self._key("closed"), 1) == 1:
+            self._store.add(f"{self._name}/calls", 1)
+        self._keys.append(self._key("closed"))
+
+    def _wait(self, step: str, complete: Callable[[], bool]) -> None:
+        """Return when a condition holds; say that this rank is alive, and after a while for whom it waits."""
+        pause, began, patience = _FIRST_PAUSE, self._clock(), defaults.RANK_WORD_SECONDS
         while not complete():
-            self._pulse(self._clock())
+            now = self._clock()
+            self._pulse(now)
+            if now - began >= patience:
+                _log.warning(
+                    "sluice.%s on rank %d has waited %.0f s: %s", self._verb, self.rank, now - began, self._whom(step)
+                )
+                patience *= 2
             self._sleep(pause)
             pause = min(pause * 1.3, _LONGEST_PAUSE)
+
+    def _whom(self, step: str) -> str:
+        """Return the ranks that have not contributed to a step, and where they are."""
+        missing = [rank for rank in self.ranks if not self._store.check([self._key(f"{step}/{rank}")])]
+        texts = [f"rank {rank} {self._whereabouts(rank)}" for rank in missing[:8]]
+        if len(missing) > 8:
+            texts.append(f"{len(missing) - 8} more")
+        return "; ".join(texts) or f"rank {self.ranks[0]} decides"
+
+    def _whereabouts(self, rank: int) -> str:
+        place = self._place_of(rank)
+        if place is None:
+            return "has not called sluice yet"
+        if place.name == self._name and place.call == self._call:
+            return f"works (process {place.process.pid} of {place.process.hostname})"
+        return f"is in {place}" if self._is_open(place) else f"has not called sluice.{self._verb} yet"
 
     def _pulse(self, now: float) -> None:
         if now - self._pulsed >= defaults.RANK_PULSE_SECONDS:
@@ -235,35 +338,54 @@ class StoreGroup:
         if not self._store.check([self._key("warnings")]):
             return {}
         found: dict[int, str] = {}
-        for kind in ("lost", "warning"):
+        for kind in ("lost", "warning", "elsewhere"):
             for rank in self.ranks:
                 key = self._key(f"{kind}/{rank}")
                 if self._store.check([key]):
                     found[rank] = self._store.get(key).decode()
         return found
 
-    def _lost(self, rank: int, now: float, *, silent: bool = False) -> str:
-        """Return why a rank will not answer; empty if it may.
+    def _absent(self, rank: int, now: float) -> str:
+        """Return why a rank will not contribute; empty if it may."""
+        return self._lost(rank, now) or self._elsewhere(rank) or self._silence(rank, now)
 
-        Args:
-            rank: The rank.
-            now: Seconds.
-            silent: Whether a rank that gives no sign of life counts.
-        """
-        if rank == self.rank:
+    def _lost(self, rank: int, now: float) -> str:
+        """Return whether the process of a rank is gone or stopped, as a clause; empty if it runs."""
+        place = None if rank == self.rank else self._place_of(rank)
+        if place is None:
             return ""
-        process = self._process_of(rank)
-        state = "unknown" if process is None else self._state(process, self._process)
+        process = place.process
+        state = self._state(process, self._process)
         if state == "gone":
-            return f"ended: process {process.pid} of {process.hostname} is gone" if process else ""
+            return f"ended: process {process.pid} of {process.hostname} is gone"
         if state != "stopped":
             self._stopped.pop(rank, None)
-        elif process and now - self._stopped.setdefault(rank, now) >= defaults.RANK_STOPPED_SECONDS:
+        elif now - self._stopped.setdefault(rank, now) >= defaults.RANK_STOPPED_SECONDS:
             return f"is stopped: process {process.pid} of {process.hostname}"
-        return self._silence(rank, now) if silent else ""
+        return ""
+
+    def _elsewhere(self, rank: int) -> str:
+        """Return in which call with other ranks a rank waits for this one, if it does; tell it where this one is."""
+        place = self._places.get(rank)
+        if place is None or place.name == self._name:
+            return ""
+        told = self._key(f"elsewhere/{rank}")
+        if self._store.check([told]):
+            return self._store.get(told).decode()
+        if self.rank not in place.ranks or not self._is_open(place) or _TURNS[place.name].lock.locked():
+            return ""  # it ended, or a different thread of this process is in it
+        own = f"{self._verb} with ranks {', '.join(map(str, self.ranks))}"
+        self._announce_in(f"{place.name}/{place.call}", f"elsewhere/{self.rank}", f"called {own}")
+        return f"called {place}, rank {self.rank} {own}"
+
+    def _is_open(self, place: _Place) -> bool:
+        """Return whether a call has not ended."""
+        return int(self._store.add(f"{place.name}/calls", 0)) <= place.call
 
     def _silence(self, rank: int, now: float) -> str:
         """Return a description if a rank has given no sign of life for long."""
+        if rank == self.rank:
+            return ""
         key = self._key(f"pulse/{rank}")
         last, since = self._seen.get(rank, (b"", now))
         self._seen.setdefault(rank, (last, since))
@@ -272,29 +394,39 @@ class StoreGroup:
             if value != last:
                 self._seen[rank] = value, now
             elif now - since >= defaults.RANK_PATIENCE_SECONDS:
-                joined = "has given no sign of life" if rank in self._processes else "did not call this function"
-                return f"{joined} for {defaults.RANK_PATIENCE_SECONDS:.0f} seconds"
+                place = self._place_of(rank)
+                joined = place is not None and (place.name, place.call) == (self._name, self._call)
+                what = "has given no sign of life" if joined else "did not call this function"
+                return f"{what} for {defaults.RANK_PATIENCE_SECONDS:.0f} seconds"
         return ""
 
-    def _process_of(self, rank: int) -> RunningProcess | None:
-        """Return the process of a rank, if it has joined the call."""
-        if rank not in self._processes:
-            key = self._key(f"process/{rank}")
-            if not self._store.check([key]):
-                return None
-            self._processes[rank] = msgspec.json.decode(self._store.get(key), type=RunningProcess)
-        return self._processes[rank]
+    def _place_of(self, rank: int) -> _Place | None:
+        """Return where a rank is; None if it has not called anything yet. Asked four times a second at most."""
+        known = self._places.get(rank)
+        if known is not None and (known.name, known.call) == (self._name, self._call):
+            return known
+        now = self._clock()
+        if now - self._sought.get(rank, float("-inf")) >= defaults.RANK_SEEK_SECONDS:
+            self._sought[rank] = now
+            key = f"sluice/rank/{rank}"
+            if self._store.check([key]):
+                self._places[rank] = msgspec.json.decode(self._store.get(key), type=_Place)
+        return self._places.get(rank)
 
     def _without_store(self, error: RuntimeError) -> dict[int, str]:
         """Return the failure that ended the store: that of the first rank if its process is gone."""
-        known = self._processes.get(self.ranks[0])
-        gone = known is not None and self._state(known, self._process) == "gone"
-        why = f"ended: process {known.pid} of {known.hostname} is gone; " if known and gone else ""
+        known = self._places.get(self.ranks[0])
+        gone = known is not None and self._state(known.process, self._process) == "gone"
+        why = f"ended: process {known.process.pid} of {known.process.hostname} is gone; " if known and gone else ""
         return {self.ranks[0]: f"{why}the store of the process group does not answer: {error}"}
 
-    def _announce(self) -> None:
-        self._store.add(self._key("warnings"), 1)
-        self._keys.append(self._key("warnings"))
+    def _announce(self, name: str, text: str) -> None:
+        self._announce_in(f"{self._name}/{self._call}", name, text)
+        self._keys += [self._key(name), self._key("warnings")]
+
+    def _announce_in(self, call: str, name: str, text: str) -> None:
+        self._store.set(f"{call}/{name}", text.encode())
+        self._store.add(f"{call}/warnings", 1)
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{self._call}/{name}"

@@ -74,9 +74,7 @@ def test_a_failed_write_on_one_rank_fails_every_rank(four_ranks: Ranks, tmp_path
     assert four_ranks.run(saved, path, 1) == [""] * 4
     for write in (1, 2, 5):
         (text,) = set(four_ranks.run(_faulty, path, rank, write))
-        assert text.startswith(
-            f"RankError: the save failed on 1 of 4 ranks, and existing files are intact; rank {rank}"
-        )
+        assert text.startswith(f"RankError: save failed on 1 of 4 ranks, and existing files are intact; rank {rank}")
         assert "No space left" in text
         assert same(loaded(path), 1)
         assert hidden(tmp_path) == []

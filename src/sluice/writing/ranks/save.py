@@ -104,6 +104,7 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
         _check_alone(dtensors)
         return _saved_by(Alone(), state, save_format, job)
     with Agreement(group, verb="save") as agreement:
+        agreement.meet()
         return _saved_by(AgreedSave(agreement), state, save_format, job)
 
 
