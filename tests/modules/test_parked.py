@@ -68,13 +68,15 @@ def test_a_guarded_module_refuses_what_needs_all_weights_and_keeps_the_rest() ->
     for refused in (
         model.half,
         model.state_dict,
-        lambda: model.load_state_dict({}),
+        lambda: model.load_state_dict({"1.weight": torch.ones(2, 2)}),
+        model[1].state_dict,
         lambda: model.to("cpu"),
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),
     ):
         with pytest.raises(StreamError):
             refused()
+    model.load_state_dict({"0.bias": torch.ones(2)}, strict=False)  # weights that are in memory
     assert model[0].weight.dtype == torch.float32
     assert model[0].double().weight.dtype == torch.float64  # its weights are in memory
     guard.remove()

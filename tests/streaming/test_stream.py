@@ -257,6 +257,93 @@ def test_closing_restores_the_model(file: Path) -> None:
     assert "closed" in repr(stream)
 
 
+class _Patched(nn.Module):
+    """Layers of which torch computes numbers from weights on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(4, WIDTH, 16)
+        self.blocks = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.blocks(self.patches(images).flatten(2).mean(2))
+        return result
+
+
+@pytest.mark.parametrize("end", ["closed", "failed", "interrupted", "not fitting", "load failed"])
+def test_calls_are_refused_after_every_end_until_the_weights_are_there(
+    file: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = torch.randn(1, 4, 32, 32)
+    model = saved(_Patched, file)
+    running = empty(_Patched)
+    if end == "closed":
+        with sluice.stream(running, file, memory="5MiB"):
+            assert torch.equal(running(images), model(images))
+    elif end == "load failed":
+        torch.save({"other": torch.ones(2)}, file.with_suffix(".other"))
+        with pytest.raises(SluiceError):
+            sluice.load_into(running, file.with_suffix(".other"))
+    elif end == "not fitting":
+        with pytest.raises(BudgetError):
+            sluice.stream(running, file, memory="1MiB")
+    else:
+        error: type[BaseException] = KeyboardInterrupt if end == "interrupted" else MemoryError
+        with monkeypatch.context() as patched:
+            patched.setattr("sluice.streaming.stream.HostWeights", _raising(error))  # what stays is in memory already
+            with pytest.raises(error):
+                sluice.stream(running, file, memory="5MiB")
+    for part in (running, running.blocks, running.blocks[0]):
+        with pytest.raises(StreamError, match="not in memory") as refused:
+            part(torch.randn(1, WIDTH))
+        assert refused.value.tensor is not None
+    with sluice.stream(running, file, memory="5MiB"):
+        assert torch.equal(running(images), model(images))
+    sluice.load_into(running, file)
+    assert torch.equal(running(images), model(images))
+    assert not any(part._forward_pre_hooks for part in running.modules())
+
+
+def _raising(error: type[BaseException]) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_weights_that_the_caller_replaces_are_used_and_kept(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    given = dict(zeros)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        running(IDS)
+        assert not torch.func.functional_call(running, given, (IDS,)).any()
+        assert all(given[name] is zero for name, zero in zeros.items())
+        assert torch.equal(running(IDS), model(IDS))
+        own = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        running.linear(1).weight = model.linear(1).weight = own
+        running.linear(3).weight = running.linear(2).weight  # tied now
+        model.linear(3).weight = model.linear(2).weight
+        running.embedding.weight = model.embedding.weight
+        for _ in range(2):
+            assert torch.equal(running(IDS), model(IDS))
+    assert running.linear(1).weight is own
+
+
+def test_freezing_and_loading_other_weights_while_it_is_streamed(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        for parameter in running.parameters():
+            parameter.requires_grad = False
+        running.add_module("adapter", nn.Linear(2, 2))
+        running.load_state_dict({"adapter.bias": torch.ones(2)}, strict=False)
+        assert torch.equal(running(IDS), model(IDS))
+        assert not any(parameter.requires_grad for parameter in running.layers.parameters())
+    assert not any(parameter.requires_grad for parameter in running.layers.parameters())
+
+
 def test_an_own_forward_of_a_module_is_called_and_restored(file: Path) -> None:
     model = saved(Layers, file)
     running = empty(Layers)

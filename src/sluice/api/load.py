@@ -22,6 +22,7 @@ from sluice.loading.job import decide, load, run
 from sluice.loading.module_request import ModuleRequest
 from sluice.matching.renaming import Rename
 from sluice.modules.assembled import is_assembled_model
+from sluice.modules.unloaded import refusing
 from sluice.reports.load import LoadReport
 
 __all__ = ["load_into", "load_state_dict"]
@@ -150,9 +151,10 @@ def load_into(
         # Here, not above: most models are not quantized before the load.
         from sluice.loading.quantized_models import opened_model
 
-        with opened_model(model, opening, dtype=request.dtype) as (opened, _):
+        with refusing(model), opened_model(model, opening, dtype=request.dtype) as (opened, _):
             return load(request, opened, progress=progress)
-    return load(request, opening, progress=progress)
+    with refusing(model):
+        return load(request, opening, progress=progress)
 
 
 @public()

@@ -28,6 +28,9 @@ _DESCRIPTIONS = frozenset(
     | {"is_floating_point", "is_complex", "is_sparse", "is_quantized", "is_nested", "__hash__", "requires_grad_"}
 )
 
+#: Assignments that change no element.
+_SETTERS = (torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__)  # type: ignore[attr-defined]
+
 
 class ParkedParameter(nn.Parameter):
     """A parameter without its weights; see the head of this module."""
@@ -82,7 +85,7 @@ class ParkedParameter(nn.Parameter):
             return torch.device(args[0].runs_on)
         if name == "is_meta":
             return False
-        if name in _DESCRIPTIONS:
+        if name in _DESCRIPTIONS or func in _SETTERS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
                 return func(*args, **(kwargs or {}))
         own = next(each for each in _leaves((args, kwargs)) if isinstance(each, cls))
@@ -136,12 +139,11 @@ class Guard:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         hooked: Any = module  # torch's hooks have no annotations
-        self._hooks = [
-            hooked.register_state_dict_pre_hook(lambda *_: _refuse("be saved")),
-            hooked.register_load_state_dict_pre_hook(lambda *_: _refuse("be loaded into")),
-        ]
+        self._hooks = [hooked.register_load_state_dict_pre_hook(_refuse_loading)]
         for part in module.modules():
-            vars(part)["_apply"] = partial(_apply, part)
+            hooked = part
+            self._hooks.append(hooked.register_state_dict_pre_hook(_refuse_saving))
+            vars(part)["_apply"] = partial(_apply, part, whole=part is module)
             vars(part)["__getstate__"] = _refuse_state
 
     def remove(self) -> None:
@@ -153,9 +155,26 @@ class Guard:
             vars(part).pop("__getstate__", None)
 
 
-def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Move or cast a module whose weights are all in memory, as the forward of some models does with a part."""
-    if any(type(parameter) is ParkedParameter for parameter in module.parameters()):
+def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Refuse a state dict that has weights of the stream; others, such as those of an adapter, may be loaded."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if prefix + name in state_dict and type(parameter) is ParkedParameter:
+            parameter.refuse("be loaded into")
+
+
+def _refuse_saving(module: nn.Module, *_: object) -> None:
+    """Refuse the state dict of a module that has streamed weights."""
+    if _is_parked(module):
+        _refuse("be saved")
+
+
+def _is_parked(module: nn.Module) -> bool:
+    return any(type(parameter) is ParkedParameter for parameter in module.parameters())
+
+
+def _apply(module: Any, *args: Any, whole: bool, **kwargs: Any) -> Any:
+    """Move or cast a part whose weights are all in memory, as the forward of some models does."""
+    if whole or _is_parked(module):
         _refuse("be moved or cast")
     return type(module)._apply(module, *args, **kwargs)  # noqa: SLF001  overridden in this module
 

@@ -23,6 +23,7 @@ from sluice.loading.module_fill import compare_tied
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.parked import Guard
+from sluice.modules.unloaded import refuse_calls, refusing
 from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused
 from sluice.reports.stream import StreamReport
@@ -99,7 +100,8 @@ class Stream:
     def close(self) -> None:
         """End the stream: its threads end, its files are closed, and the streamed weights are on meta again.
 
-        What stayed in memory stays there, except quantized weights. A second call does nothing.
+        What stayed in memory stays there, except quantized weights. Calls of the model are refused until its weights
+        are loaded or it is streamed again. A second call does nothing.
         """
         with self._lock:
             if not self._close_files.alive:
@@ -118,10 +120,11 @@ class Stream:
                 unit.restore()
             for each in self._job.quantized:  # a weight with memory could be neither loaded nor streamed again
                 hold([Owner(module=module, name=name) for module, name in each.owners], each.weight)
+            refuse_calls(self._job.whole.state.module)
 
     def _attach(self) -> None:
         for number, unit in enumerate(self._units):
-            unit.park()
+            unit.attach()
             for position, weight in enumerate(unit.plan.weights):
                 weight.parked.lend = functools.partial(self._lent, number, position)
         for number, block in enumerate(self._job.blocks):
@@ -149,6 +152,8 @@ class Stream:
         def wrapper(input: torch.Tensor) -> Any:  # noqa: A002  its name in torch
             with self._lock:
                 self._check()
+                if module.weight is not self._units[lookup.unit].plan.weights[0].parked:
+                    return forward(input)  # the caller replaced it, or it is in use
                 if not self._units[lookup.unit].ready:
                     return lookup(input, self._reader, self._window.count_read)
                 self._window.acquire(lookup.unit)
@@ -248,7 +253,7 @@ def open_stream(
         opening: Opens the checkpoint, and closes it unless the caller opened it.
         progress: Progress of loading what stays.
     """
-    with ExitStack() as stack:
+    with refusing(request.load.model), ExitStack() as stack:
         checkpoint = stack.enter_context(opening)
         with opened_request(request, checkpoint) as (opened, plain):
             with collector_paused():

@@ -12,7 +12,7 @@ from sluice.engine.recycled_memory import Lease, RecycledMemory
 from sluice.engine.running_plan import RunningPlan, SessionEndedError
 from sluice.engine.targets import Targets
 from sluice.modules.collect import Owner
-from sluice.modules.install import hold
+from sluice.modules.install import hold, registered
 from sluice.modules.parked import ParkedParameter
 from sluice.quantizing.inner_tensors import assemble
 from sluice.reading.reader import CheckpointReader
@@ -41,7 +41,14 @@ class Weight(Struct, frozen=True, kw_only=True, eq=False):
         own = [tensors[part] for part in self.parts]
         data = assemble(self.original.detach(), own) if self.assembled else own[0]
         # As the original: torch chooses some kernels by it, which differ in the last bit.
-        return nn.Parameter(data, requires_grad=self.original.requires_grad)
+        return nn.Parameter(data, requires_grad=self.parked.requires_grad)
+
+    def exchange(self, held: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Put a tensor where the owners hold another one. What the caller put there instead stays."""
+        for owner in self.owners:
+            tensors = registered(owner)
+            if tensors.get(owner.name) is held:
+                tensors[owner.name] = tensor
 
 
 class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
@@ -132,7 +139,7 @@ class Unit:
         """Give the modules the weights."""
         assert self._parameters is not None
         for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
-            hold(weight.owners, parameter)
+            weight.exchange(weight.parked, parameter)
 
     def parameter(self, position: int) -> nn.Parameter:
         """Return one of its parameters, which are in memory."""
@@ -141,8 +148,9 @@ class Unit:
 
     def park(self) -> None:
         """Take the weights from the modules."""
-        for weight in self.plan.weights:
-            hold(weight.owners, weight.parked)
+        assert self._parameters is not None
+        for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
+            weight.exchange(parameter, weight.parked)
 
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading into it."""
@@ -151,7 +159,14 @@ class Unit:
             lease, self._lease = self._lease, None
             lease.give_back()
 
-    def restore(self) -> None:
-        """Give the modules the parameters that they had before."""
+    def attach(self) -> None:
+        """Park the parameters of the modules."""
         for weight in self.plan.weights:
-            hold(weight.owners, weight.original)
+            hold(weight.owners, weight.parked)
+
+    def restore(self) -> None:
+        """Give the modules the parameters that they had before, frozen if the caller froze them since."""
+        for weight in self.plan.weights:
+            if weight.original.requires_grad != weight.parked.requires_grad:
+                weight.original.requires_grad_(weight.parked.requires_grad)
+            weight.exchange(weight.parked, weight.original)
