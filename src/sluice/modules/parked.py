@@ -29,7 +29,7 @@ _DESCRIPTIONS = frozenset(
 )
 
 #: Assignments that change no element.
-_SETTERS = (torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__)  # type: ignore[attr-defined]
+_SETTERS = (torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__)  # type: ignore[attr-defined, union-attr]
 
 
 class ParkedParameter(nn.Parameter):
