@@ -308,19 +308,19 @@ REMOTE_REDIRECTS = 5
 UPLOAD_PART_BYTES, UPLOAD_PARTS, UPLOADS = 8 << 20, 9000, 3
 UPLOAD_PIECE_BYTES = 1 << 20
 
-#: Bytes of a cached block of a remote object, which is fetched and checked as a whole: as many as the opening request
-#: brings, so that those are the first block.
-CACHE_BLOCK_BYTES = REMOTE_FIRST_BYTES
+#: Bytes of a file that a download into a cache requests and checks together.
+CACHE_PIECE_BYTES = 8 << 20
+
+#: Bytes of the smallest read that starts a download of a large file: a slice does not need all of it. And the most
+#: bytes that a load waits for at its end, although it does not need them; no larger file is large.
+CACHE_READ_BYTES, CACHE_REST_BYTES = 1 << 20, 64 << 20
+
+#: Bytes after the end of a download from which on a read is a request of its own: more than a load reads ahead.
+CACHE_WAIT_BYTES = 256 << 20
 
 #: Bytes of a cache directory if the user names no bound, and bytes that stay free on its file system.
 CACHE_BYTES = 50 << 30
 CACHE_FREE_BYTES = 1 << 30
 
-#: Bytes of a cache that a process reserves at once for an object.
-CACHE_RESERVED_BYTES = 64 << 20
-
-#: Cached bytes between two missing ranges from which on they are two requests: less takes no longer to fetch again.
-CACHE_GAP_BYTES = REMOTE_GAP_BYTES
-
-#: Requests of a prefetch at once: each holds the bytes of one request, together as much as staging.
-PREFETCH_THREADS = 8
+#: Files that a prefetch downloads at once.
+PREFETCH_FILES = 3

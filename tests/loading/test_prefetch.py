@@ -24,7 +24,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeSer
     """Return a server of a directory with shards."""
     monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(defaults, "CACHE_PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     state = {f"w{number}": torch.full((1000, 500), number) for number in range(SHARDS)}
     sluice.save(state, tmp_path / "m", format="huggingface", max_shard_size=4_000_000)
@@ -42,7 +42,6 @@ def test_all_files_are_cached_and_the_next_load_makes_one_request_for_each(serve
     report = prefetch(location(server, cache), str(cache), progress=events.append)
     assert report.complete
     assert [file.requested_bytes for file in report.files] == [file.nbytes for file in report.files]
-    assert [file.requests for file in report.files] == [1 + -(-file.nbytes // (1 << 20)) for file in report.files]
     assert events[-1].done_bytes == events[-1].total_bytes > 0
     server.requests.clear()
     loaded = sluice.load_state_dict(location(server, cache))
@@ -55,7 +54,7 @@ def test_all_files_are_cached_and_the_next_load_makes_one_request_for_each(serve
 
 def test_an_interrupted_prefetch_continues(server: RangeServer, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    server.faults = dict.fromkeys(range(9, 1000), status(403))
+    server.faults = dict.fromkeys(range(13, 1000), status(403))
     with pytest.raises(sluice.RemoteError):
         prefetch(location(server, cache), str(cache))
     server.faults = {}

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sluice import _defaults as defaults
 from sluice._errors import SourceChangedError
 from sluice.sources.protocol import Source
 from sluice.sources.remote.caching import cached_source
@@ -18,10 +17,10 @@ from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import Body, ObjectFacts
 from support.skipped_time import SkippedTime
 
-BLOCK = defaults.CACHE_BLOCK_BYTES
+PIECE = 100_000
 
 
-def content(nbytes: int = 10 * BLOCK + 1234, seed: int = 0) -> bytes:
+def content(nbytes: int = 10 * PIECE + 1234, seed: int = 0) -> bytes:
     """Return random bytes."""
     return random.Random(seed).randbytes(nbytes)
 
@@ -80,11 +79,24 @@ def read(source: Source, offset: int, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
+def loaded(source: Source) -> bytes:
+    """Return all bytes of a source, as a load that ends."""
+    found = read(source, 0, source.identity.nbytes)
+    source.check_unchanged()
+    source.close()
+    return found
+
+
 def cached_bytes(cache: Path) -> int:
-    """Return the bytes that the files of a cache take on the disk."""
-    return sum(path.stat().st_blocks * 512 for path in cache.rglob("*") if path.is_file())
+    """Return the bytes of the files of a cache."""
+    return sum(path.stat().st_size for path in entries(cache) + parts(cache))
 
 
 def entries(cache: Path) -> list[Path]:
-    """Return the directories of the entries of a cache."""
-    return sorted((cache / "objects").iterdir())
+    """Return the complete files of a cache."""
+    return sorted(path for path in cache.iterdir() if "-" in path.name and not path.suffix)
+
+
+def parts(cache: Path) -> list[Path]:
+    """Return the parts of a cache."""
+    return sorted(cache.glob("*.part"))

@@ -1,21 +1,21 @@
-"""Prefetching: request all bytes of the files of a checkpoint that its cache directory does not have. No torch."""
+"""Prefetching: download the files of a checkpoint that its cache directory does not have. No torch."""
 
 from __future__ import annotations
 
 import os
 import time
-from functools import partial
+from itertools import chain
 
 from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress, byte_progress
-from sluice._threads import Workers, spare_threads
 from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
+from sluice.records import Traffic
 from sluice.reports.prefetch import PrefetchedFile, PrefetchReport
 from sluice.sources.protocol import Source
-from sluice.sources.remote.caching import CompleteFile, filling
+from sluice.sources.remote.cached_file import CachedFile, CompleteFile
 from sluice.sources.remote.file import RemoteFile
 
 __all__ = ["prefetch"]
@@ -41,11 +41,11 @@ def prefetch(
         sources = checkpoint.sources
         _check_bound(sources, cache)
         _fill(sources, progress)
-        left = [_left(each) for each in sources]
+        files = tuple(map(_row, sources))
     return PrefetchReport(
         source=checkpoint.path,
         cache=os.path.abspath(os.path.expanduser(cache)),
-        files=tuple(_row(each, problem) for each, problem in zip(sources, left, strict=True)),
+        files=files,
         seconds=time.perf_counter() - started,
     )
 
@@ -56,7 +56,7 @@ def _check_bound(sources: tuple[Source, ...], cache: str) -> None:
     Raises:
         SaveError: They have more bytes than its bound.
     """
-    bounds = [cached.entry.bound for cached in map(filling, sources) if cached is not None]
+    bounds = [source.cache.bound for source in sources if isinstance(source, CachedFile)]
     total = sum(source.identity.nbytes for source in sources)
     if bounds and total > min(bounds):
         problem = f"the files have {format_bytes(total)}, and the bound of the cache is {format_bytes(min(bounds))}"
@@ -64,55 +64,29 @@ def _check_bound(sources: tuple[Source, ...], cache: str) -> None:
 
 
 def _fill(sources: tuple[Source, ...], progress: Progress) -> None:
-    """Request what is missing, with a few requests at once."""
-    wanted = [
-        (source, part)
-        for source in sources
-        if (cached := filling(source)) is not None and cached.entry.usable
-        for part in cached.missing(source.access.request_bytes)
-    ]
-    total = sum(len(part) for _, part in wanted)
-    with (
-        byte_progress(progress, "prefetching", total) as report,
-        Workers(min(spare_threads(defaults.PREFETCH_THREADS), len(wanted)), "sluice-prefetch") as workers,
-    ):
-        done = 0
-        for task in [workers.start(partial(_fetch, source, part)) for source, part in wanted]:
-            done += task.result()
-            if report is not None:
-                report(done)
+    """Download the files that are not complete, a few at once."""
+    files = [source for source in sources if isinstance(source, CachedFile)]
+    with byte_progress(progress, "prefetching", sum(file.identity.nbytes for file in files)) as report:
+        for position, file in enumerate(files):
+            for each in files[position : position + defaults.PREFETCH_FILES]:
+                each.start()
+            for _ in chain(file.fill(), (None,)):
+                if report is not None:
+                    report(sum(each.cached_bytes for each in files))
 
 
-def _fetch(source: Source, part: range) -> int:
-    """Read a range, which caches it."""
-    cached = filling(source)
-    if cached is not None and cached.entry.usable:  # after a failure nothing more is cached
-        source.read_into(part.start, memoryview(bytearray(len(part))))
-    return len(part)
-
-
-def _left(source: Source) -> str | None:
-    """Return why a file is not cached as a whole; None if it is, or is read from a local file anyway."""
-    cached = filling(source)
-    if cached is None:
-        return source.note if isinstance(source, RemoteFile) else None
-    try:
-        if cached.note is None and not cached.missing(source.access.request_bytes):
-            return None
-    except OSError as error:
-        cached.entry.failed(error)
-    return cached.note or "not completely cached"
-
-
-def _row(source: Source, problem: str | None) -> PrefetchedFile:
-    cached = filling(source)
-    remote = isinstance(source, (RemoteFile, CompleteFile))  # otherwise in the cache of huggingface_hub
-    first = min(defaults.REMOTE_FIRST_BYTES, source.identity.nbytes) if remote else 0
-    requested = cached.requested if cached is not None else []
+def _row(source: Source) -> PrefetchedFile:
+    nbytes, traffic, problem = source.identity.nbytes, Traffic(0, 0), None
+    if isinstance(source, CompleteFile):
+        traffic = Traffic(1, min(defaults.REMOTE_FIRST_BYTES, nbytes))
+    elif isinstance(source, (RemoteFile, CachedFile)):  # not in the cache of huggingface_hub
+        traffic, problem = source.traffic, source.note
+        if isinstance(source, CachedFile) and source.cached_bytes < nbytes:
+            problem = problem or "not completely cached"
     return PrefetchedFile(
         path=source.path,
-        nbytes=source.identity.nbytes,
-        requested_bytes=first + sum(requested),
-        requests=1 + len(requested) if remote else 0,
+        nbytes=nbytes,
+        requested_bytes=traffic.nbytes,
+        requests=traffic.requests,
         problem=problem,
     )

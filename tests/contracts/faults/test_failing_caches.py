@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,36 +17,31 @@ import torch
 
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
+
 import sluice
 from sluice import _defaults as defaults
-from sluice.sources.remote.cache_files import OpenFiles
 from sluice.testing import memory_limit_refusal, run_limited
-from support.cached_objects import cached_bytes, entries
+from support.cached_objects import entries, parts
 from support.range_server import RangeServer, cut, headers, status
 
 STATE = {f"weight{number}": torch.arange(number, 200_000 + number).reshape(400, 500) for number in range(4)}
 
-#: Program that reads a whole object through a cache; with a third argument it dies at that call of ``pwrite``.
+#: Program that loads a URL through a cache, and prints whether the values are right.
 LOAD = """
-import os, signal, sys
-from sluice.sources.opening import open_source
-from sluice.sources.remote.location import Remote
-url, cache, *at = sys.argv[1:]
-if at:
-    right, calls = os.pwrite, iter(range(1 << 30))
-    def pwrite(descriptor, data, offset):
-        if next(calls) == int(at[0]):
-            right(descriptor, data[: len(data) // 2], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return right(descriptor, data, offset)
-    os.pwrite = pwrite
-source = open_source(Remote(url, cache=cache))
-buffer = memoryview(bytearray(source.identity.nbytes))
-for offset in range(0, len(buffer), 300_000):
-    part = buffer[offset : offset + 300_000]
-    assert source.read_into(offset, part) == len(part)
-source.close()
-print(hash(bytes(buffer)), type(source).__name__)
+import sys, torch, sluice
+url, cache = sys.argv[1:]
+loaded = sluice.load_state_dict(sluice.Remote(url, cache=cache))
+numbers = range(len(loaded))
+print(all(torch.equal(loaded[f"weight{n}"].flatten(), torch.arange(n, 200_000 + n)) for n in numbers))
+"""
+
+#: The same in small pieces, without the comparison; prints when it begins.
+KILLED = """
+import sys, torch, sluice
+from sluice import _defaults
+_defaults.CACHE_PIECE_BYTES = 1 << 18
+print("begins", flush=True)
+sluice.load_state_dict(sluice.Remote(sys.argv[1], cache=sys.argv[2]))
 """
 
 
@@ -54,6 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
     monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(defaults, "CACHE_PIECE_BYTES", 1 << 18)
     monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     with RangeServer({"/m": safetensors.torch.save(STATE)}) as running:
         yield running
@@ -94,55 +91,77 @@ def test_a_server_that_fails_at_any_request_leaves_a_cache_that_is_right(
 def test_a_full_disk_is_noted_and_the_load_succeeds(
     server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = OpenFiles.write
+    write = os.pwrite
 
-    def write(files: OpenFiles, offset: int, data: memoryview) -> None:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
         if offset > 2_000_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        right(files, offset, data)
+        return write(descriptor, data, offset)
 
     model = torch.nn.ParameterDict(
         {name: torch.nn.Parameter(torch.empty_like(tensor), requires_grad=False) for name, tensor in STATE.items()}
     )
     with monkeypatch.context() as patch:
-        patch.setattr(OpenFiles, "write", write)
+        patch.setattr(os, "pwrite", full)
         report = sluice.load_into(model, sluice.Remote(server.url("/m"), cache=tmp_path))
-    assert any("not completely cached: No space left on device" in note for note in report.notes)
+    assert any("not cached: No space left on device" in note for note in report.notes)
     assert all(torch.equal(model[name], STATE[name]) for name in STATE)
-    server.requests.clear()
     assert is_right(load(server, tmp_path))
-    assert min(int(each.headers["Range"][6:].partition("-")[0]) for each in server.requests[1:]) > 1_000_000
-
-
-def test_a_process_that_is_killed_in_the_middle_of_a_write_leaves_no_wrong_bytes(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    for at in (1, 20):
-        done = subprocess.run([sys.executable, "-c", LOAD, server.url("/m"), tmp_path, str(at)], check=False)
-        assert done.returncode == -signal.SIGKILL
-    server.requests.clear()
-    assert is_right(load(server, tmp_path))
-    assert server.requests[1:]
     server.requests.clear()
     assert is_right(load(server, tmp_path))
     assert len(server.requests) == 1
 
 
-def test_processes_that_fill_one_entry_at_once_are_right_and_leave_it_complete(
-    server: RangeServer, tmp_path: Path
+def test_processes_that_fill_one_entry_at_once_download_it_once(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(defaults, "CACHE_PIECE_BYTES", 8 << 20)  # that of the processes
     server.bandwidth = 20e6
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", LOAD, server.url("/m"), str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
-    assert len({digest for digest, _ in outputs}) == 1
-    assert [each.returncode for each in processes] == [0, 0, 0]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert outputs == [b"True\n"] * 3
+    received = sum(_requested(request.headers["Range"]) for request in server.requests)
+    assert received < 1.5 * len(server.files["/m"])
     server.requests.clear()
     assert is_right(load(server, tmp_path))
     assert len(server.requests) == 1
-    assert len(entries(tmp_path)) == 1
-    assert cached_bytes(tmp_path) < len(server.files["/m"]) + (64 << 10)
+
+
+def _requested(header: str) -> int:
+    first, last = header.removeprefix("bytes=").split("-")
+    return int(last) + 1 - int(first)
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.long)])
+def test_loads_that_are_killed_at_random_times_leave_a_cache_that_is_right(
+    server: RangeServer, tmp_path: Path, rounds: int
+) -> None:
+    """Kill loads at random times, flip a byte of what they left now and then, and compare what the next one loads."""
+    server.bandwidth = 2e6
+    numbers = random.Random(rounds)
+    command = [sys.executable, "-c", KILLED, server.url("/m"), str(tmp_path)]
+    for _ in range(rounds):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # imports are done
+            time.sleep(numbers.uniform(0.0, 0.6))
+            process.kill()
+        left = entries(tmp_path) + parts(tmp_path)
+        if left and left[0].stat().st_size and numbers.random() < 0.4:
+            with left[0].open("r+b") as file:
+                file.seek(numbers.randrange(left[0].stat().st_size))
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 1]))
+        if numbers.random() < 0.3:
+            server.bandwidth = None
+            assert is_right(load(server, tmp_path))
+            server.bandwidth = 2e6
+            for path in entries(tmp_path) if numbers.random() < 0.7 else ():
+                path.unlink()
+    server.bandwidth = None
+    assert is_right(load(server, tmp_path))
 
 
 #: Program that loads a URL, through a cache if there is a second argument, and prints whether the values are right.
@@ -165,62 +184,3 @@ def test_bytes_on_their_way_to_the_disk_do_not_exceed_a_control_group(server: Ra
     done = run_limited([*program, str(tmp_path)], needed + (32 << 20))
     assert done.stdout == "True\n"
     assert not done.oom_killed
-
-
-#: Program that reads random ranges of six objects with three threads each, and compares them; prints after each object.
-RANDOM = """
-import random, sys
-from functools import partial
-from pathlib import Path
-from sluice._threads import Workers
-from support.cached_objects import VersionedObject, content, opened, read
-
-def compare(source, right, seed):
-    numbers = random.Random(seed)
-    for _ in range(numbers.randrange(1, 6)):
-        start = numbers.randrange(len(right))
-        nbytes = numbers.randrange(1, len(right) - start + 1)
-        assert read(source, start, nbytes) == right[start : start + nbytes]
-    if numbers.random() < 0.4:
-        assert read(source, 0, len(right)) == right
-
-cache, bound, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-numbers = random.Random(seed)
-objects = [content(1_000_000 + 70_000 * number, number) for number in range(6)]
-for _ in range(12):
-    number = numbers.randrange(6)
-    remote = VersionedObject(objects[number], path=f"https://host/{number}")
-    if numbers.random() < 0.2:
-        remote.longest = numbers.randrange(66_000, 300_000)
-    source = opened(remote, cache, bound)
-    with Workers(3, "reader") as workers:
-        tasks = [workers.start(partial(compare, source, remote.content, numbers.random())) for _ in range(3)]
-        for task in tasks:
-            task.result()
-    source.close()
-    print("one", flush=True)
-print("all", flush=True)
-"""
-
-
-@pytest.mark.long
-def test_processes_that_fill_read_and_remove_at_once_are_right_and_keep_the_bound(tmp_path: Path) -> None:
-    bound, ended = 4_000_000, 0
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for first in range(0, 12, 4):
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANDOM, tmp_path, str(bound), str(first + number)],
-                stdout=subprocess.PIPE,
-                env=environment,
-            )
-            for number in range(4)
-        ]
-        assert processes[0].stdout is not None
-        processes[0].stdout.readline()  # in the middle of its second object, it is killed
-        processes[0].kill()
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-        assert [process.returncode for process in processes] == [-signal.SIGKILL, 0, 0, 0]
-        ended += sum(output.endswith(b"all\n") for output in outputs)
-        assert cached_bytes(tmp_path) <= bound
-    assert ended == 9

@@ -1,26 +1,24 @@
-"""Cache directories: their bound, what is removed, what is in use, complete entries, and who may read them."""
+"""Cache directories: their bound, what is removed, what is in use, and who may write to them."""
 
 from __future__ import annotations
 
-import json
 import os
-import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from sluice import _defaults as defaults
 from sluice.sources.protocol import Source
-from sluice.sources.remote import cache_directory, cache_files
-from sluice.sources.remote.cache_directory import CacheDirectory
-from sluice.sources.remote.caching import CompleteFile
-from sluice.sources.remote.file import RemoteFile
-from support.cached_objects import BLOCK, VersionedObject, cached_bytes, content, entries, opened, read
+from sluice.sources.remote import cache_directory
+from sluice.sources.remote.cached_file import CompleteFile
+from support.cached_objects import VersionedObject, cached_bytes, content, entries, loaded, opened, parts, read
 
 CONTENT = content()
 
-#: Room for two objects of ``CONTENT``'s size and what entries take besides, and not for three.
-BOUND = 2 * len(CONTENT) + (256 << 10)
+#: Room for two objects.
+BOUND = 2 * len(CONTENT)
 
 
 def named(number: int) -> VersionedObject:
@@ -31,230 +29,137 @@ def load(number: int, cache: Path, bound: int | str | None = None) -> Source:
     """Return a closed source of which all bytes were read."""
     remote = named(number)
     source = opened(remote, cache, bound)
-    assert read(source, 0, len(remote.content)) == remote.content
-    source.close()
+    assert loaded(source) == remote.content
     return source
 
 
-def names(cache: Path) -> set[str]:
-    return {json.loads((entry / "about.json").read_text())["address"][-5:] for entry in entries(cache)}
-
-
-def is_complete(remote: VersionedObject, cache: Path) -> bool:
-    source = opened(remote, cache)
+def is_complete(number: int, cache: Path) -> bool:
+    source = opened(named(number), cache)
     source.close()
     return isinstance(source, CompleteFile)
 
 
 def note(source: Source) -> str:
-    return (source.note or "") if isinstance(source, RemoteFile) else ""
+    return str(getattr(source, "note", None))
 
 
-def test_a_complete_object_is_a_local_file(tmp_path: Path) -> None:
+def test_the_least_recently_used_is_removed(tmp_path: Path) -> None:
     load(1, tmp_path)
-    remote = named(1)
-    source = opened(remote, tmp_path)
-    assert isinstance(source, CompleteFile)
-    assert source.path == remote.path
-    assert Path(source.local_path).name == "1.bin"
-    assert read(source, 0, len(CONTENT)) == remote.content
-    source.map(0, 10)[0].close()
-    assert not remote.requests
-    source.close()
-
-
-def test_files_are_private_and_the_directory_is_tagged(tmp_path: Path) -> None:
-    cache = tmp_path / "new" / "cache"
-    load(1, cache)
-    assert (cache / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
-    for path in cache.rglob("*"):
-        if path.name != "CACHEDIR.TAG":
-            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_a_directory_that_has_other_files_is_not_tagged_and_they_stay(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    load(1, tmp_path, BOUND)
-    load(2, tmp_path, BOUND)
+    load(2, tmp_path)
+    os.utime(next(tmp_path.glob(f"{entries(tmp_path)[0].name}.sums")))
+    load(1, tmp_path)
     load(3, tmp_path, BOUND)
-    assert not (tmp_path / "CACHEDIR.TAG").exists()
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
-def test_the_objects_that_were_not_used_for_longest_are_removed(tmp_path: Path) -> None:
-    for number in (1, 2):
-        load(number, tmp_path, BOUND)
-    load(1, tmp_path, BOUND)
-    load(3, tmp_path, BOUND)
-    assert names(tmp_path) == {"1.bin", "3.bin"}
+    assert [is_complete(number, tmp_path) for number in (1, 2, 3)] == [True, False, True]
     assert cached_bytes(tmp_path) <= BOUND
-    assert not list((tmp_path / "trash").iterdir())
 
 
-def test_objects_in_use_are_not_removed(tmp_path: Path) -> None:
-    load(1, tmp_path, BOUND)
-    complete, partial = opened(named(1), tmp_path, BOUND), opened(named(2), tmp_path, BOUND)
-    read(partial, 0, 6 * BLOCK)
+def test_what_is_in_use_is_not_removed(tmp_path: Path) -> None:
+    load(1, tmp_path)
+    load(2, tmp_path)
+    used = [opened(named(number), tmp_path) for number in (1, 2)]
     assert "leaves no room" in note(load(3, tmp_path, BOUND))
-    assert names(tmp_path) == {"1.bin", "2.bin", "3.bin"}
-    assert cached_bytes(tmp_path) <= BOUND
-    assert read(complete, 5, 10) == named(1).content[5:15]
-    complete.close()
-    assert not note(load(4, tmp_path, BOUND))
-    assert names(tmp_path) == {"2.bin", "3.bin", "4.bin"}
-    partial.close()
+    assert all(loaded(source) == named(number).content for number, source in enumerate(used, 1))
+    assert "leaves no room" not in note(load(3, tmp_path, BOUND))
 
 
-def test_an_object_that_is_larger_than_the_bound_is_cached_in_part(tmp_path: Path) -> None:
-    bound = 5 * BLOCK
-    for _ in range(2):
-        remote = named(1)
-        source = opened(remote, tmp_path, bound)
-        for index in range(10):
-            assert read(source, index * BLOCK, BLOCK) == remote.content[index * BLOCK :][:BLOCK]
-        source.close()
-        assert "leaves no room" in note(source)
-        assert 3 * BLOCK <= cached_bytes(tmp_path) <= bound
-    assert min(offset for offset, _ in remote.requests) >= 4 * BLOCK
+def test_nothing_is_removed_for_what_has_no_room_anyway(tmp_path: Path) -> None:
+    load(1, tmp_path)
+    assert "leaves no room" in note(load(2, tmp_path, len(CONTENT) - 1))
+    assert is_complete(1, tmp_path)
 
 
-def test_the_file_system_keeps_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_count_as_whole_files(tmp_path: Path) -> None:
+    load(1, tmp_path)
+    (file,) = entries(tmp_path)
+    file.rename(file.with_suffix(".part"))
+    os.truncate(file.with_suffix(".part"), 10)
+    load(2, tmp_path, BOUND - 1)
+    assert not parts(tmp_path)
+
+
+def test_space_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(1, tmp_path)
     monkeypatch.setattr(defaults, "CACHE_FREE_BYTES", 1 << 60)
     assert "leaves no room" in note(load(2, tmp_path))
-    assert names(tmp_path) == {"1.bin"}  # to remove it would not be enough
+    assert is_complete(1, tmp_path)
 
 
-def test_a_source_without_room_for_more_reads_what_is_present(tmp_path: Path) -> None:
-    load(1, tmp_path, BOUND)
-    used = opened(named(1), tmp_path, BOUND)
-    remote = named(2)
-    source = opened(remote, tmp_path, BOUND)
-    read(source, 0, 5 * BLOCK)
-    last = opened(named(3), tmp_path, BOUND)
-    read(last, 0, 4 * BLOCK)
-    read(source, 5 * BLOCK, 5 * BLOCK)
-    assert "leaves no room" in note(source)
-    remote.requests.clear()
-    assert read(source, BLOCK, 5 * BLOCK) == remote.content[BLOCK : 6 * BLOCK]
-    assert remote.requests == [(5 * BLOCK, BLOCK)]
-    for each in (used, source, last):
-        each.close()
+def test_a_new_directory_is_private_and_tagged_and_an_existing_one_is_not_tagged(tmp_path: Path) -> None:
+    load(1, tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "new" / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").touch()
+    load(1, tmp_path / "old")
+    assert not (tmp_path / "old" / "CACHEDIR.TAG").exists()
 
 
-def test_a_recorded_sum_that_is_too_large_or_missing_is_counted_anew(tmp_path: Path) -> None:
-    load(1, tmp_path, BOUND)
-    with CacheDirectory.at(str(tmp_path)).locks.state() as state:
-        right = state.total
-        state.total = 1 << 50
-    load(2, tmp_path, BOUND)
-    assert names(tmp_path) == {"1.bin", "2.bin"}
-    (tmp_path / "lock").write_bytes(b"")
-    load(3, tmp_path, BOUND)
-    assert names(tmp_path) == {"2.bin", "3.bin"}
-    with CacheDirectory.at(str(tmp_path)).locks.state() as state:
-        assert right is not None
-        assert state.total == 2 * right
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(mode)
+    assert "other users own the cache or may write to it" in note(load(1, tmp_path / "cache"))
+    assert not list((tmp_path / "cache").iterdir())
 
 
-def test_slices_are_charged_what_they_take(tmp_path: Path) -> None:
-    for number in range(8):
-        source = opened(named(number), tmp_path, BOUND)
-        read(source, 3 * BLOCK, 10)
-        source.close()
-    assert len(entries(tmp_path)) == 8
-    assert cached_bytes(tmp_path) < 8 * 4 * BLOCK
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change owners")
+def test_a_directory_or_file_of_another_user_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(0o700)
+    os.chown(tmp_path / "cache", 1234, 1234)
+    assert "other users own the cache" in note(load(1, tmp_path / "cache"))
+    os.chown(tmp_path / "cache", 0, 0)
+    load(1, tmp_path / "cache")
+    os.chown(entries(tmp_path / "cache")[0], 1234, 1234)
+    assert "belongs to another user" in note(load(1, tmp_path / "cache"))
 
 
-def test_a_new_version_gets_an_entry_of_its_own(tmp_path: Path) -> None:
-    load(1, tmp_path, BOUND)
-    changed = VersionedObject(content(seed=99), path=named(1).path)
-    source = opened(changed, tmp_path, BOUND)
-    assert read(source, 0, len(CONTENT)) == changed.content
-    source.close()
-    assert len(entries(tmp_path)) == 2
-    load(2, tmp_path, BOUND)
-    versions = {json.loads((entry / "about.json").read_text())["version"] for entry in entries(tmp_path)}
-    assert versions == {changed.facts.version, named(2).facts.version}  # the old version was used last before these
+@pytest.mark.parametrize("kind", ["symbolic", "hard"])
+@pytest.mark.parametrize("suffix", ["lock", "", ".part", ".sums"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, kind: str, suffix: str) -> None:
+    load(1, tmp_path / "model")
+    name = entries(tmp_path / "model")[0].name
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    cache = tmp_path / "cache"
+    cache.mkdir(0o700)
+    link = cache / (suffix if suffix == "lock" else f"{name}{suffix}")
+    if kind == "hard":
+        os.link(mine, link)
+    else:
+        link.symlink_to(mine)
+    assert "not cached" in note(load(1, cache))
+    assert mine.read_bytes() == b"mine"
 
 
-def test_complete_data_that_was_changed_is_compared_block_by_block(tmp_path: Path) -> None:
-    load(1, tmp_path)
-    with (entries(tmp_path)[0] / "1.bin").open("r+b") as file:
-        file.seek(3 * BLOCK)
-        file.write(b"wrong")
-    remote = named(1)
-    source = opened(remote, tmp_path)
-    assert read(source, 0, len(CONTENT)) == remote.content
-    assert remote.requests == [(3 * BLOCK, BLOCK)]
-    source.close()
-    assert is_complete(remote, tmp_path)
-
-
-@pytest.mark.parametrize("damage", ["short", "no header", "no data", "link"])
-def test_an_entry_that_is_not_whole_is_made_anew(tmp_path: Path, damage: str) -> None:
-    load(1, tmp_path)
-    [entry] = entries(tmp_path)
-    match damage:
-        case "short":
-            os.truncate(entry / "1.bin", 100)
-        case "no header":
-            os.truncate(entry / "blocks", 10)
-        case "no data":
-            (entry / "1.bin").unlink()
-        case "link":
-            (entry / "1.bin").rename(tmp_path / "elsewhere")
-            (entry / "1.bin").symlink_to(tmp_path / "elsewhere")
-    load(1, tmp_path)
-    assert is_complete(named(1), tmp_path)
-
-
-def test_blocks_that_a_power_failure_lost_do_not_become_part_of_a_complete_file(
+def test_a_stopped_process_that_holds_the_lock_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = opened(named(1), tmp_path)
-    read(first, 0, 6 * BLOCK)
-    first.close()
-    with (entries(tmp_path)[0] / "1.bin").open("r+b") as file:  # the record was written to the disk, the block was not
-        file.seek(4 * BLOCK)
-        file.write(bytes(BLOCK))
-    monkeypatch.setattr(cache_files, "boot_id", lambda: b"another boot now")
-    monkeypatch.setattr(cache_directory, "boot_id", lambda: b"another boot now")
-    second = opened(named(1), tmp_path)
-    read(second, 6 * BLOCK, len(CONTENT) - 6 * BLOCK)  # all blocks count now
-    second.close()
-    remote = named(1)
-    third = opened(remote, tmp_path)
-    assert read(third, 0, len(CONTENT)) == remote.content
-    assert remote.requests == [(4 * BLOCK, BLOCK)]
-    third.close()
-    assert is_complete(remote, tmp_path)
+    monkeypatch.setattr(cache_directory, "_PATIENCE_SECONDS", 0.05)
+    load(1, tmp_path)
+    program = (
+        "import fcntl, sys\nf = open(sys.argv[1])\nfcntl.flock(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert "stopped" in note(load(1, tmp_path))
+        holder.communicate(b"\n")
+    assert is_complete(1, tmp_path)
 
 
-def test_an_entry_is_complete_only_when_its_last_user_closes_it(tmp_path: Path) -> None:
-    first, second = opened(named(1), tmp_path), opened(named(1), tmp_path)
-    read(first, 0, len(CONTENT))
-    first.close()
-    assert not is_complete(named(1), tmp_path)
-    second.close()
-    assert is_complete(named(1), tmp_path)
+def test_another_version_is_another_entry(tmp_path: Path) -> None:
+    load(1, tmp_path)
+    remote = VersionedObject(CONTENT, path=named(1).path)
+    assert loaded(opened(remote, tmp_path)) == CONTENT
+    assert len(entries(tmp_path)) == 2
+    assert is_complete(1, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["a file", "writable by others"])
-def test_a_directory_that_cannot_be_used_is_noted(tmp_path: Path, kind: str) -> None:
-    cache = tmp_path / "cache"
-    if kind == "a file":
-        cache.write_bytes(b"")
-    else:
-        load(1, cache)
-        (cache / "objects").chmod(0o777)
-    assert note(load(2, cache)).startswith("not cached: ")
-
-
-def test_an_abandoned_source_releases_its_entry(tmp_path: Path) -> None:
-    source = opened(named(1), tmp_path, BOUND)
-    read(source, 0, 5 * BLOCK)
-    del source
-    for number in (2, 3):
-        load(number, tmp_path, BOUND)
-    assert names(tmp_path) == {"2.bin", "3.bin"}
+def test_a_complete_file_stays_while_a_source_reads_it(tmp_path: Path) -> None:
+    load(1, tmp_path)
+    source = opened(named(1), tmp_path)
+    assert "leaves no room" in note(load(2, tmp_path, BOUND - 1))
+    assert read(source, 0, 10) == named(1).content[:10]
+    source.close()
+    assert "leaves no room" not in note(load(2, tmp_path, BOUND - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from sluice._errors import MissingFileError, ReadError, RemoteError
 from sluice.sources.opening import open_directory, open_source
 from sluice.sources.remote import caching
-from sluice.sources.remote.caching import CompleteFile, object_key
-from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.cached_file import CachedFile, CompleteFile
+from sluice.sources.remote.caching import object_key
 from sluice.sources.remote.location import Remote
-from support.cached_objects import content, entries, read
+from support.cached_objects import content, entries, loaded, read
 from support.range_server import RangeServer, status
 
 CONTENT = content(300_000)
@@ -74,8 +75,7 @@ def test_the_second_opening_makes_one_request_for_all_bytes(tmp_path: Path) -> N
         directory = open_directory(Remote(server.url("/d/"), cache=tmp_path))
         assert directory is not None
         source = directory.open("m.bin")
-        assert read(source, 0, len(CONTENT)) == CONTENT
-        source.close()
+        assert loaded(source) == CONTENT
         server.requests.clear()
         again = open_source(Remote(server.url("/d/m.bin"), cache=tmp_path))
         assert isinstance(again, CompleteFile)
@@ -88,8 +88,7 @@ def test_who_has_no_right_to_an_object_does_not_get_it_from_the_cache(tmp_path: 
     with RangeServer({"/m.bin": CONTENT}) as server:
         location = Remote(server.url("/m.bin"), cache=tmp_path)
         source = open_source(location)
-        read(source, 0, len(CONTENT))
-        source.close()
+        loaded(source)
         server.always = status(403)
         with pytest.raises(RemoteError, match="403"):
             open_source(location)
@@ -140,12 +139,10 @@ def test_objects_of_stores_in_memory_are_not_cached(store: Any, tmp_path: Path) 
 
 def test_bodies_of_obstore_are_cached(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "_LASTING_STORES", {"MemoryStore"})  # an S3 store needs a server
-    for kind in (RemoteFile, CompleteFile):
+    for kind in (CachedFile, CompleteFile):
         source = open_source(Remote("m.bin", store=store, cache=tmp_path))
         assert isinstance(source, kind)
-        assert read(source, 70_000, 200_000) == CONTENT[70_000:270_000]
-        assert read(source, 0, len(CONTENT)) == CONTENT
-        source.close()
+        assert loaded(source) == CONTENT
 
 
 def test_a_complete_file_that_cannot_be_read_is_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +150,13 @@ def test_a_complete_file_that_cannot_be_read_is_requested(tmp_path: Path, monkey
         location = Remote(server.url("/m.bin"), cache=tmp_path)
         for _ in range(2):
             source = open_source(location)
-            assert read(source, 0, len(CONTENT)) == CONTENT
-            source.close()
+            assert loaded(source) == CONTENT
             monkeypatch.setattr(caching, "CompleteFile", _refuse)
         assert "not cached: denied" in str(getattr(source, "note", None))
 
 
-def _refuse(_entry: object) -> None:
+def _refuse(_name: object, mark: int, _path: str) -> None:
+    os.close(mark)
     raise ReadError("denied")
 
 
@@ -167,7 +164,6 @@ def test_credentials_are_not_in_the_cache(tmp_path: Path) -> None:
     with RangeServer({"/m.bin": CONTENT}) as server:
         url = server.url("/m.bin?token=SECRET", credentials="me:SECRET@")
         source = open_source(Remote(url, cache=tmp_path, headers={"X-Token": "SECRET"}))
-        read(source, 0, len(CONTENT))
-        source.close()
+        loaded(source)
     assert all("SECRET" not in str(path) for path in tmp_path.rglob("*"))
-    assert "SECRET" not in (entries(tmp_path)[0] / "about.json").read_text()
+    assert "SECRET" not in entries(tmp_path)[0].with_suffix(".sums").read_text()

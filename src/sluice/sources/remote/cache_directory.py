@@ -1,62 +1,69 @@
-"""A cache directory: entries of remote objects, the bound of their bytes, and which of them are in use.
+"""A cache directory of whole remote files: names, locks, removal of what was not used for longest, and damage.
 
-The directory has ``CACHEDIR.TAG``, ``lock``, ``objects/KEY/`` for each entry, and ``trash/`` for entries that are being
-removed. Everything is changed under the lock of the state, so that any number of processes may share a directory. An
-entry is charged before bytes are fetched for it, and never less than it has; the sum of the charges stays below the
-bound.
+Files, all of them regular ones of this user, opened without following links::
+
+    CACHEDIR.TAG        tools for backups leave the directory out
+    lock                locked (flock) while entries are added, published or removed
+    KEY-NBYTES          a complete file
+    KEY-NBYTES.part     the file while it arrives
+    KEY-NBYTES.sums     what is known about it, see below; locked for sharing by those who use the entry
+
+The sums have one line each: JSON with address, version and size; then the CRC-32 of each piece of 8 MiB, in order,
+written after the piece; ``?`` when a process begins to compare an older part with them, and ``!`` when it has; and
+``=TIME``, the last change (ctime) of the complete file when it was known to be right.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
-import shutil
 import stat
-import threading
-import uuid
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from sluice import _defaults as defaults
-from sluice.sources.remote.cache_files import (
-    EntryFiles,
-    Header,
-    OpenFiles,
-    boot_id,
-    file_name,
-    last_use_ns,
-    read_header,
-)
-from sluice.sources.remote.cache_locks import CacheLocks, StateLock
 
-__all__ = ["CacheDirectory", "CacheEntry", "CachedObjectName", "cost_of"]
+try:
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+except ImportError:  # Windows
+    flock = None  # type: ignore[assignment]
+
+__all__ = [
+    "CacheDirectory",
+    "CachedObjectName",
+    "Sums",
+    "append",
+    "is_damaged",
+    "lock_part",
+    "locks_work",
+    "open_file",
+    "pieces_of",
+]
 
 _TAG = "CACHEDIR.TAG"
-_TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
-# Parts of remote checkpoints, cached by sluice. Delete the directory to free the space.
-# See https://bford.info/cachedir/
+_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
+# Remote checkpoints, cached by sluice. Delete the directory to free the space. See https://bford.info/cachedir/
 """
 
-#: Bytes that an entry is charged without blocks, and for the record of each block.
-_ENTRY_BYTES, _RECORD_BYTES = 16 << 10, 8
+_ENTRY = re.compile(r"(?P<name>[0-9a-f]{64}-(?P<nbytes>\d+))(\.part|\.sums)?")
 
-#: An entry reserves at most this share of the bound in advance, because it may need no more than a slice.
-_SHARES = 64
+#: Bytes of memory for comparing.
+_BUFFER_BYTES = 1 << 20
 
-_KEY = re.compile("[0-9a-f]{64}")
-
-_directories: weakref.WeakValueDictionary[str, CacheDirectory] = weakref.WeakValueDictionary()
-_directories_lock = threading.Lock()
+#: Seconds after which the lock of the directory is given up. It is held for milliseconds.
+_PATIENCE_SECONDS = 10.0
 
 
 class CachedObjectName(Struct, frozen=True, kw_only=True):
     """The version of an object that an entry is for."""
 
-    #: Name of the entry: 64 hexadecimal digits.
+    #: 64 hexadecimal digits that depend on address, version and size.
     key: str
     #: Address without credentials.
     address: str
@@ -65,257 +72,247 @@ class CachedObjectName(Struct, frozen=True, kw_only=True):
     #: Its size in bytes.
     nbytes: int
 
+    @property
+    def file(self) -> str:
+        """Name of the complete file."""
+        return f"{self.key}-{self.nbytes}"
 
-def blocks_of(nbytes: int) -> int:
-    """Return the number of blocks of an object."""
-    return -(-nbytes // defaults.CACHE_BLOCK_BYTES)
+
+class Sums(Struct, frozen=True):
+    """The content of the sums of an entry."""
+
+    #: CRC-32 of each piece from the first one on.
+    pieces: tuple[int, ...] = ()
+    #: Whether a process that may have ended was comparing the pieces.
+    doubtful: bool = False
+    #: Last change of the complete file when it was known to be right, in ns; 0 if unknown.
+    right_ns: int = 0
+
+    @classmethod
+    def read(cls, descriptor: int) -> Sums:
+        """Return the sums of an entry; what a killed process did not finish to write is left out."""
+        lines = os.pread(descriptor, os.fstat(descriptor).st_size, 0).split(b"\n")[1:-1]
+        with suppress(ValueError):
+            pieces = tuple(int(line, 16) for line in lines if line[:1] not in (b"?", b"!", b"="))
+            stamps = [int(line[1:]) for line in lines if line[:1] == b"="]
+            marks = [line for line in lines if line in (b"?", b"!")]
+            return cls(pieces, marks[-1:] == [b"?"], stamps[-1] if stamps else 0)
+        return cls()
 
 
-def cost_of(blocks: int) -> int:
-    """Return the bytes that blocks are charged."""
-    return blocks * (defaults.CACHE_BLOCK_BYTES + _RECORD_BYTES)
+def locks_work() -> bool:
+    """Return whether the system has the locks that a cache needs."""
+    return flock is not None
+
+
+def lock_part(part: int) -> bool:
+    """Lock a part for writing until its descriptor is closed; return whether no other process writes it."""
+    try:
+        flock(part, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def open_file(directory: int, name: str, *, make: bool = False) -> int:
+    """Open a file of the cache for reading and writing, and return its descriptor.
+
+    Raises:
+        OSError: It is missing, a link, has several names, or belongs to another user.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if make else 0)
+    descriptor = os.open(name, flags, 0o600, dir_fd=directory)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EACCES, "a file in it is a link or belongs to another user")
 
 
 class CacheDirectory:
-    """One cache directory; every method may be called from any thread."""
+    """One cache directory, which any number of processes may use."""
 
-    def __init__(self, path: str) -> None:
-        """Keep the path; see ``at``."""
-        self.path = path
-        self._objects, self._trash = (os.path.join(path, name) for name in ("objects", "trash"))
-        self.locks = CacheLocks(os.path.join(path, "lock"))
-
-    @classmethod
-    def at(cls, path: str) -> CacheDirectory:
-        """Return the directory at a path: the same object as long as another one uses it."""
-        real = os.path.realpath(os.path.expanduser(path))
-        with _directories_lock:
-            found = _directories.get(real)
-            if found is None:
-                found = _directories[real] = cls(real)
-            return found
-
-    def open(self, name: CachedObjectName, bound: int) -> CacheEntry:
-        """Return the entry of an object, made if it is missing, and mark it as used.
+    def __init__(self, path: str | os.PathLike[str], bound: int) -> None:
+        """Keep the path; nothing is made.
 
         Args:
-            name: The object.
+            path: The directory.
             bound: Most bytes of all entries together.
+        """
+        self.path, self.bound = os.path.realpath(os.path.expanduser(path)), bound
+
+    @contextmanager
+    def locked(self) -> Iterator[int]:
+        """Lend the descriptor of the directory, which is made if it is missing; no one else changes it meanwhile.
 
         Raises:
-            OSError: The directory cannot be used, or the entry has no room.
+            OSError: The system refuses, or other users may write to the directory.
         """
-        self._prepare()
-        files = EntryFiles(os.path.join(self._objects, name.key), file_name(name.address))
-        with self.locks.state() as state:
-            used = state.in_use(name.key)
-            header = files.header()
-            if header is not None and (header.nbytes != name.nbytes or not _is_data(files.data, name.nbytes)):
-                header = None
-            if header is None:
-                if used:
-                    raise OSError("the entry of the cache is damaged")
-                self._remove(name.key)
-                header = Header(nbytes=name.nbytes, charge=_ENTRY_BYTES, boot=boot_id())
-                if not self._makes_room(state, bound, _ENTRY_BYTES, name.key):
-                    raise _full()
-                state.total = self._total(state) + _ENTRY_BYTES
-                about = {"address": name.address, "version": name.version, "nbytes": name.nbytes}
-                files.make(header, about)
-            elif header.complete_ns and os.stat(files.data).st_mtime_ns != header.complete_ns:
-                header = replace(header, complete_ns=0, boot=bytes(16))
-                files.write_header(header)
-            elif not header.complete_ns and not header.written_now:
-                files.write_header(replace(header, boot=bytes(16)))
-            files.touch()
-            self.locks.use(name.key)
-        return CacheEntry(self, name, files, bound, complete=bool(header.complete_ns))
-
-    def reserve(self, entry: CacheEntry, nbytes: int, *, least: int) -> int:
-        """Charge an entry before bytes are fetched for it, and return how many: ``nbytes``, or ``least`` if those fit.
-
-        Other entries that are not in use are removed for it, the least recently used first.
-
-        Raises:
-            OSError: There is no room.
-        """
-        with self.locks.state() as state:
-            header = entry.files.header()
-            if header is None:
-                raise OSError("the entry of the cache was removed")
-            for wanted in dict.fromkeys((nbytes, least)):
-                if self._makes_room(state, entry.bound, wanted, entry.name.key):
-                    charge = min(header.charge + wanted, _ENTRY_BYTES + cost_of(blocks_of(header.nbytes)))
-                    state.total = self._total(state) + charge - header.charge  # first: a crash must not lose it
-                    entry.files.write_header(replace(header, charge=charge))
-                    return wanted
-        raise _full()
-
-    def finish(self, entry: CacheEntry, release: Callable[[], object], blocks: int, opened: OpenFiles | None) -> None:
-        """Remove the mark of an entry. If no one else uses it, charge it what it has, and complete it if it is whole.
-
-        Args:
-            entry: The entry.
-            release: Removes its mark.
-            blocks: Number of its blocks.
-            opened: Its files, with data that was synchronized before, so that this is short; None if it is not whole.
-
-        Raises:
-            OSError: The system refuses.
-        """
-        with self.locks.state() as state:
-            release()
-            header = entry.files.header()
-            if header is None or state.in_use(entry.name.key):
-                return
-            complete_ns = opened.sync() if opened is not None else 0
-            charge = _ENTRY_BYTES + cost_of(blocks)
-            entry.files.write_header(replace(header, charge=charge, complete_ns=complete_ns))
-            entry.files.touch()
-            state.total = self._total(state) + charge - header.charge
-
-    def _prepare(self) -> None:
-        fresh = not os.path.isdir(self.path) or not os.listdir(self.path)
         os.makedirs(self.path, 0o700, exist_ok=True)
-        if fresh:  # tools for backups leave out tagged directories: never tag one that has other files
-            with suppress(FileExistsError), open(os.path.join(self.path, _TAG), "x", encoding="ascii") as file:
-                file.write(_TAG_TEXT)
-        for path in (self._objects, self._trash):
-            with suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-            found = os.lstat(path)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                raise PermissionError("other users own the cache or may write to it")
-
-    def _makes_room(self, state: StateLock, bound: int, nbytes: int, key: str) -> bool:
-        """Remove entries other than ``key`` until ``nbytes`` bytes have room; return whether they do."""
-        if nbytes > bound or self._has_room(self._total(state), bound, nbytes):
-            return nbytes <= bound
-        entries = sorted(self._entries())
-        total = sum(charge for _, charge, _ in entries)  # a process that died may have left the record too large
-        unused = [(charge, other) for _, charge, other in entries if other != key and not state.in_use(other)]
-        freed = sum(charge for charge, _ in unused)
-        possible = self._has_room(total - freed, bound, nbytes, freed=freed)
-        for charge, other in unused if possible else ():  # the least recently used first
-            if self._has_room(total, bound, nbytes):
-                break
-            self._remove(other)
-            total -= charge
-        state.total = total
-        return self._has_room(total, bound, nbytes)
-
-    def _has_room(self, total: int, bound: int, nbytes: int, *, freed: int = 0) -> bool:
-        found = os.statvfs(self.path)
-        free = found.f_bavail * found.f_frsize + freed
-        return total + nbytes <= bound and free - nbytes >= defaults.CACHE_FREE_BYTES
-
-    def _total(self, state: StateLock) -> int:
-        """Return what all entries are charged, at least. Looking at each takes 20 µs, so the sum is recorded."""
-        total = state.total
-        return sum(charge for _, charge, _ in self._entries()) if total is None else total
-
-    def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """Yield time of last use, charge and key of each entry."""
-        for key in filter(_KEY.fullmatch, os.listdir(self._objects)):
-            directory = os.path.join(self._objects, key)
-            header = read_header(directory)
-            yield last_use_ns(directory), _ENTRY_BYTES if header is None else header.charge, key
-
-    def _remove(self, key: str) -> None:
-        """Remove an entry that no one uses, and what a process that died while it did that has left."""
-        with suppress(FileNotFoundError):
-            os.rename(os.path.join(self._objects, key), os.path.join(self._trash, uuid.uuid4().hex))
-        for left in os.listdir(self._trash):
-            shutil.rmtree(os.path.join(self._trash, left), ignore_errors=True)
-
-
-class CacheEntry:
-    """The entry of one object while a source uses it; every method may be called from any thread."""
-
-    def __init__(
-        self, directory: CacheDirectory, name: CachedObjectName, files: EntryFiles, bound: int, *, complete: bool
-    ) -> None:
-        """Take over the mark of a used entry; see ``CacheDirectory.open``."""
-        self.directory, self.name, self.files, self.bound, self.complete = directory, name, files, bound, complete
-        #: Why nothing more is cached, as a clause; None if nothing failed.
-        self.problem: str | None = None
-        self._lock, self._one_writer = threading.Lock(), threading.Lock()
-        self._reserved = 0
-        # An interrupt may keep the owner from closing it.
-        self._finalizer = weakref.finalize(self, directory.locks.release, name.key)
-        self._finalizer.atexit = False
-
-    @property
-    def open_for_use(self) -> bool:
-        """Whether it was not closed."""
-        return self._finalizer.alive
-
-    @property
-    def usable(self) -> bool:
-        """Whether bytes are written to it: it was not closed, and nothing failed."""
-        return self.problem is None and self.open_for_use
-
-    def open(self) -> OpenFiles:
-        """Open the files.
-
-        Raises:
-            OSError: The system refuses.
-        """
-        return OpenFiles(self.files, self.name.nbytes, self._one_writer)
-
-    def failed(self, error: OSError) -> None:
-        """Record that the system refuses: nothing more is cached, and the load continues without."""
-        self.problem = self.problem or (error.strerror or str(error) or type(error).__name__)
-
-    def reserve(self, blocks: int) -> None:
-        """Charge blocks before they are fetched.
-
-        Raises:
-            OSError: There is no room.
-        """
-        with self._lock:
-            needed = cost_of(blocks)
-            if self._reserved < needed:
-                missing = needed - self._reserved
-                most = min(defaults.CACHE_RESERVED_BYTES, self.bound // _SHARES, cost_of(blocks_of(self.name.nbytes)))
-                self._reserved += self.directory.reserve(self, max(missing, most), least=missing)
-            self._reserved -= needed
-
-    def close(self) -> None:
-        """Stop using the entry; if it has all bytes, it becomes an ordinary file."""
-        if not self._finalizer.alive:
-            return
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if self.complete:
-                return
-            with self.open() as opened:
-                blocks = opened.count()
-                whole = self._is_whole(opened, blocks)
-                if whole:
-                    opened.sync()
-                self.directory.finish(self, self._finalizer, blocks, opened if whole else None)
-        except OSError as error:
-            self.failed(error)
+            found = os.fstat(directory)
+            if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                raise PermissionError(errno.EACCES, "other users own the cache or may write to it")
+            if not os.listdir(directory):  # never tag a directory that has other files
+                with open(open_file(directory, _TAG, make=True), "wb") as tag:
+                    tag.write(_TAG_TEXT)
+            lock = open_file(directory, "lock", make=True)
+            try:
+                _wait_for(lock)
+                yield directory
+            finally:
+                os.close(lock)
         finally:
-            self._finalizer()  # if it was not finished
+            os.close(directory)
 
-    def _is_whole(self, opened: OpenFiles, blocks: int) -> bool:
-        if blocks < blocks_of(self.name.nbytes):
+    def complete(self, name: CachedObjectName) -> tuple[int, str] | None:
+        """Return the mark of use of a complete entry, a descriptor, and the path of its file; None if it is missing.
+
+        A file that was changed since it was known to be right is compared with its sums. If it is damaged, it becomes
+        the part from which the next read continues.
+        """
+        if not os.path.isdir(self.path):
+            return None
+        with self.locked() as directory:
+            try:
+                data = open_file(directory, name.file)
+            except FileNotFoundError:
+                return None
+            try:
+                mark = self.use(directory, name)
+            except BaseException:
+                os.close(data)
+                raise
+        try:
+            if self._is_right(data, mark, name):
+                return mark, os.path.join(self.path, name.file)
+            append(mark, "?")
+            with self.locked() as directory, suppress(FileNotFoundError):
+                os.rename(name.file, f"{name.file}.part", src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException:
+            os.close(mark)
+            raise
+        finally:
+            os.close(data)
+        os.close(mark)
+        return None
+
+    def _is_right(self, data: int, mark: int, name: CachedObjectName) -> bool:
+        sums, found = Sums.read(mark), os.fstat(data)
+        if found.st_size != name.nbytes or len(sums.pieces) != pieces_of(name.nbytes):
             return False
-        header = self.files.header()
-        if header is not None and not header.written_now:
-            opened.forget_damaged()
-            return opened.count() == blocks
+        if sums.right_ns == found.st_ctime_ns:
+            return True
+        if any(is_damaged(data, number, crc, name.nbytes) for number, crc in enumerate(sums.pieces)):
+            return False
+        append(mark, f"={found.st_ctime_ns}")
         return True
 
+    def use(self, directory: int, name: CachedObjectName) -> int:
+        """Mark an entry as used until the returned descriptor of its sums is closed. The directory is locked."""
+        mark = open_file(directory, f"{name.file}.sums", make=True)
+        try:
+            flock(mark, LOCK_SH | LOCK_NB)
+            if not os.fstat(mark).st_size:
+                append(mark, json.dumps({"address": name.address, "version": name.version, "nbytes": name.nbytes}))
+            os.utime(mark)
+        except BaseException:
+            os.close(mark)
+            raise
+        return mark
 
-def _is_data(path: str, nbytes: int) -> bool:
-    """Return whether there is a file of this size, which is not a link."""
-    with suppress(OSError):
-        found = os.lstat(path)
-        return stat.S_ISREG(found.st_mode) and found.st_size == nbytes
-    return False
+    def make_room(self, directory: int, name: CachedObjectName) -> None:
+        """Remove entries that no one uses, the least recently used first, until an object has room.
+
+        Raises:
+            OSError: There is not enough.
+        """
+        sizes = {match["name"]: int(match["nbytes"]) for match in map(_ENTRY.fullmatch, os.listdir(directory)) if match}
+        total = sum(sizes.values()) + (0 if name.file in sizes else name.nbytes)
+        found = os.statvfs(self.path)
+        missing = name.nbytes - _size(directory, f"{name.file}.part") + defaults.CACHE_FREE_BYTES
+        excess = max(total - self.bound, missing - found.f_bavail * found.f_frsize)
+        if excess <= 0:
+            return
+        unused = sorted((_unused_since(directory, other), other) for other in sizes if other != name.file)
+        unused = [(since_ns, other) for since_ns, other in unused if since_ns]
+        if name.nbytes > self.bound or excess > sum(sizes[other] for _, other in unused):
+            raise OSError(errno.ENOSPC, "its bound or the free space leaves no room")
+        for _, other in unused:
+            if excess > 0:
+                _remove(directory, other)
+                excess -= sizes[other]
+
+    def publish(self, name: CachedObjectName, part: int, mark: int) -> None:
+        """Give a part that has all bytes its final name."""
+        os.ftruncate(part, name.nbytes)
+        os.fsync(part)
+        with self.locked() as directory:
+            os.rename(f"{name.file}.part", name.file, src_dir_fd=directory, dst_dir_fd=directory)
+            os.fsync(directory)
+        append(mark, f"={os.fstat(part).st_ctime_ns}")
 
 
-def _full() -> OSError:
-    return OSError("its bound or the free space leaves no room")
+def _wait_for(lock: int) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            flock(lock, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "a process that is stopped holds its lock") from None
+            time.sleep(0.005)
+        else:
+            return
+
+
+def pieces_of(nbytes: int) -> int:
+    """Return the number of pieces of a file."""
+    return -(-nbytes // defaults.CACHE_PIECE_BYTES)
+
+
+def is_damaged(data: int, number: int, crc: int, nbytes: int) -> bool:
+    """Return whether a piece of a file of ``nbytes`` bytes differs from its CRC-32, or is missing."""
+    at, found = number * defaults.CACHE_PIECE_BYTES, 0
+    end = min(at + defaults.CACHE_PIECE_BYTES, nbytes)
+    while at < end:
+        some = os.pread(data, min(_BUFFER_BYTES, end - at), at)
+        if not some:
+            return True
+        found, at = zlib.crc32(some, found), at + len(some)
+    return found != crc
+
+
+def append(mark: int, line: str) -> None:
+    """Add a line to the sums."""
+    os.lseek(mark, 0, os.SEEK_END)
+    os.write(mark, f"{line}\n".encode())
+
+
+def _unused_since(directory: int, name: str) -> int:
+    """Return when an entry was used last, in ns; 0 if it is in use or not ours."""
+    try:
+        mark = open_file(directory, f"{name}.sums", make=True)
+    except OSError:
+        return 0
+    try:
+        flock(mark, LOCK_EX | LOCK_NB)
+        return os.fstat(mark).st_mtime_ns
+    except OSError:
+        return 0
+    finally:
+        os.close(mark)
+
+
+def _remove(directory: int, name: str) -> None:
+    for suffix in ("", ".part", ".sums"):  # the sums last: they are the entry
+        with suppress(FileNotFoundError):
+            os.unlink(name + suffix, dir_fd=directory)
+
+
+def _size(directory: int, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0

@@ -1,8 +1,8 @@
 """Remote files with a cache directory: which are cached, under which name, and how they are read.
 
 The opening request is always made. It tells the version, and whether the server gives this user the object at all. A
-version of which all bytes are cached is then an ordinary local file; of any other, what is present is read from the
-cache, and the rest is requested and kept. A cache that fails never fails a load.
+version of which all bytes are cached is then an ordinary local file; any other is downloaded when its data is read. A
+cache that fails never fails a load.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import re
 from collections.abc import Iterator
 
 from sluice._errors import SluiceError
-from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
-from sluice.sources.remote.cache_directory import CacheDirectory, CachedObjectName, CacheEntry
-from sluice.sources.remote.cache_locks import locks_work
-from sluice.sources.remote.cached_object import CachedObject
+from sluice.sources.remote.cache_directory import CacheDirectory, CachedObjectName, locks_work
+from sluice.sources.remote.cached_file import CachedFile, CompleteFile
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import RemoteObject
 from sluice.sources.remote.store_clients import root_of
 
-__all__ = ["CompleteFile", "cached_source", "filling", "object_key"]
+__all__ = ["cached_source", "object_key"]
 
 #: Parameters of signed addresses that belong to the signature, not to the object; lower case.
 _SIGNATURE = frozenset(
@@ -54,32 +51,6 @@ _NO_LASTING_VERSION = "not cached: versions of this store are not unique"
 _NO_LOCKS = "not cached: the system has no locks of open files"
 
 
-class CompleteFile(LocalFile):
-    """A remote file of which all bytes are cached: a local file with the address of the remote one; see ``Source``."""
-
-    def __init__(self, entry: CacheEntry) -> None:
-        """Own the entry.
-
-        Raises:
-            SluiceError: The data cannot be read.
-        """
-        self.entry = entry
-        super().__init__(entry.files.data)
-
-    @property
-    def path(self) -> str:
-        return self.entry.name.address
-
-    @property
-    def note(self) -> str:
-        """Origin of the bytes, as a clause."""
-        return "read from the cache"
-
-    def close(self) -> None:
-        super().close()
-        self.entry.close()
-
-
 def cached_source(source: Source, remote: Remote) -> Source:
     """Return a source that reads an opened remote file through the cache directory of its address, if it has one.
 
@@ -98,22 +69,17 @@ def cached_source(source: Source, remote: Remote) -> Source:
     name = CachedObjectName(
         key=object_key(remote, version, nbytes), address=source.path, version=version, nbytes=nbytes
     )
+    cache = CacheDirectory(remote.cache, remote.cache_bound)
     try:
-        entry = CacheDirectory.at(os.fspath(remote.cache)).open(name, remote.cache_bound)
-    except OSError as error:
-        source.note = f"not cached: {error.strerror or error}"
+        found = cache.complete(name)
+        if found is None:
+            return CachedFile(source, cache, name)
+        complete = CompleteFile(name, *found)
+    except (OSError, SluiceError) as error:
+        source.note = f"not cached: {getattr(error, 'strerror', None) or error}"
         return source
-    if entry.complete:
-        try:
-            complete = CompleteFile(entry)
-        except SluiceError as error:
-            entry.close()
-            source.note = f"not cached: {error}"
-            return source
-        source.close()
-        return complete
-    source.read_through(lambda server, first: _cached(server, entry, first))
-    return source
+    source.close()
+    return complete
 
 
 def _refusal(source: RemoteFile, remote: Remote) -> str | None:
@@ -123,18 +89,6 @@ def _refusal(source: RemoteFile, remote: Remote) -> str | None:
     if remote.store is not None and type(remote.store).__name__ not in _LASTING_STORES:
         return _NO_LASTING_VERSION
     return None if locks_work() else _NO_LOCKS
-
-
-def _cached(server: RemoteObject, entry: CacheEntry, first: bytes) -> CachedObject:
-    cached = CachedObject(server, entry)
-    cached.keep_first(first)
-    return cached
-
-
-def filling(source: Source) -> CachedObject | None:
-    """Return the object that fills the entry of a source; None if the source is complete, or not cached."""
-    remote = source.remote if isinstance(source, RemoteFile) else None
-    return remote if isinstance(remote, CachedObject) else None
 
 
 def object_key(remote: Remote, version: str, nbytes: int) -> str:

@@ -107,22 +107,13 @@ class RemoteFile:
         return self._facts
 
     @property
-    def remote(self) -> RemoteObject:
-        """Object to which requests are made."""
-        return self._remote
-
-    @property
     def note(self) -> str | None:
         """Remark on the file for the report of a load, as a clause."""
-        return self._note or getattr(self._remote, "note", None)
+        return self._note
 
     @note.setter
     def note(self, text: str) -> None:
         self._note = text
-
-    def read_through(self, wrap: Callable[[RemoteObject, bytes], RemoteObject]) -> None:
-        """Make later requests to what a function returns for the object and the first bytes."""
-        self._remote = wrap(self._remote, self._head)
 
     @property
     def traffic(self) -> Traffic:

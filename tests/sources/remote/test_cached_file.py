@@ -1,0 +1,265 @@
+"""Files that pass through a cache: what is requested, what is kept, who downloads, and what happens to damage."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sluice import _defaults as defaults
+from sluice._errors import FormatError, SourceChangedError
+from sluice._threads import Workers
+from sluice.sources.protocol import checks_with_data
+from sluice.sources.remote import cached_file
+from sluice.sources.remote.cache_directory import lock_part
+from sluice.sources.remote.cached_file import CachedFile, CompleteFile, Download
+from sluice.testing import check_source
+from support.cached_objects import PIECE, VersionedObject, content, entries, loaded, opened, parts, read
+
+CONTENT = content()
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> VersionedObject:
+    monkeypatch.setattr(defaults, "CACHE_PIECE_BYTES", PIECE)
+    return VersionedObject(CONTENT)
+
+
+def partly(remote: VersionedObject, cache: Path, pieces: int) -> None:
+    """Leave a part with some pieces, as a process that was killed does."""
+    assert loaded(opened(remote, cache)) == CONTENT
+    (file,) = entries(cache)
+    file.rename(file.with_suffix(".part"))
+    sums = file.with_suffix(".sums")
+    sums.write_bytes(b"\n".join(sums.read_bytes().split(b"\n")[: 1 + pieces]) + b"\n")
+
+
+def test_the_first_load_requests_each_byte_once_and_the_next_is_local(remote: VersionedObject, tmp_path: Path) -> None:
+    source = opened(remote, tmp_path)
+    assert isinstance(source, CachedFile)
+    assert loaded(source) == CONTENT
+    assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
+    again = opened(remote, tmp_path)
+    assert isinstance(again, CompleteFile)
+    assert loaded(again) == CONTENT
+    assert not remote.requests
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_headers_and_slices_of_large_files_do_not_start_a_download(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "CACHE_REST_BYTES", PIECE)
+    source = opened(remote, tmp_path / "cache")
+    assert source.read_at(500_000, 9) == CONTENT[500_000:500_009]
+    assert read(source, 500_000, 9) == CONTENT[500_000:500_009]
+    assert remote.requests == [(500_000, 9)] * 2
+    assert not (tmp_path / "cache").exists()
+    source.close()
+
+
+def test_a_read_far_behind_the_download_is_a_request(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "CACHE_WAIT_BYTES", PIECE)
+    monkeypatch.setattr(Download, "_work", lambda _: time.sleep(0.5))
+    source = opened(remote, tmp_path)
+    assert read(source, 9 * PIECE, 50) == CONTENT[9 * PIECE : 9 * PIECE + 50]
+    assert remote.requests == [(9 * PIECE, 50)]
+    source.close()
+
+
+def test_a_load_that_needs_little_leaves_the_rest_to_the_next(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "CACHE_REST_BYTES", 0)
+    monkeypatch.setattr(defaults, "CACHE_READ_BYTES", 1)
+    claim = Download._claim
+    monkeypatch.setattr(Download, "_claim", lambda self: None if self._next >= 4 else claim(self))
+    source = opened(remote, tmp_path)
+    assert read(source, 0, 3 * PIECE) == CONTENT[: 3 * PIECE]
+    source.check_unchanged()
+    source.close()
+    monkeypatch.setattr(Download, "_claim", claim)
+    again = opened(remote, tmp_path)
+    assert loaded(again) == CONTENT
+    assert min(offset for offset, _ in remote.requests) >= 3 * PIECE
+
+
+def test_a_download_that_was_killed_continues(remote: VersionedObject, tmp_path: Path) -> None:
+    partly(remote, tmp_path, 6)
+    assert loaded(opened(remote, tmp_path)) == CONTENT
+    assert min(offset for offset, _ in remote.requests) == 6 * PIECE
+    assert isinstance(opened(remote, tmp_path), CompleteFile)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shortened", "missing", "sums"])
+def test_a_damaged_part_continues_from_the_damage(remote: VersionedObject, tmp_path: Path, damage: str) -> None:
+    partly(remote, tmp_path, 6)
+    (part,) = parts(tmp_path)
+    data = bytearray(part.read_bytes())
+    data[4 * PIECE + 5] ^= 1
+    if damage == "flipped":
+        part.write_bytes(data)
+    elif damage == "shortened":
+        os.truncate(part, 4 * PIECE + 5)
+    elif damage == "missing":
+        part.unlink()
+    else:
+        part.with_suffix(".sums").write_bytes(b"\xff{}\nno number\n")
+    assert loaded(opened(remote, tmp_path)) == CONTENT
+    expected = {"flipped": 4 * PIECE, "shortened": 4 * PIECE}.get(damage, defaults.REMOTE_FIRST_BYTES)
+    assert min(offset for offset, _ in remote.requests) == expected
+    assert entries(tmp_path)[0].read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("size", ["same", "longer", "shorter"])
+def test_flipped_bytes_of_a_complete_file_do_not_load(remote: VersionedObject, tmp_path: Path, size: str) -> None:
+    loaded(opened(remote, tmp_path))
+    (file,) = entries(tmp_path)
+    before = file.stat()
+    data = bytearray(CONTENT)
+    data[7 * PIECE] ^= 1
+    file.write_bytes({"same": data, "longer": data + b"1", "shorter": data[:-1]}[size])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    source = opened(remote, tmp_path)
+    assert isinstance(source, CachedFile)
+    assert loaded(source) == CONTENT
+    assert min(offset for offset, _ in remote.requests) == 7 * PIECE
+    assert isinstance(opened(remote, tmp_path), CompleteFile)
+
+
+def test_a_complete_file_that_was_only_touched_is_compared_once(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(opened(remote, tmp_path))
+    entries(tmp_path)[0].touch()
+    assert isinstance(opened(remote, tmp_path), CompleteFile)
+    monkeypatch.setattr("sluice.sources.remote.cache_directory.is_damaged", None)
+    assert isinstance(opened(remote, tmp_path), CompleteFile)
+
+
+def test_readers_at_once_share_one_download(remote: VersionedObject, tmp_path: Path) -> None:
+    sources = [opened(remote, tmp_path) for _ in range(3)]
+
+    def all_of(source: object) -> bytes:
+        assert isinstance(source, CachedFile)
+        return read(source, 0, len(CONTENT))
+
+    with Workers(3, "reader") as workers:
+        tasks = [workers.start(lambda source=source: all_of(source)) for source in sources]  # type: ignore[misc]
+        assert all(task.result() == CONTENT for task in tasks)
+    assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
+    for source in sources:
+        source.close()
+
+
+def test_a_part_that_a_stopped_process_writes_is_not_waited_for(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_file, "_PATIENCE_SECONDS", 0.1)
+    partly(remote, tmp_path, 2)
+    descriptor = os.open(parts(tmp_path)[0], os.O_RDWR)
+    assert lock_part(descriptor)
+    source = opened(remote, tmp_path)
+    assert read(source, 0, len(CONTENT)) == CONTENT
+    assert "the process that fills it is stopped" in str(getattr(source, "note", None))
+    os.close(descriptor)
+    source.close()
+
+
+def test_a_reader_continues_the_download_of_a_process_that_dies(remote: VersionedObject, tmp_path: Path) -> None:
+    partly(remote, tmp_path, 2)
+    descriptor = os.open(parts(tmp_path)[0], os.O_RDWR)
+    assert lock_part(descriptor)
+    death = threading.Timer(0.2, os.close, [descriptor])
+    death.start()
+    assert loaded(opened(remote, tmp_path)) == CONTENT
+    death.join()
+    assert isinstance(opened(remote, tmp_path), CompleteFile)
+
+
+def test_a_full_disk_is_noted_and_the_load_succeeds(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        if offset > 5 * PIECE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    source = opened(remote, tmp_path)
+    assert read(source, 0, len(CONTENT)) == CONTENT
+    assert "No space left on device" in str(getattr(source, "note", None))
+    source.close()
+
+
+def test_an_object_that_is_replaced_during_a_download_is_an_error(remote: VersionedObject, tmp_path: Path) -> None:
+    source = opened(remote, tmp_path)
+    remote.content = content(seed=1)
+    with pytest.raises(SourceChangedError):
+        read(source, 0, len(CONTENT))
+    source.close()
+    assert not entries(tmp_path)
+
+
+def test_headers_in_front_of_data_are_checked(remote: VersionedObject, tmp_path: Path) -> None:
+    def refuse(_data: bytes) -> None:
+        raise FormatError("refused")
+
+    partly(remote, tmp_path, 11)
+    source = opened(remote, tmp_path)
+    assert checks_with_data(source)
+    source.expect(100, 10, 1000, refuse)
+    read(source, 110, 1000)
+    with pytest.raises(FormatError, match="refused"):
+        source.check_unchanged()
+    source.close()
+
+
+@pytest.mark.parametrize("pieces", [0, 4, 11])
+def test_the_protocol_of_sources(remote: VersionedObject, tmp_path: Path, pieces: int) -> None:
+    partly(remote, tmp_path, pieces)
+    check_source(lambda: opened(remote, tmp_path), CONTENT)
+
+
+#: Functions of the system that the cache calls while an object is read.
+CALLS = ("open", "pwrite", "write", "pread", "preadv", "fdatasync", "fsync", "utime", "statvfs", "listdir", "rename")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EACCES, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_disk_that_fails_at_any_call_does_not_change_what_is_read(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    right = getattr(os, name)
+    for at in (0, 1, 2, 4, 7, 11):
+        calls = iter(range(1 << 30))
+
+        def failing(*args: object, at: int = at, calls: Iterator[int] = calls, **more: object) -> object:
+            if next(calls) >= at:
+                raise OSError(number, os.strerror(number))
+            return right(*args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing)
+            source = opened(remote, tmp_path / str(at))
+            assert read(source, 7, 3 * PIECE) == CONTENT[7 : 3 * PIECE + 7]
+            assert read(source, 0, len(CONTENT)) == CONTENT
+            source.check_unchanged()
+            source.close()
+        assert loaded(opened(remote, tmp_path / str(at))) == CONTENT
+
+
+def test_a_source_that_was_never_closed_ends_its_threads(remote: VersionedObject, tmp_path: Path) -> None:
+    source = opened(remote, tmp_path)
+    read(source, 0, 10)
+    del source
+    assert loaded(opened(remote, tmp_path)) == CONTENT
