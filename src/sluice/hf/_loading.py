@@ -39,7 +39,8 @@ from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._distribution import Ranks
 from sluice.hf._library import find_library
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tie
-from sluice.hf._quantization import Quantizer, find_quantizer
+from sluice.hf._quantization import Quantizer
+from sluice.hf._quantizer_choice import find_quantizer
 from sluice.loading.devices import Device
 from sluice.loading.job import load
 from sluice.loading.module_request import EntriesRequest

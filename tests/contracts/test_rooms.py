@@ -1,0 +1,84 @@
+"""Inside a room, modules import each other in one direction; imports inside functions count too.
+
+The contract of layers in ``pyproject.toml`` compares rooms, and its tool does not report circles inside one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+import pytest
+
+import sluice
+
+_ROOT = Path(sluice.__file__).parent
+
+#: Modules that import each other at run time, by room. Entries are only ever removed.
+_KNOWN = {
+    "loading": {"job", "joint", "sharing"},
+    "modules": {"adapters", "collect", "load_hooks", "load_overrides"},
+    "writing": {"ranks.save", "save"},
+}
+
+
+def _imports(path: Path, modules: AbstractSet[str]) -> Iterator[str]:
+    """Yield which of the modules of a room a module imports when it runs, also inside functions."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending += node.orelse
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{name.name}" for name in node.names} & modules
+            yield from inside or {node.module} & modules
+        pending += ast.iter_child_nodes(node)
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    pending = [start]
+    while pending:
+        for name in graph[pending.pop()] - seen:
+            seen.add(name)
+            pending.append(name)
+    return seen
+
+
+def circles(room: Path) -> list[set[str]]:
+    """Return the sets of modules of a room that reach each other; names are relative to the room."""
+    prefix = ".".join(["sluice", *room.relative_to(_ROOT).parts])
+    files = {
+        ".".join([prefix, *path.relative_to(room).with_suffix("").parts]).removesuffix(".__init__"): path
+        for path in room.rglob("*.py")
+    }
+    graph = {name: set(_imports(path, files.keys())) - {name} for name, path in files.items()}
+    reach = {name: _reachable(graph, name) for name in graph}
+    found: list[set[str]] = []
+    for name in sorted(graph):
+        if name in reach[name] and not any(name in circle for circle in found):
+            found.append({other for other in reach[name] if name in reach[other]})
+    return [{name.removeprefix(f"{prefix}.") for name in circle} for circle in found]
+
+
+def test_modules_of_a_room_import_each_other_in_one_direction() -> None:
+    rooms = sorted(path.parent for path in _ROOT.glob("*/__init__.py"))
+    assert len(rooms) > 20
+    found = [(room.name, circle) for room in rooms for circle in circles(room)]
+    assert [(room, circle) for room, circle in found if not circle <= _KNOWN.get(room, set())] == []
+
+
+def test_circles_through_functions_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    (room / "__init__.py").write_text("from sluice.room import a\n")
+    (room / "a.py").write_text("def f():\n    from sluice.room.b import g\n")
+    (room / "b.py").write_text("from sluice.room import a\n")
+    (room / "c.py").write_text("if TYPE_CHECKING:\n    from sluice.room import d\n")
+    (room / "d.py").write_text("from sluice.room import c\n")
+    monkeypatch.setattr(sys.modules[__name__], "_ROOT", tmp_path)
+    assert circles(room) == [{"a", "b"}]
