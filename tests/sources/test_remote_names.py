@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import sluice
-from sluice.sources.remote_names import download_advice, missing_advice
+from sluice.sources.remote_names import download_advice, missing_advice, without_credentials
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,19 @@ def test_what_to_check_about_a_missing_path(tmp_path: Path, monkeypatch: pytest.
 def test_an_empty_path() -> None:
     with pytest.raises(sluice.MissingFileError, match=r"^the path is empty\. Pass"):
         sluice.open("")
+
+
+@pytest.mark.parametrize(
+    ("url", "plain"),
+    [
+        ("http://user:PW/SECRET@host/a", "http://host/a"),
+        ("http://user:PW?SECRET@host/a", "http://host/a"),
+        ("s3://AK:wJalr/SECRET@bucket/k", "s3://bucket/k"),
+        ("http://user:SECRET@host:80/a@1", "http://host:80/a@1"),
+        ("http://host:8080/a@1/b?SECRET", "http://host:8080/a@1/b"),
+        ("http://[::1]:80/a@1", "http://[::1]:80/a@1"),
+        ("hf://org/net@v1/file", "hf://org/net@v1/file"),
+    ],
+)
+def test_credentials_are_removed_also_if_they_are_not_escaped(url: str, plain: str) -> None:
+    assert without_credentials(url) == plain

@@ -18,7 +18,7 @@ import ssl
 import struct
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from email.message import Message
 from email.utils import formatdate
@@ -128,6 +128,10 @@ class RangeServer:
     ignores_conditions: bool = False
     #: File with certificate and key; None for plain text.
     certificate: Path | None = None
+    #: Whether clients need this certificate too.
+    asks_for_certificates: bool = False
+    #: Requests that are answered at once; others get 503. None for no limit.
+    most_at_once: int | None = None
     host: str = "127.0.0.1"
     requests: list[Request] = field(default_factory=list)
     #: Connections that were accepted.
@@ -136,11 +140,15 @@ class RangeServer:
     def __enter__(self) -> Self:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._active = 0
         self._stopped = threading.Event()
         self._server = _Server((self.host, 0), _handler(self))
         if self.certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.certificate)
+            if self.asks_for_certificates:
+                context.load_verify_locations(self.certificate)
+                context.verify_mode = ssl.CERT_REQUIRED
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -167,6 +175,18 @@ class RangeServer:
             for connection in self._open:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[bool]:
+        """Count a request while it is answered; yield whether the limit allows it."""
+        with self._lock:
+            self._active += 1
+            free = self.most_at_once is None or self._active <= self.most_at_once
+        try:
+            yield free
+        finally:
+            with self._lock:
+                self._active -= 1
 
     def answer(self, request: Request) -> Answer:
         """Return the right answer, or the one of the script."""
@@ -272,7 +292,9 @@ def _handler(server: RangeServer) -> type[BaseHTTPRequestHandler]:
                 super().finish()
 
         def do_GET(self) -> None:
-            server.send(self, server.answer(Request(self.path, self.headers)))
+            with server.place() as free:
+                answer = server.answer(Request(self.path, self.headers))
+                server.send(self, answer if free else status(503)(answer))
 
         def log_message(self, *arguments: object) -> None:
             """Log nothing."""

@@ -17,8 +17,8 @@ from sluice._arguments import device_name
 from sluice._dtypes import parse_dtype, torch_dtype
 from sluice._options import TEXT_ENCODING, MemoryLimits, Place
 from sluice._units import parse_bytes
-from sluice.cli.cache_options import with_cache
 from sluice.cli.failures import Failure, describe
+from sluice.cli.remote_options import with_settings
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def source_of(paths: Sequence[str]) -> Location | list[Location]:
     """Return the source that the PATH arguments name: one path, or a list of files; URLs with ``--cache``."""
     if len(set(paths)) < len(paths):
         raise click.UsageError("PATH is given twice: each file of a checkpoint is named once")
-    return with_cache(paths[0]) if len(paths) == 1 else list(map(with_cache, paths))
+    return with_settings(paths[0]) if len(paths) == 1 else list(map(with_settings, paths))
 
 
 def find_factory(spec: str) -> Callable[..., Any]:

@@ -25,6 +25,9 @@ _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
 #: Between the links of a chained URL of fsspec: ``zip://model.pth::https://host/model.zip``.
 _LINK = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+://)")
 
+#: Host with a colon and what is not a port: the beginning of user and password.
+_PASSWORD = re.compile(r"^[^@\[]*:(?!\d{0,5}$)[^@]*$")
+
 _DOWNLOAD = "Download the checkpoint first and pass its local path."
 
 #: A URL that went through ``pathlib.Path``.
@@ -79,9 +82,12 @@ def without_credentials(url: str) -> str:
 def _plain(url: str) -> str:
     if not is_url(url):
         return url
-    scheme, _, rest = re.split("[?#]", url, maxsplit=1)[0].partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+    scheme, _, rest = url.partition("://")
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    if _PASSWORD.search(authority):  # the rest of a password with a character that should have been escaped
+        authority, rest = "", rest.rpartition("@")[2] if "@" in rest else rest
+    rest = authority.rpartition("@")[2] + rest[len(authority) :]
+    return f"{scheme}://{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 
 def download_advice(url: str) -> str:

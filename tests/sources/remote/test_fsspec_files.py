@@ -150,7 +150,7 @@ def test_directories_list_and_open_their_files(filesystem: Any) -> None:
 def test_unknown_schemes_and_settings_are_refused(filesystem: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"nope://host/f: fsspec has no file system for 'nope'"):
         open_source("nope://me:secret@host/f")
-    with pytest.raises(UnsupportedError, match=r"headers=, verify= and timeout= are for http and object stores"):
+    with pytest.raises(UnsupportedError, match=r"headers=, verify=, cert= and timeout= are for http and object stores"):
         open_source("memory://f", RemoteSettings(timeout=3.0))
 
 

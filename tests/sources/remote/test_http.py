@@ -26,9 +26,12 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
+from sluice._threads import in_threads
+from sluice.records import RequestRecord
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http import open_directory, open_object
 from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.servers import server_of
 from sluice.testing import check_source
 from support.range_server import (
     Answer,
@@ -484,3 +487,73 @@ def test_redirects_to_private_addresses(server: RangeServer, monkeypatch: pytest
 
 def test_http_has_no_directories() -> None:
     assert open_directory("https://host/folder/") is None
+
+
+def test_options_that_have_no_effect_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="options= has no effect"):
+        open_object("http://host/m.pth", RemoteSettings(options={"token": "x"}))
+
+
+def test_a_client_certificate(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    if certificate is None:
+        pytest.skip("openssl is not installed")
+    with RangeServer({"/m.pth": CONTENT}, certificate=certificate, asks_for_certificates=True) as server:
+        with pytest.raises(RemoteError):
+            file_at(server.url("/m.pth"), RemoteSettings(verify=str(certificate)))
+        both = RemoteSettings(verify=str(certificate), cert=(str(certificate), None))
+        with opened(server.url("/m.pth"), both) as file:
+            assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+        (tmp_path / "empty.pem").write_text("")
+        with pytest.raises(RemoteError, match="client certificate"):
+            file_at(server.url("/m.pth"), RemoteSettings(cert=(str(tmp_path / "empty.pem"), None)))
+
+
+def test_plain_text_in_place_of_tls_is_not_repeated(server: RangeServer) -> None:
+    with pytest.raises(RemoteError, match="does not answer with TLS") as caught:
+        file_at(server.url("/m.pth").replace("http:", "https:"))
+    assert "tries" not in str(caught.value)
+
+
+def test_a_replaced_file_without_a_version_is_found_out_after_the_load(server: RangeServer) -> None:
+    server.validators = "none"
+    with opened(server.url("/m.pth")) as file:
+        assert "names no version" in str(file.note)
+        file.read_at(FAR, 9)
+        file.check_unchanged()
+        server.files["/m.pth"] = CONTENT[:-1] + b"x"
+        with pytest.raises(SourceChangedError, match="same size"):
+            file.check_unchanged()
+
+
+def test_requests_are_reported_to_an_observer(server: RangeServer) -> None:
+    found: list[RequestRecord] = []
+    server.faults = {0: status(503), 2: status(500)}
+    url = server.url("/m.pth")
+    with opened(url + "?sig=geheim") as file:
+        file.observe(found.append)
+        file.read_at(FAR, 9)
+    assert [(each.method, each.url, each.nbytes, each.status) for each in found] == [
+        ("GET", url, 0, 503),
+        ("GET", url, 65536, 206),
+        ("GET", url, 0, 500),
+        ("GET", url, 9, 206),
+    ]
+    assert all(each.seconds >= 0 for each in found)
+
+
+def test_a_server_that_limits_requests_is_read(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen at once, of which it answers two."""
+    monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
+    server.most_at_once, server.latency = 2, 0.005
+    pieces: list[bytes] = [b""] * 64
+    with closing(RemoteFile(open_object(server.url("/m.pth")))) as file:
+
+        def read(number: int) -> None:
+            pieces[number] = file.read_at(FAR + number, 1000)
+
+        in_threads(read, 64, threads=16, name="reader")
+        limit = server_of(file.path).limit
+    assert pieces == [CONTENT[FAR + n : FAR + n + 1000] for n in range(64)]
+    assert limit is not None
+    assert limit <= 8

@@ -12,7 +12,6 @@ import click
 
 import sluice
 from sluice._options import MemoryLimits, PageCache
-from sluice.cli.cache_options import cache_options, with_cache
 from sluice.cli.failures import Failure
 from sluice.cli.options import (
     DTypeName,
@@ -25,6 +24,7 @@ from sluice.cli.options import (
     rules_option,
     staging_option,
 )
+from sluice.cli.remote_options import remote_options, with_settings
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
@@ -36,7 +36,7 @@ __all__ = ["convert_command"]
 @click.command("convert")
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
-@cache_options
+@remote_options
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
 @click.option("--format", "kind", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
@@ -128,7 +128,7 @@ def convert_command(
     rules = changes_of(renames, regexes, rule_lists)
     run = partial(
         sluice.convert,
-        with_cache(source),
+        with_settings(source),
         destination,
         key=key,
         format=kind,  # type: ignore[arg-type]  # click checks the choices

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 import sluice
-from sluice.cli.cache_options import cache_options, with_cache
 from sluice.cli.commands.verify import unreadable
 from sluice.cli.options import encoding_option
+from sluice.cli.remote_options import remote_options, with_settings
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import show_report
 
@@ -17,7 +17,7 @@ __all__ = ["diff_command"]
 @click.command("diff")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@cache_options
+@remote_options
 @click.option("--key-a", "--key", metavar="KEY", help="Compare only this part of A, such as model_state_dict.")
 @click.option("--key-b", metavar="KEY", help="Compare only this part of B.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
@@ -82,8 +82,8 @@ def diff_command(
     """
     with unreadable():
         report = sluice.diff(
-            with_cache(a),
-            with_cache(b),
+            with_settings(a),
+            with_settings(b),
             key=key_a,
             other_key=key_b,
             rtol=rtol,

@@ -7,8 +7,8 @@ import json
 import click
 
 import sluice
-from sluice.cli.cache_options import cache_options
 from sluice.cli.options import encoding_option, paths_argument, source_of
+from sluice.cli.remote_options import remote_options
 from sluice.cli.views.outline import print_outline
 from sluice.cli.views.summary import path_and_key, summarise, to_json
 
@@ -17,7 +17,7 @@ __all__ = ["inspect_command"]
 
 @click.command("inspect")
 @paths_argument
-@cache_options
+@remote_options
 @click.option("--tree", "as_tree", is_flag=True, help="Show the nested object of the file instead of tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--all", "everything", is_flag=True, help="Show complete lists.")

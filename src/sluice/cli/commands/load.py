@@ -10,7 +10,6 @@ import click
 
 import sluice
 from sluice._options import MemoryLimits, PageCache, Place
-from sluice.cli.cache_options import cache_options
 from sluice.cli.mesh_options import load_mesh_options, parse_styles
 from sluice.cli.options import (
     Size,
@@ -34,6 +33,7 @@ from sluice.cli.options import (
     source_of,
     staging_option,
 )
+from sluice.cli.remote_options import remote_options
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import show_report
 
@@ -45,7 +45,7 @@ __all__ = ["load_command"]
 
 @click.command("load")
 @paths_argument
-@cache_options
+@remote_options
 @click.option(
     "--model", "factory", required=True, metavar="MODULE:NAME", help="Class or function that builds the model."
 )

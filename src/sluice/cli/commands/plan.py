@@ -8,7 +8,6 @@ import click
 
 import sluice
 from sluice._options import MemoryLimits, Place
-from sluice.cli.cache_options import cache_options
 from sluice.cli.mesh_options import mesh_options, mesh_sizes, parse_styles, speed_lines
 from sluice.cli.options import (
     Size,
@@ -32,6 +31,7 @@ from sluice.cli.options import (
     source_of,
     staging_option,
 )
+from sluice.cli.remote_options import remote_options
 from sluice.cli.views.report import show_report
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _DOES_NOT_FIT = 3
 
 @click.command("plan")
 @paths_argument
-@cache_options
+@remote_options
 @click.option(
     "--model",
     "factory",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from sluice.cli.cache_options import CACHE_VARIABLE, cache_options, chosen_cache
 from sluice.cli.options import encoding_option, source_of
+from sluice.cli.remote_options import CACHE_VARIABLE, chosen_cache, remote_options
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import show_report
 
@@ -14,7 +14,7 @@ __all__ = ["prefetch_command"]
 
 @click.command("prefetch")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@cache_options
+@remote_options
 @encoding_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")

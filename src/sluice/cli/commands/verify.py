@@ -11,9 +11,9 @@ import click
 
 import sluice
 from sluice._errors import SluiceError
-from sluice.cli.cache_options import cache_options
 from sluice.cli.failures import Failure
 from sluice.cli.options import encoding_option, paths_argument, source_of
+from sluice.cli.remote_options import remote_options
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm
@@ -38,7 +38,7 @@ def unreadable() -> Iterator[None]:
 
 @click.command("verify")
 @paths_argument
-@cache_options
+@remote_options
 @click.option("--key", metavar="KEY", help="Part of which tensors are named, hashed and counted. Every byte is read.")
 @click.option("--manifest", metavar="FILE", help="Compare dtype, shape and hash of every tensor with FILE.")
 @click.option("--write-manifest", metavar="FILE", help="Hash every tensor, and write FILE if there is no problem.")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sluice import _defaults as defaults
-from sluice._errors import TruncatedError
+from sluice._errors import SourceChangedError, TruncatedError
 from sluice.records import AccessFacts, FileIdentity, RequestRecord, Traffic
 from sluice.sources.coalesced import read_ranges
 from sluice.sources.forwarding import ForwardingSource
@@ -28,6 +28,11 @@ __all__ = ["RemoteFile"]
 #: Files that keep their first bytes, the latest last. They are read soon after the opening, or not at all; a checkpoint
 #: of a thousand shards would keep 64 MiB of them.
 _KEPT: deque[weakref.ref[RemoteFile]] = deque()
+
+#: Bytes at both ends of a file without a version that are compared after a load: in a zip file they have checksums.
+_SAMPLE_BYTES = 64 << 10
+
+_NO_VERSION = "the server names no version (ETag or Last-Modified): only both ends were compared after the load"
 
 #: Most records of requests that are kept until there is an observer: those of the opening.
 _KEPT_RECORDS = 4
@@ -93,9 +98,12 @@ class RemoteFile:
         except BaseException:
             remote.close()
             raise
-        self._note: str | None = None
         facts = self._facts
         self.identity = FileIdentity(nbytes=facts.nbytes, version=facts.version or facts.weak_version or facts.modified)
+        self._note = None if facts.pinnable else _NO_VERSION
+        self._samples: dict[int, bytes] = {} if facts.pinnable else {0: self._head}
+        if not facts.pinnable and facts.nbytes > _SAMPLE_BYTES:
+            self._samples |= self._sample(facts.nbytes - _SAMPLE_BYTES)
 
     @property
     def path(self) -> str:
@@ -162,7 +170,19 @@ class RemoteFile:
     def forget(self, offset: int, nbytes: int) -> None:
         """Do nothing: the few bytes that are kept are those of the header."""
 
+    def _sample(self, offset: int) -> dict[int, bytes]:
+        """Request bytes of the file again, also those that are kept."""
+        head, self._head = self._head, b""
+        try:
+            return {offset: self.read_at(offset, min(_SAMPLE_BYTES, self._facts.nbytes - offset))}
+        finally:
+            self._head = head
+
     def check_unchanged(self) -> None:
+        for offset, was in self._samples.items():
+            if self._sample(offset)[offset][: len(was)] != was:
+                problem = "the file was replaced by one of the same size while it was being read"
+                raise SourceChangedError(problem, file=self.path, offset=offset)
         # Every answer was held against the object that was opened. What is left are ranges in front of data.
         left = self._expected.left()
         read_ranges(self, [offset for offset, _ in left], [nbytes for _, nbytes in left])

@@ -232,8 +232,8 @@ class _FilesystemDirectory:
 def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
     shown = without_credentials(url)
-    if settings.headers or settings.verify is not True or settings.timeout is not None:
-        problem = "headers=, verify= and timeout= are for http and object stores; fsspec reads this address"
+    if settings.headers or settings.verify is not True or settings.timeout is not None or settings.cert:
+        problem = "headers=, verify=, cert= and timeout= are for http and object stores; fsspec reads this address"
         raise UnsupportedError(problem, file=shown, advice="Write them in options=, as the file system names them.")
     try:
         filesystem, path = url_to_fs(url, **settings.options)

@@ -10,7 +10,7 @@ from http import HTTPStatus
 import urllib3
 
 from sluice import _defaults as defaults
-from sluice._errors import RemoteError
+from sluice._errors import RemoteError, UnsupportedError
 from sluice.sources.directory import Directory
 from sluice.sources.remote.http_addresses import (
     HttpAddress,
@@ -73,13 +73,16 @@ class HttpObject:
 
     def __init__(self, url: str, settings: RemoteSettings, *, shown: str | None = None) -> None:
         self.path = without_credentials(url) if shown is None else shown
+        if settings.options:
+            problem = "options= has no effect on http and hf: it is for object stores and fsspec"
+            raise UnsupportedError(problem, file=self.path, advice="Use headers=, verify=, cert= or timeout=.")
         self._first, authorization = parse_address(url)
         self._target = self._first
         self._first_network: Network | None = None
         self._headers = _own_headers(settings.headers, authorization, self.path)
-        self._verify = settings.verify
+        self._tls = (settings.verify, settings.cert)
         self._timeout = settings.timeout or defaults.REMOTE_TIMEOUT_SECONDS
-        self._connections, self._return = lend_connections(self, verify=self._verify)
+        self._connections, self._return = lend_connections(self, self._tls)
 
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
         response, address = self._answer({"Range": f"bytes=0-{nbytes - 1}"})
@@ -168,7 +171,7 @@ class HttpObject:
     def _get(self, address: HttpAddress, wanted: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         own = address.origin == self._first.origin
         if not self._return.alive:  # closed, and read again
-            self._connections, self._return = lend_connections(self, verify=self._verify)
+            self._connections, self._return = lend_connections(self, self._tls)
         return self._connections.get(
             address,
             {**(self._headers if own else _USER_AGENT), "Accept-Encoding": "identity", **wanted},

@@ -11,7 +11,7 @@ import threading
 import urllib.request
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import urllib3
 from urllib3.exceptions import HTTPError
@@ -25,6 +25,9 @@ from sluice.sources.remote.http_security import tls_context, without_queries_in_
 
 __all__ = ["Connections", "lend_connections"]
 
+#: Trusted certificates and the client certificate, as in ``RemoteSettings``.
+Tls: TypeAlias = tuple[bool | str, tuple[str, str | None] | None]
+
 #: Origins with idle connections, and idle connections of each.
 _ORIGINS, _IDLE = 64, 64
 
@@ -32,8 +35,8 @@ _ORIGINS, _IDLE = 64, 64
 class Connections:
     """The connections of all objects that have the same settings for TLS."""
 
-    def __init__(self, *, verify: bool | str) -> None:
-        self._verify = verify
+    def __init__(self, tls: Tls) -> None:
+        self._tls = tls
         self._lock = threading.RLock()
         self._managers: dict[tuple[str, str | None, Network | None], urllib3.PoolManager] = {}
         self._proxies: dict[tuple[str, str, int], str | None] = {}
@@ -106,7 +109,7 @@ class Connections:
     def _new_manager(self, scheme: str, proxy: str | None, path: str) -> urllib3.PoolManager:
         arguments: dict[str, Any] = {"num_pools": _ORIGINS, "maxsize": _IDLE}
         if scheme == "https":
-            arguments["ssl_context"] = tls_context(verify=self._verify)
+            arguments["ssl_context"] = tls_context(verify=self._tls[0], cert=self._tls[1])
         if proxy is None:
             return urllib3.PoolManager(**arguments)
         try:
@@ -120,31 +123,31 @@ class Connections:
             raise UnsupportedError(problem, file=path, advice=advice) from None
 
 
-def lend_connections(borrower: object, *, verify: bool | str) -> tuple[Connections, weakref.finalize[..., object]]:
+def lend_connections(borrower: object, tls: Tls) -> tuple[Connections, weakref.finalize[..., object]]:
     """Return the shared connections for some settings, and a finalizer that returns them.
 
     They close when the last borrower has returned them.
 
     Args:
         borrower: The object that uses them. They are returned at the latest when it is collected.
-        verify: Whether certificates are checked, or the path of the certificates that are trusted.
+        tls: ``verify`` and ``cert`` of ``RemoteSettings``.
     """
     with _shared_lock:
-        connections, borrowers = _SHARED.get(verify) or (Connections(verify=verify), 0)
-        _SHARED[verify] = connections, borrowers + 1
-    finalizer = weakref.finalize(borrower, _return_connections, connections, verify=verify)
+        connections, borrowers = _SHARED.get(tls) or (Connections(tls), 0)
+        _SHARED[tls] = connections, borrowers + 1
+    finalizer = weakref.finalize(borrower, _return_connections, connections, tls)
     finalizer.atexit = False
     return connections, finalizer
 
 
-def _return_connections(connections: Connections, *, verify: bool | str) -> None:
+def _return_connections(connections: Connections, tls: Tls) -> None:
     with _shared_lock:
-        shared, borrowers = _SHARED.get(verify, (None, 0))
+        shared, borrowers = _SHARED.get(tls, (None, 0))
         if shared is connections and borrowers > 1:
-            _SHARED[verify] = connections, borrowers - 1
+            _SHARED[tls] = connections, borrowers - 1
             return
         if shared is connections:
-            del _SHARED[verify]
+            del _SHARED[tls]
     connections.close()
 
 
@@ -157,7 +160,7 @@ def _after_fork() -> None:
 
 #: Reentrant: a finalizer may run in the thread that holds it.
 _shared_lock = threading.RLock()
-_SHARED: dict[bool | str, tuple[Connections, int]] = {}
+_SHARED: dict[Tls, tuple[Connections, int]] = {}
 _EVERY: weakref.WeakSet[Connections] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

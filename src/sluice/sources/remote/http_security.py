@@ -14,12 +14,33 @@ from sluice._errors import RemoteError
 __all__ = ["tls_context", "without_queries_in_logs"]
 
 
-def tls_context(*, verify: bool | str) -> ssl.SSLContext:
+def tls_context(*, verify: bool | str, cert: tuple[str, str | None] | None = None) -> ssl.SSLContext:
     """Return the context with the certificates of the system, of certifi if it has none, or of a path.
 
+    Args:
+        verify: Whether certificates of servers are checked, or the path of the trusted ones.
+        cert: Paths of the client certificate and its key, or None.
+
     Raises:
-        RemoteError: The path has no certificates.
+        RemoteError: A path has no certificates.
     """
+    context = _trusting(verify=verify)
+    if cert is not None:
+        try:
+            context.load_cert_chain(*cert, password=_no_password)
+        except (OSError, ValueError) as error:
+            problem = "the client certificate or its key cannot be loaded"
+            advice = "Pass a PEM file with both, without a password, or the paths of both."
+            raise RemoteError(problem, file=cert[0], advice=advice) from error
+    return context
+
+
+def _no_password() -> str:
+    """Refuse to ask at the terminal."""
+    raise ValueError("the key has a password")
+
+
+def _trusting(*, verify: bool | str) -> ssl.SSLContext:
     if isinstance(verify, str):
         directory = os.path.isdir(verify)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from sluice._errors import UnsupportedError
 from sluice._messages import type_of
 from sluice._public import public
 from sluice._units import parse_bytes
-from sluice.records import AccessFacts
+from sluice.records import AccessFacts, RequestRecord
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote_names import is_url, without_credentials
 
@@ -24,7 +24,7 @@ __all__ = ["Remote", "remote_location"]
 _SMALLEST_REQUEST = 1 << 20
 
 #: Fields that a repr may show: the others can hold credentials.
-_SHOWN = ("verify", "connections", "request_bytes", "gap_bytes", "timeout", "cache", "cache_bytes")
+_SHOWN = ("verify", "cert", "connections", "request_bytes", "gap_bytes", "timeout", "cache", "cache_bytes")
 
 
 @public()
@@ -47,7 +47,10 @@ class Remote:
     headers: Mapping[str, str] | None = None
     #: Whether certificates are checked, or the path of the certificates that are trusted.
     verify: bool | str = True
-    #: Requests for one file in flight at once; None for the default of the server's kind.
+    #: Client certificate for servers of HTTP that ask for one: the path of a PEM file with its key, or two paths.
+    cert: str | tuple[str, str] | None = None
+    #: Requests for one file in flight at once; None for the default of the server's kind. A server that answers 429 or
+    #: 503 gets fewer.
     connections: int | None = None
     #: Largest request, in bytes or as text such as ``"8MiB"``; a multiple of 4 KiB, at least 1 MiB.
     request_bytes: int | str | None = None
@@ -58,6 +61,9 @@ class Remote:
     #: Options of the library that makes the requests: the configuration of an obstore store, or the storage options of
     #: an fsspec file system.
     options: Mapping[str, Any] | None = None
+    #: Function that is called after each request, from any thread, with its ``method``, ``url`` without query,
+    #: ``nbytes``, ``seconds`` and ``status``.
+    on_request: Callable[[RequestRecord], object] | None = None
     #: A store of obstore or a file system of fsspec that holds ``url``.
     store: Any = None
     #: Directory that keeps the bytes that were read, by version of the object, so that a second load reads them there.
@@ -118,6 +124,7 @@ class Remote:
         return RemoteSettings(
             headers=tuple((self.headers or {}).items()),
             verify=self.verify,
+            cert=(self.cert, None) if isinstance(self.cert, str) else self.cert,
             timeout=self.timeout,
             options=dict(self.options or {}),
         )
@@ -138,7 +145,7 @@ class Remote:
             given = getattr(self, name)
             if given is not None and not isinstance(given, Mapping):
                 raise TypeError(f"{name} is {type_of(given)}; write a dict")
-        used = [name for name in ("headers", "options", "timeout") if getattr(self, name) is not None]
+        used = [name for name in ("headers", "options", "timeout", "cert") if getattr(self, name) is not None]
         used += ["verify"] if self.verify is not True else []
         if self.store is not None and used:
             raise ValueError(f"{used[0]}= has no effect with store=: the store was made with its own settings")

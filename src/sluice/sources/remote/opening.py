@@ -141,6 +141,8 @@ def _directory(remote: Remote) -> Directory | None:
 def _tuned(source: Source, remote: Remote) -> Source:
     if isinstance(source, RemoteFile):
         source.access = remote.tuned(source.access)
+        if remote.on_request is not None:
+            source.observe(remote.on_request)
     if remote.cache is None:
         return source
     # Here, not above: most addresses have no cache.

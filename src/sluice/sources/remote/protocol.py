@@ -59,6 +59,11 @@ class ObjectFacts(Struct, frozen=True, kw_only=True):
     #: ETag that does not promise equal bytes; a different one shows a change all the same.
     weak_version: str | None = None
 
+    @property
+    def pinnable(self) -> bool:
+        """Whether anything shows that an object is no longer the same."""
+        return (self.version or self.weak_version or self.modified) is not None
+
     def describe(self) -> str:
         """Return what is known as text for error messages."""
         version = self.version or self.weak_version
@@ -73,6 +78,8 @@ class RemoteSettings(Struct, frozen=True, kw_only=True):
     headers: tuple[tuple[str, str], ...] = ()
     #: Whether certificates are checked, or the path of the certificates that are trusted.
     verify: bool | str = True
+    #: Paths of the client certificate and of its key, in PEM; both may be in one file. None without one.
+    cert: tuple[str, str | None] | None = None
     #: Seconds without a byte after which a request counts as failed; None for the default.
     timeout: float | None = None
     #: Options of the library that makes the requests.

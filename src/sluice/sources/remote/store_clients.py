@@ -88,10 +88,11 @@ def parse_address(url: str) -> StoreAddress:
         account = named.partition(".")[0] or None
     else:
         host = host.rpartition("@")[2]
-    if not host:
+    if not host or ":" in host:
         example = f"{scheme}://bucket/name.safetensors"
         problem = "the address names no bucket"
-        raise UnsupportedError(problem, file=without_credentials(url), expected=example, advice="Name the bucket.")
+        advice = "Name the bucket. Credentials belong into options= or variables."
+        raise UnsupportedError(problem, file=without_credentials(url), expected=example, advice=advice)
     at_account = f"@{account}" if account else ""
     return StoreAddress(kind=kind, bucket=host, account=account, key=key, root=f"{scheme}://{host}{at_account}/")
 
@@ -134,6 +135,9 @@ def make_store(address: StoreAddress, settings: RemoteSettings, purpose: Purpose
         UnsupportedError: obstore is not installed, or refuses an option.
     """
     library = obstore_library(address.root)
+    if settings.cert:
+        problem, advice = "cert= is for http; obstore sends no client certificates", "Pass credentials in options=."
+        raise UnsupportedError(problem, file=address.root, advice=advice)
     config = dict(settings.options)
     if address.account:
         config["account_name"] = address.account
