@@ -174,6 +174,16 @@ def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:
     assert_equal(found, {name: each.half() if each.is_floating_point() else each for name, each in STATE.items()})
 
 
+def test_settings_of_a_remote_reach_the_store(server: Bucket, tmp_path: Path) -> None:
+    target = sluice.Remote("s3://models/settings.safetensors", options=server.settings.options)
+    with connections_closed():
+        assert sluice.save(STATE, target).files == ("s3://models/settings.safetensors",)
+        sluice.convert(target, sluice.Remote("s3://models/settings.pth", options=server.settings.options))
+        assert_equal(torch.load(download(server, "settings.pth", tmp_path), weights_only=True), STATE)
+    with pytest.raises(sluice.UnsupportedError, match="only object stores"):
+        sluice.save(STATE, sluice.Remote("https://host/a.safetensors"))
+
+
 def test_a_key_that_stores_refuse(bucket: Bucket) -> None:
     with pytest.raises(sluice.SaveError, match="no objects with such names"):
         sluice.save(STATE, "s3://models/a/../b.safetensors")

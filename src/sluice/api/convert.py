@@ -21,6 +21,7 @@ from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
+from sluice.sources.remote.location import Remote
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save_formats import ConvertFormat, choose_format
 
@@ -31,7 +32,7 @@ __all__ = ["convert"]
 @explain_keywords
 def convert(
     source: CheckpointSource,
-    destination: str | os.PathLike[str],
+    destination: str | os.PathLike[str] | Remote,
     *,
     key: str | None = None,
     format: ConvertFormat | None = None,  # noqa: A002  (the name that every library has for it)
@@ -99,7 +100,7 @@ def convert(
         >>> report = sluice.convert("run.pt", "hf-model", key="model", max_shard_size="5GB")
     """
     started = time.perf_counter()
-    if isinstance(destination, str) and "://" in destination:
+    if isinstance(destination, Remote) or (isinstance(destination, str) and "://" in destination):
         from sluice.api.uploads import uploaded
         from sluice.writing.uploads import upload_to
 

@@ -22,6 +22,7 @@ from sluice._public import public
 from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
+from sluice.sources.remote.location import Remote
 from sluice.writing.chunks import Staging
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save import SaveJob, save_state
@@ -37,7 +38,7 @@ __all__ = ["save"]
 @explain_keywords
 def save(
     obj: nn.Module | torch.optim.Optimizer | Mapping[str, object],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Remote,
     *,
     format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
     dtype: DType | None = None,
@@ -60,8 +61,8 @@ def save(
     Args:
         obj: A module or an optimizer (its ``state_dict()`` is saved), a state dict, or a nested training state.
         path: A file or a directory. It may be the file that the weights were loaded from. The address of an object
-            store (``s3://``, ``gs://``, ``az://``) gets the files after they are complete in the temporary directory
-            of this machine, which needs their size.
+            store (``s3://``, ``gs://``, ``az://``), or a ``Remote`` with such an address and settings, gets the files
+            after they are complete in the temporary directory of this machine, which needs their size.
         format: ``"torch"`` (``torch.load(weights_only=True)`` reads it), ``"safetensors"``, ``"huggingface"`` (a
             directory with ``model.safetensors``, or shards and an index), ``"per-parameter"`` (a directory with a
             file per tensor) or ``"dcp"`` (a directory that ``torch.distributed.checkpoint`` reads). None chooses by
@@ -95,7 +96,8 @@ def save(
     started = time.perf_counter()
     state = state_to_save(obj, path)
     check_load(progress=progress)
-    if isinstance(path, str) and "://" in path and (upload := _upload(path, state, format)) is not None:
+    remote = isinstance(path, Remote) or (isinstance(path, str) and "://" in path)
+    if remote and (upload := _upload(path, state, format)) is not None:
         from sluice.api.uploads import uploaded
 
         def write(local: str) -> SaveReport:
@@ -156,7 +158,7 @@ def _flattened(state: object, dtype: DType | None) -> tuple[object, dict[str, st
     return found
 
 
-def _upload(path: str, state: object, requested: SaveFormat | None) -> Upload | None:
+def _upload(path: object, state: object, requested: SaveFormat | None) -> Upload | None:
     """Return the upload for the address of an object store; None for a path."""
     from sluice.writing.uploads import upload_to
 

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from sluice import _defaults as defaults
-from sluice._errors import CheckpointError, SaveError, SluiceError
+from sluice._errors import CheckpointError, SaveError, SluiceError, UnsupportedError
 from sluice._geometry import round_up
+from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
 from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address, shown
 from sluice.sources.remote.store_errors import is_missing, translated
@@ -28,13 +29,20 @@ __all__ = ["Upload", "upload_to"]
 _LAST = (".index.json", ".metadata")
 
 
-def upload_to(destination: str) -> Upload | None:
-    """Return the upload for the address of an object store; None for a path, and for a URL of any other kind.
+def upload_to(destination: object) -> Upload | None:
+    """Return the upload for the address of an object store, or a ``Remote`` with one; None for anything else.
 
     Raises:
         UnsupportedError: obstore is not installed, or the address has a wrong form.
     """
-    return Upload(destination) if is_store(destination) and not os.path.lexists(destination) else None
+    if isinstance(destination, Remote):
+        if destination.store is not None or not is_store(destination.url):
+            advice = "Write the address of an object store: s3://, gs:// or az://."
+            raise UnsupportedError("only object stores are written to", file=destination.address, advice=advice)
+        return Upload(destination.url, destination.settings)
+    if not isinstance(destination, str) or not is_store(destination) or os.path.lexists(destination):
+        return None
+    return Upload(destination)
 
 
 class Upload:
