@@ -30,7 +30,8 @@ except KeyboardInterrupt:
 
 def interrupted(folder: Path, *arguments: str, ignored: bool = False) -> subprocess.CompletedProcess[str]:
     """Run the command, interrupt it when it prints its first line, and return the result."""
-    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"] if ignored else []
+    # A job in the background inherits ignored interrupts.
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"] if ignored else ["env", "--default-signal=INT"]
     process = subprocess.Popen(
         [*ignoring, sys.executable, "-m", "sluice", *arguments],
         stdout=subprocess.PIPE,

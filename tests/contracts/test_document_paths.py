@@ -71,5 +71,14 @@ def test_names_are_found_in_prose_and_in_code() -> None:
     assert not resolves("sluice.engine.nothing")
 
 
+def test_the_first_screen_of_the_readme_has_the_two_commands_that_set_everything_up() -> None:
+    screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:45]
+    commands = [line.split()[:2] for line in screen if line.startswith("make ")]
+    assert commands == [["make", "demo"], ["make", "test"]]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(f"\n{target}: install\n" in makefile for _, target in commands)
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").count("make --no-print-directory test\n") == 1
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 130
