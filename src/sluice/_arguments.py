@@ -139,6 +139,7 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
     rules: object = (),
     strict: object = True,
     allow_empty: object = False,
+    ignore_mismatched: object = False,
     place: object = "copy",
     page_cache: object = "auto",
     share: object = "auto",
@@ -155,7 +156,8 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
         raise TypeError(f"key= is {type_of(key)}; write a text such as 'model_state_dict' or 'ema.model'")
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits= is {type_of(limits)}, not sluice.Limits; it bounds files, and memory= memory")
-    for name, value in (("strict", strict), ("allow_empty", allow_empty)):
+    flags = (("strict", strict), ("allow_empty", allow_empty), ("ignore_mismatched", ignore_mismatched))
+    for name, value in flags:
         if not isinstance(value, bool):
             raise TypeError(f"{name}= is {type_of(value)}, not True or False")
     if allow_empty and strict:
@@ -212,7 +214,7 @@ def _check_regex(pattern: str | re.Pattern[str]) -> None:
 
 
 def check_plan_without_model(
-    *, rename: object, strict: object, allow_empty: object, place: object, device: object
+    *, rename: object, strict: object, allow_empty: object, ignore_mismatched: object, place: object, device: object
 ) -> None:
     """Refuse arguments of ``plan`` that need a model.
 
@@ -224,6 +226,7 @@ def check_plan_without_model(
         "rename": rename is not None,
         "strict": not strict,
         "allow_empty": bool(allow_empty),
+        "ignore_mismatched": bool(ignore_mismatched),
         "place": place != "copy",
         "device": several,
     }

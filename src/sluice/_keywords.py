@@ -71,7 +71,7 @@ _HINTS: dict[str, tuple[tuple[str, ...], str]] = {
     "low_cpu_mem_usage": ((), f"{_NOT_NEEDED}memory never exceeds the finished model and the staging buffers"),
     "offload_folder": (("place",), "place='map' leaves CPU tensors in the file"),
     "offload_state_dict": ((), f"{_NOT_NEEDED}no state dict is held"),
-    "ignore_mismatched_sizes": (("strict", "rules"), "rules=[sluice.rules.drop(...)] leaves tensors out"),
+    "ignore_mismatched_sizes": (("ignore_mismatched", "rules"), ""),
     "safe_serialization": (("format",), "format='torch' or 'safetensors'"),
     "quantization_config": (("quantize",), "quantize=Int8WeightOnlyConfig(), or another configuration of torchao"),
     "load_in_8bit": (("quantize", "quantization_config"), ""),

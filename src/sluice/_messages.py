@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from sluice._errors import MismatchError
 
-__all__ = ["SHOWN", "Findings", "first_names", "listed", "section", "type_of"]
+__all__ = ["SHOWN", "Findings", "Shape", "first_names", "listed", "section", "type_of"]
 
 #: Maximum number of lines shown for each kind of problem.
 SHOWN = 20
@@ -21,6 +21,11 @@ _ALLOW_EMPTY = (
     "(--allow-empty) if the model may stay without them"
 )
 
+_IGNORE_MISMATCHED = (
+    "load_into(..., ignore_mismatched=True) (--ignore-mismatched) keeps the module's own values of another shape"
+)
+
+#: Size of each dimension, in elements.
 Shape = tuple[int, ...]
 
 
@@ -61,6 +66,8 @@ class Findings(Struct, kw_only=True):
         if self.none_of:
             title = f"{title}: it has 0 of {self.none_of:,} tensors"
             advice = [] if self.report_names else [_ALLOW_EMPTY]
+        if self.shapes:
+            advice.append(_IGNORE_MISMATCHED)
         raise MismatchError(
             "\n".join([title, *sections, *advice, "Nothing was read"]),
             missing=tuple(name for each, _ in self.missing for name in each) if names else (),

@@ -371,3 +371,21 @@ def test_the_peak_is_the_finished_model(transformers: Any, tmp_path: Path, dtype
     finished = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) * dtype.itemsize // 4
     with assert_peak(finished + (8 << 20) + (32 << 20)):
         sluice.hf.from_pretrained(tmp_path, dtype=dtype, memory=sluice.MemoryLimits(staging="8MiB"))
+
+
+def test_a_head_for_other_classes_is_initialized_as_the_library_does(transformers: Any, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, num_labels=5)
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    config.num_labels = 3
+    with pytest.raises(sluice.MismatchError, match="ignore_mismatched=True"):
+        sluice.hf.from_pretrained(tmp_path, config=config)
+    reports: list[sluice.LoadReport] = []
+    torch.manual_seed(0)
+    ours = sluice.hf.from_pretrained(tmp_path, config=config, ignore_mismatched=True, report=reports.append)
+    torch.manual_seed(0)
+    theirs = transformers.GPT2ForSequenceClassification.from_pretrained(
+        tmp_path, config=config, ignore_mismatched_sizes=True
+    )
+    assert_same(ours, theirs)
+    assert reports[0].mismatched == {"score.weight": ((3, 8), (5, 8))}
+    assert not reports[0].missing

@@ -41,6 +41,7 @@ def load_into(
     rules: Sequence[Rule] = (),
     strict: bool = True,
     allow_empty: bool = False,
+    ignore_mismatched: bool = False,
     place: Place = "copy",
     quantize: object = None,
     memory: Memory = None,
@@ -78,6 +79,9 @@ def load_into(
             values, and those on meta are initialised by their module's ``reset_parameters``.
         allow_empty: With ``strict=False``, accept a checkpoint that has no tensor of the module at all; otherwise that
             is an error. A module without parameters and persistent buffers needs nothing and is always accepted.
+        ignore_mismatched: Accept names of another shape, such as those of a head for other classes: live tensors keep
+            their values, those on meta are initialised by their module's ``reset_parameters``, and the report lists
+            them. Other missing and unexpected names stay errors if ``strict``.
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
             is copied, and the report has the reasons. The file must not change while the model is in use.
@@ -128,6 +132,7 @@ def load_into(
         rules=rules,
         strict=strict,
         allow_empty=allow_empty,
+        ignore_mismatched=ignore_mismatched,
         place=place,
         page_cache=page_cache,
         share=share,
@@ -142,6 +147,7 @@ def load_into(
         rules=rules,
         strict=strict,
         allow_empty=allow_empty,
+        ignore_mismatched=ignore_mismatched,
         quantize=quantize,
         share=share,
         options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),

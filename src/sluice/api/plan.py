@@ -49,6 +49,7 @@ def plan(
     rules: Sequence[Rule] = (),
     strict: bool = True,
     allow_empty: bool = False,
+    ignore_mismatched: bool = False,
     place: Place = "copy",
     quantize: object = None,
     memory: Memory = None,
@@ -77,6 +78,7 @@ def plan(
         rules: As in ``load_into``.
         strict: As in ``load_into``.
         allow_empty: As in ``load_into``.
+        ignore_mismatched: As in ``load_into``.
         place: As in ``load_into``.
         quantize: As in ``load_into``.
         memory: How much memory may grow, as in ``load_into``. Limits that are not given are detected: the control
@@ -120,7 +122,14 @@ def plan(
     """
     check_model(model, source, "plan(model, source)", optional=True)
     if model is None:
-        check_plan_without_model(rename=rename, strict=strict, allow_empty=allow_empty, place=place, device=device)
+        check_plan_without_model(
+            rename=rename,
+            strict=strict,
+            allow_empty=allow_empty,
+            ignore_mismatched=ignore_mismatched,
+            place=place,
+            device=device,
+        )
     check_load(
         key=key,
         limits=limits,
@@ -128,6 +137,7 @@ def plan(
         rules=rules,
         strict=strict,
         allow_empty=allow_empty,
+        ignore_mismatched=ignore_mismatched,
         place=place,
         page_cache=page_cache,
     )
@@ -143,6 +153,7 @@ def plan(
             rules=rules,
             strict=strict,
             allow_empty=allow_empty,
+            ignore_mismatched=ignore_mismatched,
             quantize=quantize,
             options=options,
         )

@@ -37,6 +37,7 @@ __all__ = [
     "dtype_option",
     "encoding_option",
     "find_factory",
+    "ignore_mismatched_option",
     "key_option",
     "no_strict_option",
     "parse_arguments",
@@ -263,6 +264,11 @@ no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing
 
 allow_empty_option = click.option(
     "--allow-empty", is_flag=True, help="With --no-strict, allow that no tensor of the model is in the checkpoint."
+)
+
+
+ignore_mismatched_option = click.option(
+    "--ignore-mismatched", is_flag=True, help="Keep the model's own values of tensors whose shape differs."
 )
 
 

@@ -38,7 +38,7 @@ from sluice.entries import tree as trees
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._distribution import Ranks
 from sluice.hf._library import find_library
-from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tie
+from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, missing_if_mismatched, tie
 from sluice.hf._quantization import Quantizer
 from sluice.hf._quantizer_choice import find_quantizer
 from sluice.loading.devices import Device
@@ -69,6 +69,7 @@ def from_pretrained(
     quantization_config: Any = None,
     strict: bool = True,
     allow_empty: bool = False,
+    ignore_mismatched: bool = False,
     place: Place = "copy",
     memory: Memory = None,
     limits: Limits | None = None,
@@ -96,6 +97,8 @@ def from_pretrained(
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
+        ignore_mismatched: Accept weights of another shape, such as those of a head for other classes: the library
+            initializes the model's, and the report lists them.
         place: As in ``sluice.load_into``.
         memory: How much memory may grow, as in ``sluice.load_into``.
         limits: Bounds for hostile files.
@@ -124,6 +127,7 @@ def from_pretrained(
         limits=limits,
         strict=strict,
         allow_empty=allow_empty,
+        ignore_mismatched=ignore_mismatched,
         place=place,
         page_cache=page_cache,
         progress=progress,
@@ -149,6 +153,8 @@ def from_pretrained(
         _refuse_unsupported(checkpoint, path)
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
         quantizer.matched(model, names)
+        if ignore_mismatched:
+            missing_if_mismatched(model, names)
         apply_dtype_plan(model, chosen, names.entries)
         if ranks is not None:
             model = ranks.divide(model)
@@ -180,11 +186,12 @@ def _refuse_unsupported(checkpoint: OpenCheckpoint, path: str) -> None:
 
 def _reported(loaded: LoadReport, names: MatchedWeights, notes: Sequence[str], seconds: float) -> LoadReport:
     """Return the report of a load, with what the library did besides."""
-    missing = tuple(sorted(names.missing))
+    initialised = tuple(sorted(names.missing))
     return replace(
         loaded,
-        missing=missing,
-        initialised=missing,
+        missing=tuple(name for name in initialised if name not in names.mismatched),
+        initialised=initialised,
+        mismatched=names.mismatched,
         unexpected=tuple(names.unexpected),
         seconds=seconds,
         notes=(*loaded.notes, *notes),

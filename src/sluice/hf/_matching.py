@@ -14,13 +14,13 @@ from torch import nn
 
 from sluice._dtypes import dtype_name
 from sluice._errors import UnsupportedError
-from sluice._messages import Findings
+from sluice._messages import Findings, Shape
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.module_fill import same_values
 from sluice.modules.symbolic_tensors import SymbolicTensor
 from sluice.records import Entry, Request
 
-__all__ = ["MatchedWeights", "apply_dtype_plan", "check", "make_real", "tensor_of", "tie"]
+__all__ = ["MatchedWeights", "apply_dtype_plan", "check", "make_real", "missing_if_mismatched", "tensor_of", "tie"]
 
 # ruff: noqa: SLF001  the functions of the library's loader are private; the supported versions are pinned
 
@@ -34,6 +34,8 @@ class MatchedWeights(Struct, kw_only=True):
     unexpected: list[str]
     #: Names of the model that no entry fills.
     missing: set[str]
+    #: Names of another shape, which count as missing: the shape in the model, and in the checkpoint.
+    mismatched: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     #: Conversions of the library that were used; ``save_pretrained`` reverts them.
     used: list[Any] = field(default_factory=list)
 
@@ -71,6 +73,16 @@ class MatchedWeights(Struct, kw_only=True):
             missing=set(own) - set(known),
             used=[transform for transform in transforms if transform.was_used()],
         )
+
+
+def missing_if_mismatched(model: Any, names: MatchedWeights) -> None:
+    """Let weights of another shape count as missing: the library initializes them."""
+    for name, entry in list(names.entries.items()):
+        own = tuple(tensor_of(model, name).shape)
+        if own != entry.shape:
+            names.mismatched[name] = (own, entry.shape)
+            names.missing.add(name)
+            del names.entries[name]
 
 
 def _convert(converter: Any, name: str, model: Any, path: str) -> dict[str, Entry]:
@@ -132,7 +144,7 @@ def check(model: Any, names: MatchedWeights, *, strict: bool, allow_empty: bool)
     Raises:
         MismatchError: ``strict``, and there are any; or not ``allow_empty``, and every weight of the model is missing.
     """
-    info = SimpleNamespace(missing_keys=set(names.missing), unexpected_keys=set(names.unexpected))
+    info = SimpleNamespace(missing_keys=names.missing - names.mismatched.keys(), unexpected_keys=set(names.unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     names.unexpected = [name for name in names.unexpected if name in info.unexpected_keys]
     empty = bool(info.missing_keys) and not names.entries and not allow_empty

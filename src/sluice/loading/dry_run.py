@@ -85,6 +85,7 @@ def plan_report(
         cast=casts(job.requests),
         missing=job.missing,
         unexpected=job.unexpected,
+        mismatched=job.mismatched,
         tied=job.tied,
         initialised=job.initialised,
         methods=methods,

@@ -115,6 +115,8 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that the model does not have.
     unexpected: tuple[str, ...] = ()
+    #: Names of another shape that are ignored: the shape in the model, and in the checkpoint.
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
     #: Missing names that ``reset_parameters`` of their modules fills.
@@ -320,6 +322,7 @@ def load_report(
         stepped_down=loaded.result.stepped_down,
         missing=loaded.missing,
         unexpected=loaded.unexpected,
+        mismatched=job.mismatched,
         tied=job.tied,
         cast=casts(job.requests),
         origins={request.name: request.entry.origin for request in job.requests if request.entry.origin},

@@ -166,6 +166,7 @@ def module_job(
         placement=placement,
         missing=matched.missing,
         unexpected=matched.unexpected,
+        mismatched=matched.mismatched,
         tied=matched.tied,
         initialised=tuple(name for slot in matched.initialised for name in slots[slot].names),
         state=state,

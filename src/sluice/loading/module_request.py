@@ -91,6 +91,8 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     strict: bool = True
     #: Whether it is accepted that no tensor of the module is in the checkpoint.
     allow_empty: bool = False
+    #: Whether names of another shape keep the module's values.
+    ignore_mismatched: bool = False
     #: Quantizes weights; a configuration of torchao, or a function.
     quantize: object = None
 
@@ -100,6 +102,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             "dtype": str(self.dtype),
             "key": str(self.key),
             "strict": str(self.strict),
+            "ignore_mismatched": str(self.ignore_mismatched),
             "rename": "a function" if callable(self.rename) else repr(self.rename),
             "rules": ", ".join(type(rule).__name__ for rule in self.rules),
             "place": self.options.place,
@@ -122,7 +125,12 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
         _refuse_opaques(self, selection, state, checkpoint)
         followed = follow_loading(
-            self.model, selection.entries, selection.extra_state, versions=selection.versions, strict=self.strict
+            self.model,
+            selection.entries,
+            selection.extra_state,
+            versions=selection.versions,
+            strict=self.strict,
+            ignore_mismatched=self.ignore_mismatched,
         )
         match_on = partial(
             match,
@@ -135,6 +143,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             optional_names=followed.optional_names,
             problems=followed.problems,
             allow_empty=self.allow_empty,
+            ignore_mismatched=self.ignore_mismatched,
             candidates=selection.candidates,
             needs_values=self.strict,
             has_attributes=bool(followed.attributes),

@@ -9,7 +9,8 @@
   dtype of a cast rule overrides all of these.
 - **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
   module's layout.
-- **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
+- **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar. With
+  ``ignore_mismatched`` a name of another shape counts as missing, and is reported as mismatched.
 - **Parts of tensors.** A slot may hold a region of its tensor, as a rank of a process group does: the shape of the
   whole tensor must be equal, and only the region is requested.
 - **Nothing in common.** Not one tensor of the module in the checkpoint is an error, also without ``strict``. Optional
@@ -29,7 +30,7 @@ from msgspec.structs import replace
 
 from sluice._dtypes import is_castable, why_no_cast
 from sluice._geometry import contiguous_stride, is_dense
-from sluice._messages import Findings
+from sluice._messages import Findings, Shape
 from sluice.entries.regions import select_region
 from sluice.entries.slicing import slice_entry
 from sluice.matching.placement import Placement, device_of
@@ -120,6 +121,8 @@ class Match(Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that the module does not have.
     unexpected: tuple[str, ...] = ()
+    #: Names of another shape that were ignored: the shape in the module, and in the checkpoint.
+    mismatched: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
 
@@ -136,6 +139,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
     optional_names: Collection[str] = (),
     problems: Sequence[str] = (),
     allow_empty: bool = False,
+    ignore_mismatched: bool = False,
     candidates: Sequence[str] = (),
     needs_values: bool = False,
     has_attributes: bool = False,
@@ -153,6 +157,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
         optional_names: Names that are not required, because a loader of their module accepts that they are missing.
         problems: Problems found before, to report together with these.
         allow_empty: Whether the state dict may have no tensor of a module that needs some.
+        ignore_mismatched: Whether names of another shape count as missing, also if ``strict``.
         candidates: Parts of the checkpoint to choose from, one line each, for that error.
         needs_values: Whether optional tensors on meta that are missing are problems, also without ``strict``.
         has_attributes: Whether the load sets attributes of modules, which are not in ``entries``.
@@ -167,6 +172,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
         strict=strict,
         versions=versions or {},
         needs_values=needs_values or strict,
+        ignore_mismatched=ignore_mismatched,
     )
     for position, slot in enumerate(outline.slots):
         matcher.add(
@@ -203,6 +209,7 @@ class _Matcher:
         strict: bool,
         versions: Mapping[str, int],
         needs_values: bool,
+        ignore_mismatched: bool,
     ) -> None:
         origins = {name: entry.origin for name, entry in entries.items() if entry.origin}
         self.findings = Findings(origins=origins, report_names=strict)
@@ -212,6 +219,7 @@ class _Matcher:
         self._strict = strict
         self._versions = versions
         self._needs_values = needs_values
+        self._ignore_mismatched = ignore_mismatched
         self._requests: list[Request] = []
         self._slots: list[int] = []
         self._comparisons: list[tuple[int, Request]] = []
@@ -221,10 +229,19 @@ class _Matcher:
         self._required = self._optional = 0  # slots without one that the state dict's version should have
         self._missing: list[str] = []
         self._unexpected: list[str] = []
+        self._mismatched: dict[str, tuple[Shape, Shape]] = {}
 
     def add(self, position: int, slot: Slot, *, optional: bool = False) -> None:
         """Match one slot."""
         present = [name for name in slot.names if name in self._entries]
+        if self._ignore_mismatched and not slot.lazy:
+            others = {name: self._entries[name].shape for name in present if not _fits(self._entries[name], slot)}
+            self._mismatched.update({name: (slot.shape, shape) for name, shape in others.items()})
+            present = [name for name in present if name not in others]
+            if others and not present:
+                self._required += 1  # a checkpoint of which nothing fits fills nothing
+                self._add_fate(position, slot)
+                return
         if not present:
             self._add_absent(position, slot, optional=optional)
             return
@@ -292,15 +309,20 @@ class _Matcher:
                 if self._strict or (optional and self._needs_values):
                     self.findings.report_names = True
                     return
+        self._add_fate(position, slot, zero=added_later)
+
+    def _add_fate(self, position: int, slot: Slot, *, zero: bool = False) -> None:
+        """Decide which value a slot without an entry gets."""
         if not slot.on_meta or slot.lazy:
             fate = "kept"
-        elif added_later:
+        elif zero:
             fate = "zeroed"
         elif slot.resettable:
             fate = "initialised"
         else:
             self.findings.others.append(
-                f"{slot.names[0]!r} is on the meta device and not in the checkpoint, and "
+                f"{slot.names[0]!r} is on the meta device and not in the checkpoint"
+                f"{' in this shape' if slot.names[0] in self._mismatched else ''}, and "
                 + (
                     "none of its modules can initialise it with reset_parameters()"
                     if slot.region is None
@@ -351,8 +373,13 @@ class _Matcher:
             initial_dtypes=self._initial_dtypes,
             missing=tuple(self._missing),
             unexpected=tuple(self._unexpected),
+            mismatched=self._mismatched,
             tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
         )
+
+
+def _fits(entry: Entry, slot: Slot) -> bool:
+    return entry.shape == slot.shape or (slot.shape == () and entry.shape == (1,))
 
 
 def _viewed_bytes(entry: Entry) -> tuple[object, ...]:

@@ -76,6 +76,7 @@ def follow_loading(
     *,
     versions: Mapping[str, int] | None = None,
     strict: bool = True,
+    ignore_mismatched: bool = False,
 ) -> Followed:
     """Return the state dict that remains after the code that ``module.load_state_dict`` runs.
 
@@ -85,12 +86,20 @@ def follow_loading(
         extra_state: Its extra state, by the same names.
         versions: Version of each module's state by the module's name.
         strict: Argument of ``load_state_dict``.
+        ignore_mismatched: Whether a name of another shape is no error for an own ``load_state_dict``.
     """
     loader = _loader(module, entries, strict=strict)
     if loader is not None:
         from sluice.modules.load_overrides import follow_override  # rarely needed
 
-        return follow_override(module, entries, extra_state or {}, versions=versions or {}, loader=loader)
+        return follow_override(
+            module,
+            entries,
+            extra_state or {},
+            versions=versions or {},
+            loader=loader,
+            ignore_mismatched=ignore_mismatched,
+        )
     return replace(follow_parts(module, entries, extra_state, versions=versions), strict=strict)
 
 

@@ -150,6 +150,7 @@ def follow_override(
     *,
     versions: Mapping[str, int],
     loader: Loader,
+    ignore_mismatched: bool = False,
 ) -> Followed:
     """Return the state dict that the code passes to ``nn.Module.load_state_dict``.
 
@@ -164,7 +165,7 @@ def follow_override(
     if versions:
         state._metadata = OrderedDict((path, {"version": version}) for path, version in versions.items())  # type: ignore[attr-defined]  # torch's own name  # noqa: SLF001
     try:
-        follower = _Follower(module, outline, loader)
+        follower = _Follower(module, outline, loader, ignore_mismatched=ignore_mismatched)
         follower.run(state)
     except NotFollowedError as error:
         problem = f"{loader.name} {error}; {_ADVICE}"
@@ -175,10 +176,12 @@ def follow_override(
 class _Follower:
     """Runs one override and collects what it loads, in the order of its calls."""
 
-    def __init__(self, module: nn.Module, outline: Outline, loader: Loader) -> None:
+    def __init__(self, module: nn.Module, outline: Outline, loader: Loader, *, ignore_mismatched: bool) -> None:
         self._module = module
         self._loader = loader
         self._outline = outline
+        self._ignore_mismatched = ignore_mismatched
+        self._mismatched: dict[str, Entry] = {}
         self._copy = MetaCopy(module, "", members=self._members)
         self._recorder = CopyRecorder(self._copy.tensors, self._load)
         self._calls: list[_Call] = []
@@ -243,7 +246,10 @@ class _Follower:
         self._calls.append(call)
         start = len(call.prefix)
         misfits = call.misfits(self._outline)
-        errors += misfits.values()
+        if self._ignore_mismatched:  # matching reports them
+            self._mismatched |= {name: call.entries[name] for name in misfits}
+        else:
+            errors += misfits.values()
         self._differs = True
         try:
             matched = call.without(misfits).match(self._outline, strict=False)
@@ -252,7 +258,7 @@ class _Follower:
         else:
             missing += [name[start:] for name in matched.missing]
             unexpected += [name[start:] for name in matched.unexpected]
-            self._differs = bool(misfits or matched.missing or matched.unexpected)
+            self._differs = bool((misfits and not self._ignore_mismatched) or matched.missing or matched.unexpected)
         own = {name for slot in self._outline.slots for name in slot.names}
         for name, entry in call.entries.items():
             if name in own and name not in misfits:
@@ -312,11 +318,11 @@ class _Follower:
         missing = {name for matched in matches for name in matched.missing}
         # Optional on meta is stricter than missing, which the method accepts: there is no value to keep.
         missing.update(name for slot in self._outline.slots if not slot.on_meta for name in misfits & {*slot.names})
-        missing -= self._loaded.keys()
+        missing -= self._loaded.keys() | self._mismatched.keys()
         unexpected = {name for matched in matches for name in matched.unexpected}
         not_loaded = {name: call.entries[name] for call in last for name in call.entries if name in unexpected}
         return Followed(
-            entries=self._loaded | not_loaded,
+            entries=self._mismatched | self._loaded | not_loaded,
             extra_state=self._extra_state,
             optional_names=frozenset(
                 name for slot in self._outline.slots if not missing.intersection(slot.names) for name in slot.names

@@ -30,6 +30,7 @@ __all__ = [
     "as_text",
     "cast_lines",
     "checkpoint_title",
+    "describe_mismatched",
     "loaded_title",
     "plain",
     "plain_fields",
@@ -142,6 +143,11 @@ def loaded_title(loaded: int, total: int, subject: Subject, source: str) -> str:
 def cast_lines(casts: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each change of dtype with its number of tensors."""
     return (f"cast {change}: {counted(count, 'tensor')}" for change, count in casts.items())
+
+
+def describe_mismatched(mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[str, ...]:
+    """Return each name of another shape with the shape in the model and in the checkpoint."""
+    return tuple(f"{name} {list(own)}, {list(saved)} in the checkpoint" for name, (own, saved) in mismatched.items())
 
 
 def as_text(sections: Iterable[Section]) -> str:

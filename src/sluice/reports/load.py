@@ -17,6 +17,7 @@ from sluice.reports.document import (
     Subject,
     cast_lines,
     checkpoint_title,
+    describe_mismatched,
     loaded_title,
     plain_fields,
 )
@@ -120,6 +121,8 @@ class LoadReport(Report):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that are not in the model.
     unexpected: tuple[str, ...] = ()
+    #: Names of another shape, of which the model keeps its own values: the shape in the model, and in the checkpoint.
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
     #: Number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``.
@@ -217,6 +220,7 @@ class LoadReport(Report):
         return {
             "missing": self.missing,
             "unexpected": self.unexpected,
+            "of another shape, not loaded": describe_mismatched(self.mismatched),
             "tied": tuple(" = ".join(group) for group in self.tied),
             "produced by rules": tuple(f"{name} = {origin}" for name, origin in self.origins.items()),
             "replaced": self.replaced,

@@ -22,6 +22,7 @@ from sluice.reports.document import (
     Subject,
     cast_lines,
     checkpoint_title,
+    describe_mismatched,
     loaded_title,
     plain_fields,
 )
@@ -103,6 +104,8 @@ class PlanReport(Report):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that are not in the model.
     unexpected: tuple[str, ...] = ()
+    #: Names of another shape, of which the model keeps its own values: the shape in the model, and in the checkpoint.
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
     #: Missing names that the modules' own ``reset_parameters`` would fill.
@@ -207,7 +210,12 @@ class PlanReport(Report):
         title, *others = self.lines()
         yield Strong(title)
         yield from others
-        for label, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+        mismatched = describe_mismatched(self.mismatched)
+        for label, names in (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape, not loaded", mismatched),
+        ):
             if names:
                 yield listed(label, names)
         if self.ranks is not None:

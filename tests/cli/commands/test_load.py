@@ -60,6 +60,15 @@ def test_load_may_leave_names_out(directory: Path) -> None:
     assert "unexpected (1): extra" in allowed.stdout
 
 
+def test_load_and_plan_may_ignore_other_shapes(directory: Path) -> None:
+    torch.save(state_dict() | {"fc.weight": torch.ones(3, 5)}, "wide.pth")
+    for command in ("load", "plan"):
+        assert "(--ignore-mismatched)" in run_command(command, "wide.pth", "--model", "cli_model:Net").stderr
+        allowed = run_command(command, "wide.pth", "--model", "cli_model:Net", "--ignore-mismatched")
+        assert allowed.exit_code == 0, allowed.stderr
+        assert "not loaded (1): fc.weight" in allowed.stdout
+
+
 def test_load_and_plan_refuse_to_load_nothing(directory: Path) -> None:
     torch.save({"x": torch.ones(3)}, "else.pth")
     for command in ("load", "plan"):

@@ -22,6 +22,7 @@ from sluice.cli.options import (
     dtype_option,
     encoding_option,
     find_factory,
+    ignore_mismatched_option,
     key_option,
     no_strict_option,
     parse_arguments,
@@ -63,6 +64,7 @@ __all__ = ["load_command"]
 @staging_option
 @no_strict_option
 @allow_empty_option
+@ignore_mismatched_option
 @click.option(
     "--page-cache",
     type=click.Choice(get_args(PageCache)),
@@ -91,6 +93,7 @@ def load_command(
     staging: int,
     no_strict: bool,
     allow_empty: bool,
+    ignore_mismatched: bool,
     page_cache: PageCache,
     place: Place,
     encoding: str,
@@ -132,6 +135,7 @@ def load_command(
         rules=rules,
         strict=not no_strict,
         allow_empty=allow_empty,
+        ignore_mismatched=ignore_mismatched,
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,
         place=place,

@@ -20,6 +20,7 @@ from sluice.cli.options import (
     dtype_option,
     encoding_option,
     find_factory,
+    ignore_mismatched_option,
     key_option,
     no_strict_option,
     parse_arguments,
@@ -70,6 +71,7 @@ _DOES_NOT_FIT = 3
 @staging_option
 @no_strict_option
 @allow_empty_option
+@ignore_mismatched_option
 @place_option
 @encoding_option
 @mesh_options
@@ -94,6 +96,7 @@ def plan_command(
     staging: int,
     no_strict: bool,
     allow_empty: bool,
+    ignore_mismatched: bool,
     place: Place,
     encoding: str,
     mesh: dict[str, int] | None,
@@ -136,6 +139,7 @@ def plan_command(
         rules=rules,
         strict=not no_strict,
         allow_empty=allow_empty,
+        ignore_mismatched=ignore_mismatched,
         place=place,
         memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
         encoding=encoding,
