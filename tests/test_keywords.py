@@ -55,6 +55,10 @@ def test_signatures_are_explicit(verb: Callable[..., Any]) -> None:
         (sluice.open, "mode", "opened for reading"),
         (sluice.convert, "exist_ok", "use overwrite="),
         (sluice.hf.from_pretrained, "revision", "snapshot_download"),
+        (sluice.load_into, "revision", "in the source, as in 'hf://owner/name@revision'"),
+        (sluice.load_into, "token", "token of huggingface_hub"),
+        (sluice.open, "cache_dir", "cache of huggingface_hub"),
+        (sluice.load_into, "ignore_mismatched_sizes", "use ignore_mismatched="),
         (sluice.load_into, "stric", r"did you mean strict=\?"),
     ],
 )

@@ -37,7 +37,7 @@ _WITHOUT_SOURCE = {
 }
 
 _NOT_NEEDED = "leave it out: "
-_LOCAL = f"{_NOT_NEEDED}sluice reads local files; huggingface_hub.snapshot_download downloads them"
+_LOCAL = f"{_NOT_NEEDED}from_pretrained reads local directories; huggingface_hub.snapshot_download makes them"
 _NO_PICKLE = f"{_NOT_NEEDED}sluice never runs code from a file, and always loads as weights_only=True does"
 _ITSELF = f"{_NOT_NEEDED}sluice decides it from the file and the machine"
 
@@ -84,7 +84,13 @@ _HINTS: dict[str, tuple[tuple[str, ...], str]] = {
     "use_safetensors": ((), f"{_NOT_NEEDED}pass the path of the file to choose it"),
     "variant": ((), f"{_NOT_NEEDED}pass the path of the file to choose it"),
     "subfolder": ((), f"{_NOT_NEEDED}pass the path of the subfolder"),
-    **dict.fromkeys(("revision", "token", "cache_dir", "local_files_only", "force_download"), ((), _LOCAL)),
+    "revision": (("source",), "write it in the source, as in 'hf://owner/name@revision'"),
+    "token": (
+        ("source",),
+        f"{_NOT_NEEDED}'hf://owner/name' uses the token of huggingface_hub (HF_TOKEN, hf auth login)",
+    ),
+    "cache_dir": (("source",), f"{_NOT_NEEDED}'hf://owner/name' uses the cache of huggingface_hub (HF_HUB_CACHE)"),
+    "local_files_only": (("source",), f"{_NOT_NEEDED}HF_HUB_OFFLINE=1 reads only the cache of huggingface_hub"),
     # arguments of other functions of sluice, and options of its command line
     "rename": (("rules",), "rules=[sluice.rules.rename('old.**', 'new.**')]"),
     "key_a": (("key",), ""),
@@ -165,6 +171,8 @@ def _wrong_arguments(
 
 def _hint(unknown: str, known: tuple[str, ...]) -> str:
     arguments, text = _HINTS.get(unknown, ((), ""))
+    if "directory" in known and arguments == ("source",):
+        arguments, text = (), _LOCAL
     instead = next((name for name in arguments if name in known), None)
     if instead is not None or (text and not arguments):
         return text or f"use {instead}="

@@ -22,7 +22,7 @@ _ALLOW_EMPTY = (
 )
 
 _IGNORE_MISMATCHED = (
-    "load_into(..., ignore_mismatched=True) (--ignore-mismatched) keeps the module's own values of another shape"
+    "load_into(..., ignore_mismatched=True) (--ignore-mismatched) keeps the module's own values of a different shape"
 )
 
 #: Size of each dimension, in elements.

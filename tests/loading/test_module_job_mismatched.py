@@ -1,4 +1,4 @@
-"""``ignore_mismatched``: names of another shape keep the module's values, and the report lists them."""
+"""``ignore_mismatched``: names of a different shape keep the module's values, and the report lists them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_new_head_keeps_its_values(file: Path, kind: type[Net]) -> None:
     assert (report.loaded, report.total) == (2, 4)
     assert report.mismatched == MISMATCHED
     assert not report.missing
-    assert "of another shape, not loaded (2): head.weight [3, 8], [10, 8] in the checkpoint" in str(report)
+    assert "of a different shape, not loaded (2): head.weight [3, 8], [10, 8] in the checkpoint" in str(report)
 
 
 def test_a_new_head_on_meta_is_initialised(file: Path) -> None:

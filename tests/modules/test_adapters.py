@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,4 +65,75 @@ def test_a_whole_model_with_adapters_is_loaded_by_its_names(tmp_path: Path) -> N
     assert same(dict(model.state_dict()), dict(source.state_dict()))
     torch.save(source.state_dict() | {"other": torch.ones(1)}, tmp_path / "g.pth")
     with pytest.raises(sluice.MismatchError, match=r"(?s)not in the module.*'other'"):
+        sluice.load_into(model, tmp_path / "g.pth")
+
+
+class Base(nn.Module):
+    """The base model, whose layers peft replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up: nn.Module = nn.Linear(2, 2)
+        self.head: nn.Module = nn.Linear(2, 2)
+
+
+class Copied(nn.Module):
+    """The shape of peft's wrapper of a layer that is trained as a whole."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.original_module = layer
+        self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(layer)})
+
+
+class Peft(nn.Module):
+    """The shape of a model of peft around a base model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peft_config = {"default": SimpleNamespace(init_lora_weights=True)}
+        self.base_model = Base()
+        wrapper = WithAdapter()
+        wrapper.base_layer = nn.Linear(2, 2)
+        self.base_model.up = wrapper
+        self.base_model.head = Copied(nn.Linear(2, 2))
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model
+
+
+@pytest.mark.usefixtures("_peft")
+@pytest.mark.parametrize("part", ["model", "base"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_base_checkpoint_is_loaded_through_the_wrappers(tmp_path: Path, part: str, prefix: str) -> None:
+    saved = Base().state_dict()
+    torch.save({prefix + name: tensor for name, tensor in saved.items()}, tmp_path / "f.pth")
+    model = Peft()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "lora" in name}
+    report = sluice.load_into(model if part == "model" else model.base_model, tmp_path / "f.pth")
+    after = model.state_dict()
+    layers = {"up.": ("up.base_layer.",), "head.": ("head.original_module.", "head.modules_to_save.default.")}
+    for old, wrapped in layers.items():
+        for new in wrapped:
+            for name in ("weight", "bias"):
+                assert torch.equal(after[f"base_model.{new}{name}"], saved[old + name])
+    assert same({name: tensor for name, tensor in after.items() if "lora" in name}, before)
+    assert (report.missing, report.unexpected) == ((), ())
+    assert "through the wrappers of peft; 3 tensors of adapters keep their values" in str(report)
+    if part == "model":
+        again = Peft()
+        torch.save(after, tmp_path / "whole.pth")
+        sluice.load_into(again, tmp_path / "whole.pth")
+        assert same(dict(again.state_dict()), dict(after))
+
+
+@pytest.mark.usefixtures("_peft")
+def test_a_checkpoint_that_does_not_fit_is_not_called_an_adapter(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "f.pth")
+    with pytest.raises(sluice.MismatchError, match="it has 0 of 9 tensors"):
+        sluice.load_into(Peft(), tmp_path / "f.pth")
+    torch.save(Base().state_dict(), tmp_path / "g.pth")
+    model = Peft()
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(sluice.MismatchError, match="computed from the weights of its base model: load the base"):
         sluice.load_into(model, tmp_path / "g.pth")

@@ -79,8 +79,8 @@ def load_into(
             values, and those on meta are initialised by their module's ``reset_parameters``.
         allow_empty: With ``strict=False``, accept a checkpoint that has no tensor of the module at all; otherwise that
             is an error. A module without parameters and persistent buffers needs nothing and is always accepted.
-        ignore_mismatched: Accept names of another shape, such as those of a head for other classes: live tensors keep
-            their values, those on meta are initialised by their module's ``reset_parameters``, and the report lists
+        ignore_mismatched: Accept names of a different shape, as of a head for other classes: live tensors keep their
+            values, those on meta are initialised by their module's ``reset_parameters``, and the report lists
             them. Other missing and unexpected names stay errors if ``strict``.
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest

@@ -97,7 +97,7 @@ def from_pretrained(
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
-        ignore_mismatched: Accept weights of another shape, such as those of a head for other classes: the library
+        ignore_mismatched: Accept weights of a different shape, such as those of a head for other classes: the library
             initializes the model's, and the report lists them.
         place: As in ``sluice.load_into``.
         memory: How much memory may grow, as in ``sluice.load_into``.

@@ -34,7 +34,7 @@ class MatchedWeights(Struct, kw_only=True):
     unexpected: list[str]
     #: Names of the model that no entry fills.
     missing: set[str]
-    #: Names of another shape, which count as missing: the shape in the model, and in the checkpoint.
+    #: Names of a different shape, which count as missing: the shape in the model, and in the checkpoint.
     mismatched: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     #: Conversions of the library that were used; ``save_pretrained`` reverts them.
     used: list[Any] = field(default_factory=list)
@@ -76,7 +76,7 @@ class MatchedWeights(Struct, kw_only=True):
 
 
 def missing_if_mismatched(model: Any, names: MatchedWeights) -> None:
-    """Let weights of another shape count as missing: the library initializes them."""
+    """Let weights of a different shape count as missing: the library initializes them."""
     for name, entry in list(names.entries.items()):
         own = tuple(tensor_of(model, name).shape)
         if own != entry.shape:

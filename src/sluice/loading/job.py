@@ -115,7 +115,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that the model does not have.
     unexpected: tuple[str, ...] = ()
-    #: Names of another shape that are ignored: the shape in the model, and in the checkpoint.
+    #: Names of a different shape that are ignored: the shape in the model, and in the checkpoint.
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()

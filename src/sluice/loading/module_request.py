@@ -28,6 +28,7 @@ from sluice.matching.match import Outline, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
+from sluice.modules.adapters import base_names, base_outline, through_wrappers
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
@@ -91,7 +92,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     strict: bool = True
     #: Whether it is accepted that no tensor of the module is in the checkpoint.
     allow_empty: bool = False
-    #: Whether names of another shape keep the module's values.
+    #: Whether names of a different shape keep the module's values.
     ignore_mismatched: bool = False
     #: Quantizes weights; a configuration of torchao, or a function.
     quantize: object = None
@@ -122,7 +123,14 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         state = self.describe()
         tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
-        selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
+        outline, base = state.outline, None
+        if "peft" in sys.modules:
+            base = base_names(self.model, outline, checkpoint.entries)
+        if base is not None:
+            outline = base_outline(outline, base)
+        selection = select(tree, outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
+        if base is not None:
+            selection = through_wrappers(selection, state.outline, base)
         _refuse_opaques(self, selection, state, checkpoint)
         followed = follow_loading(
             self.model,
@@ -140,7 +148,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             strict=followed.strict,
             versions=selection.versions,
             extra_state=followed.extra_state,
-            optional_names=followed.optional_names,
+            optional_names=followed.optional_names.union(name for name in base or () if base and base[name] is None),
             problems=followed.problems,
             allow_empty=self.allow_empty,
             ignore_mismatched=self.ignore_mismatched,

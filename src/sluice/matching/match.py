@@ -10,7 +10,7 @@
 - **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
   module's layout.
 - **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar. With
-  ``ignore_mismatched`` a name of another shape counts as missing, and is reported as mismatched.
+  ``ignore_mismatched`` a name of a different shape counts as missing, and is reported as mismatched.
 - **Parts of tensors.** A slot may hold a region of its tensor, as a rank of a process group does: the shape of the
   whole tensor must be equal, and only the region is requested.
 - **Nothing in common.** Not one tensor of the module in the checkpoint is an error, also without ``strict``. Optional
@@ -121,7 +121,7 @@ class Match(Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that the module does not have.
     unexpected: tuple[str, ...] = ()
-    #: Names of another shape that were ignored: the shape in the module, and in the checkpoint.
+    #: Names of a different shape that were ignored: the shape in the module, and in the checkpoint.
     mismatched: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
@@ -157,7 +157,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
         optional_names: Names that are not required, because a loader of their module accepts that they are missing.
         problems: Problems found before, to report together with these.
         allow_empty: Whether the state dict may have no tensor of a module that needs some.
-        ignore_mismatched: Whether names of another shape count as missing, also if ``strict``.
+        ignore_mismatched: Whether names of a different shape count as missing, also if ``strict``.
         candidates: Parts of the checkpoint to choose from, one line each, for that error.
         needs_values: Whether optional tensors on meta that are missing are problems, also without ``strict``.
         has_attributes: Whether the load sets attributes of modules, which are not in ``entries``.

@@ -86,7 +86,7 @@ def follow_loading(
         extra_state: Its extra state, by the same names.
         versions: Version of each module's state by the module's name.
         strict: Argument of ``load_state_dict``.
-        ignore_mismatched: Whether a name of another shape is no error for an own ``load_state_dict``.
+        ignore_mismatched: Whether a name of a different shape is accepted by an own ``load_state_dict``.
     """
     loader = _loader(module, entries, strict=strict)
     if loader is not None:

@@ -26,8 +26,8 @@ _ZERO3 = (
     "deepspeed.zero.GatheredParameters."
 )
 _PEFT = (
-    "The model has adapters of peft, which renames the modules inside: load base weights before get_peft_model; give "
-    "the state dict of adapters, sluice.load_state_dict(source), to peft.set_peft_model_state_dict(model, state_dict)."
+    "The model has adapters of peft. Those on the meta device have no values: load base weights before get_peft_model; "
+    "give the state dict of adapters, sluice.load_state_dict(source), to peft.set_peft_model_state_dict."
 )
 _BITSANDBYTES = (
     "The model is quantized by bitsandbytes: load into it before its parameters are quantized, which happens when they "

@@ -146,7 +146,7 @@ def cast_lines(casts: Mapping[str, int]) -> Iterator[str]:
 
 
 def describe_mismatched(mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[str, ...]:
-    """Return each name of another shape with the shape in the model and in the checkpoint."""
+    """Return each name of a different shape with the shape in the model and in the checkpoint."""
     return tuple(f"{name} {list(own)}, {list(saved)} in the checkpoint" for name, (own, saved) in mismatched.items())
 
 

@@ -121,7 +121,7 @@ class LoadReport(Report):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that are not in the model.
     unexpected: tuple[str, ...] = ()
-    #: Names of another shape, of which the model keeps its own values: the shape in the model, and in the checkpoint.
+    #: Names of a different shape, whose values the model keeps: the shape in the model, and in the checkpoint.
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
@@ -220,7 +220,7 @@ class LoadReport(Report):
         return {
             "missing": self.missing,
             "unexpected": self.unexpected,
-            "of another shape, not loaded": describe_mismatched(self.mismatched),
+            "of a different shape, not loaded": describe_mismatched(self.mismatched),
             "tied": tuple(" = ".join(group) for group in self.tied),
             "produced by rules": tuple(f"{name} = {origin}" for name, origin in self.origins.items()),
             "replaced": self.replaced,

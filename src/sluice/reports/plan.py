@@ -104,7 +104,7 @@ class PlanReport(Report):
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that are not in the model.
     unexpected: tuple[str, ...] = ()
-    #: Names of another shape, of which the model keeps its own values: the shape in the model, and in the checkpoint.
+    #: Names of a different shape, whose values the model keeps: the shape in the model, and in the checkpoint.
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
@@ -214,7 +214,7 @@ class PlanReport(Report):
         for label, names in (
             ("missing", self.missing),
             ("unexpected", self.unexpected),
-            ("of another shape, not loaded", mismatched),
+            ("of a different shape, not loaded", mismatched),
         ):
             if names:
                 yield listed(label, names)
