@@ -102,6 +102,36 @@ def test_two_threads_take_turns(two_ranks: Ranks, tmp_path: Any, same: bool) -> 
         assert all("several threads make such calls" in text for errors in outcome for text in errors)
 
 
+def load_a_stage(folder: str) -> tuple[bool, str]:
+    """Load and save one stage of a pipeline, whose ranks are a row of the mesh; return whether it is right."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh["pp"].get_local_rank()
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(5 + stage, 3) for _ in range(1 + stage)))
+    fully_shard(model, mesh=mesh["dp"])
+    sluice.load_into(model, f"{folder}/{stage}.pth")
+    truth = torch.load(f"{folder}/{stage}.pth")
+    right = all(torch.equal(tensor.full_tensor(), truth[name]) for name, tensor in model.state_dict().items())
+    path = f"{folder}/{torch.distributed.get_rank()}.pth"
+    try:
+        sluice.save(model, path)
+    except sluice.RankError as error:
+        return right, str(error)
+    return right, ""
+
+
+def test_stages_of_a_pipeline_hold_different_models(four_ranks: Ranks, tmp_path: Any) -> None:
+    for stage in (0, 1):
+        model = torch.nn.Sequential(*(torch.nn.Linear(5 + stage, 3) for _ in range(1 + stage)))
+        torch.save(model.state_dict(), tmp_path / f"{stage}.pth")
+    for right, text in four_ranks.run(load_a_stage, str(tmp_path)):
+        assert right
+        assert f"different arguments: path={tmp_path}/0.pth and path={tmp_path}/1.pth" in text
+
+
 def load_slowly(paths: list[str], order: list[list[int]]) -> list[str]:
     """Load in threads, each of which opens its file slowly, so that the calls overlap."""
     from sluice.loading import joint

@@ -87,6 +87,10 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
         """Return the process groups for transfers between the ranks of ``group``, by their ranks."""
         return {}
 
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each mesh over which the tensors of this rank are divided."""
+        return ()
+
     def arguments(self) -> dict[str, str]:
         """Return the arguments that must be equal on all ranks of a group, as text by name."""
         return {}

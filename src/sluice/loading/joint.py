@@ -129,6 +129,7 @@ def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
         index=_digest(_index_lines(job.checkpoint)),
         contents=_samples(job.checkpoint),
         arguments=request.arguments(),
+        meshes=request.meshes(),
         requested=_digest(job.request_lines()),
         growth_bytes=plan_needs(job.plan)[HOST],
         limit_bytes=limit.nbytes,

@@ -68,6 +68,12 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 
         return group_of(tensors)
 
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """See ``LoadRequest.meshes``."""
+        from sluice.ranks.membership import meshes_of
+
+        return meshes_of(chain(self.model.parameters(), self.model.buffers()))
+
     def process_groups(self) -> Mapping[tuple[int, ...], Any]:
         """See ``LoadRequest.process_groups``."""
         from sluice.ranks.membership import process_groups_of

@@ -73,6 +73,12 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
 
         return group_of(parameters)
 
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """See ``LoadRequest.meshes``."""
+        from sluice.ranks.membership import meshes_of
+
+        return meshes_of(self._parameters())
+
     def process_groups(self) -> Mapping[tuple[int, ...], Any]:
         """See ``LoadRequest.process_groups``."""
         from sluice.ranks.membership import process_groups_of

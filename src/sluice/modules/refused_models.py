@@ -15,7 +15,7 @@ from torch import nn
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
 
-__all__ = ["advice_for", "refuse_quantized"]
+__all__ = ["advice_for", "refuse_flattened", "refuse_quantized"]
 
 _FSDP1 = (
     "The model is wrapped in FullyShardedDataParallel, which flattens and divides its parameters: load into the model "
@@ -55,6 +55,18 @@ def advice_for(module: nn.Module) -> str | None:
     found = dict.fromkeys(_advices(module))
     # A wrapped model can have several kinds; the outermost decides, and modules come before their parameters.
     return next(iter(found), None)
+
+
+def refuse_flattened(module: nn.Module) -> None:
+    """Refuse a model of FSDP1 before its names are compared: none of them could fit.
+
+    Raises:
+        MismatchError: A part of the module is a ``FullyShardedDataParallel``.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
+        problem, _, advice = _FSDP1.partition(": ")
+        raise MismatchError(problem[0].lower() + problem[1:], advice=advice[0].upper() + advice[1:])
 
 
 def _advices(module: nn.Module) -> Iterator[str]:

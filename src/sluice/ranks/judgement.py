@@ -28,6 +28,9 @@ class Proposal(Struct, frozen=True, kw_only=True):
     contents: str
     #: Arguments that must be equal on all ranks, as text by name.
     arguments: Mapping[str, str]
+    #: Ranks of each device mesh over which this rank's tensors are divided: ranks that none connects hold different
+    #: models, such as the stages of a pipeline.
+    meshes: tuple[tuple[int, ...], ...] = ()
     #: Digest of the names of the model and of the tensors of the checkpoint that fill them.
     requested: str
     #: Predicted growth of host memory, in bytes.
@@ -55,13 +58,23 @@ def judge_proposals(proposals: Mapping[int, Proposal]) -> dict[int, str]:
     Args:
         proposals: The proposal of each rank.
     """
-    first = min(proposals)
     found: dict[int, str] = {}
-    for rank, proposal in sorted(proposals.items()):
-        problem = _difference(proposal, proposals[first], first)
-        if problem:
-            found[rank] = problem
+    for members in models_of(proposals):
+        for rank in members[1:]:
+            problem = _difference(proposals[rank], proposals[members[0]], members[0])
+            if problem:
+                found[rank] = problem
     return found or _shortages(proposals)
+
+
+def models_of(proposals: Mapping[int, Proposal]) -> list[list[int]]:
+    """Return the ranks that hold each model: those that meshes connect."""
+    groups: list[set[int]] = [{rank} for rank in proposals]
+    for rank, proposal in proposals.items():
+        for mesh in proposal.meshes or (tuple(proposals),):
+            touching = [group for group in groups if not group.isdisjoint({rank, *mesh})]
+            groups = [group for group in groups if group not in touching] + [set().union(*touching)]
+    return sorted(sorted(group) for group in groups)
 
 
 def decide_sharing(share: str, proposals: Mapping[int, Proposal]) -> SharingDecision:
@@ -71,6 +84,8 @@ def decide_sharing(share: str, proposals: Mapping[int, Proposal]) -> SharingDeci
         share: The argument of the call.
         proposals: The proposal of each rank.
     """
+    if len(models_of(proposals)) > 1:
+        return SharingDecision(once=False, reason="each rank reads for itself, because ranks hold different models")
     if share != "auto":
         return SharingDecision(once=share == "once", reason=f"each rank reads for itself, because share={share!r}")
     if len(hosts_of(proposals)) == 1:

@@ -13,7 +13,7 @@ import torch
 from sluice.dtensors.description import is_dtensor
 from sluice.ranks.protocol import Group
 
-__all__ = ["group_of", "process_groups_of"]
+__all__ = ["group_of", "meshes_of", "process_groups_of"]
 
 
 def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
@@ -37,6 +37,12 @@ def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
     from sluice.ranks.store_group import StoreGroup
 
     return StoreGroup(_default_store(), own, ranks)
+
+
+def meshes_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each mesh over which tensors are divided."""
+    meshes = {id(mesh): mesh for tensor in tensors if is_dtensor(tensor) for mesh in [tensor.device_mesh]}  # type: ignore[attr-defined]
+    return tuple(sorted({tuple(sorted(map(int, mesh.mesh.flatten().tolist()))) for mesh in meshes.values()}))
 
 
 def process_groups_of(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, ...], Any]:

@@ -59,8 +59,8 @@ class _Contribution(Struct, frozen=True, kw_only=True):
 
     #: Its host, whose ranks share one amount of staging memory.
     host: str
-    #: Its arguments.
-    arguments: str
+    #: Its arguments, as text by name.
+    arguments: dict[str, str]
     #: Its tensors, by name.
     held: dict[str, HeldTensor]
 
@@ -261,7 +261,10 @@ def _divided(
 
     decode = msgspec.msgpack.Decoder(_Contribution).decode
     ranks = [decode(zlib.decompress(each)) for each in group.exchange(contribute)]
-    check_equal([rank.arguments for rank in ranks], "were called with different arguments")
+    for name in ranks[0].arguments:
+        values = [rank.arguments[name] for rank in ranks]
+        other = next((value for value in values if value != values[0]), "")
+        check_equal(values, f"were called with different arguments: {name}={values[0]} and {name}={other}")
     held = [rank.held for rank in ranks]
     ties = agreed_ties(held) if tied else {}
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]
@@ -273,10 +276,14 @@ def _divided(
     )
 
 
-def _arguments(job: SaveJob) -> str:
-    return repr(
-        (os.path.abspath(job.destination), job.dtype, job.limit_bytes, job.overwrite, sorted(job.metadata.items()))
-    )
+def _arguments(job: SaveJob) -> dict[str, str]:
+    return {
+        "path": os.path.abspath(job.destination),
+        "dtype": str(job.dtype),
+        "max_shard_size": str(job.limit_bytes),
+        "overwrite": str(job.overwrite),
+        "metadata": repr(sorted(job.metadata.items())),
+    }
 
 
 def _written(tensors: Mapping[str, DividedTensor], ranks: int) -> tuple[int, ...]:
