@@ -132,6 +132,24 @@ def test_stages_of_a_pipeline_hold_different_models(four_ranks: Ranks, tmp_path:
         assert f"different arguments: path={tmp_path}/0.pth and path={tmp_path}/1.pth" in text
 
 
+def load_flat(path: str) -> str:
+    """Load into a model of FSDP1; return the error."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    try:
+        sluice.load_into(model, path)
+    except sluice.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_fsdp1_is_named_first(two_ranks: Ranks, tmp_path: Any) -> None:
+    torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "m.pth")
+    for text in two_ranks.run(load_flat, str(tmp_path / "m.pth")):
+        assert text.startswith("the model is wrapped in FullyShardedDataParallel, which flattens")
+
+
 def load_slowly(paths: list[str], order: list[list[int]]) -> list[str]:
     """Load in threads, each of which opens its file slowly, so that the calls overlap."""
     from sluice.loading import joint

@@ -1,4 +1,4 @@
-"""Options of ``sluice plan`` and ``sluice load`` that describe the ranks of a mesh."""
+"""Options of ``sluice plan`` that describe the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sluice._units import format_bytes
 from sluice.cli.options import Size
 from sluice.reports.ranks import RanksPlan
 
-__all__ = ["load_mesh_options", "mesh_options", "mesh_sizes", "parse_styles", "speed_lines"]
+__all__ = ["mesh_options", "mesh_sizes", "parse_styles", "speed_lines"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -49,24 +49,13 @@ def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], 
     return add
 
 
-_DIMENSIONS = "such as {example}: dp is fully_shard, ddp are copies, tp is tensor parallelism."
-
-#: Adds the options of ``sluice load``.
-load_mesh_options = _together(
-    click.option(
-        "--mesh",
-        type=MeshSizes(),
-        help=f"Divide the model over the ranks of torchrun, {_DIMENSIONS.format(example='dp=2,tp=2')}",
-    ),
-    _STYLES,
-)
-
 #: Adds the options of ``sluice plan``.
 mesh_options = _together(
     click.option(
         "--mesh",
         type=MeshSizes(),
-        help=f"Plan for every rank of a mesh, {_DIMENSIONS.format(example='dp=8,tp=4')} Needs --model.",
+        help="Plan for every rank of a mesh, such as dp=8,tp=4: dp is fully_shard, ddp are copies, tp is tensor "
+        "parallelism. Needs --model.",
     ),
     click.option("--ranks", type=click.IntRange(1), help="Number of ranks; alone the same as --mesh dp=RANKS."),
     click.option("--ranks-per-host", type=click.IntRange(1), help="Ranks that share a host. Default: all."),

@@ -32,7 +32,7 @@ from sluice.modules.adapters import base_names, base_outline, through_wrappers
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
-from sluice.modules.refused_models import advice_for
+from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
 from sluice.reading.transfer import changed
 from sluice.records import Entry, UnsupportedValue
@@ -121,6 +121,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         try:
             return self._job(checkpoint)
         except MismatchError as error:
+            refuse_flattened(self.model)
             advice = advice_for(self.model)
             if advice is not None:
                 error.advice = f"{error.advice} {advice}"

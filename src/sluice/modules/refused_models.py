@@ -58,7 +58,7 @@ def advice_for(module: nn.Module) -> str | None:
 
 
 def refuse_flattened(module: nn.Module) -> None:
-    """Refuse a model of FSDP1 before its names are compared: none of them could fit.
+    """Refuse a model of FSDP1 of which the names do not fit, without the list of its names.
 
     Raises:
         MismatchError: A part of the module is a ``FullyShardedDataParallel``.
@@ -66,7 +66,9 @@ def refuse_flattened(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
         problem, _, advice = _FSDP1.partition(": ")
-        raise MismatchError(problem[0].lower() + problem[1:], advice=advice[0].upper() + advice[1:])
+        error = MismatchError(problem[0].lower() + problem[1:])
+        error.advice = advice[0].upper() + advice[1:]
+        raise error
 
 
 def _advices(module: nn.Module) -> Iterator[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import click
 
 import sluice
 from sluice._options import MemoryLimits, PageCache, Place
-from sluice.cli.mesh_options import load_mesh_options, parse_styles
 from sluice.cli.options import (
     Size,
     allow_empty_option,
@@ -37,9 +34,6 @@ from sluice.cli.options import (
 from sluice.cli.remote_options import remote_options
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import show_report
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["load_command"]
 
@@ -74,7 +68,6 @@ __all__ = ["load_command"]
 )
 @place_option
 @encoding_option
-@load_mesh_options
 @click.option("--table", is_flag=True, help="List how each tensor was filled.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -97,8 +90,6 @@ def load_command(
     page_cache: PageCache,
     place: Place,
     encoding: str,
-    mesh: dict[str, int] | None,
-    tp_plan: str | None,
     table: bool,
     as_json: bool,
     quiet: bool,
@@ -116,7 +107,6 @@ def load_command(
       sluice load run.pt --key model_state_dict --model net:build --memory 2GiB --json
       sluice load model.pth --model net:Net --rename 'backbone.**=encoder.**' --rename 'head.*='
       sluice load model.pth --model net:Net --rules net:from_gpt2
-      torchrun --nproc-per-node 4 -m sluice load model.pth --model net:Net --mesh dp=2,tp=2
     """
     arguments, named = parse_arguments(model_args)
     build = find_factory(factory)
@@ -125,8 +115,7 @@ def load_command(
     check_device(device)
     finished = check_dtype(dtype)
     model = build_model(build, factory, arguments, named)
-    load = partial(
-        sluice.load_into,
+    report = sluice.load_into(
         model,
         source_of(paths),
         device=device,
@@ -140,15 +129,8 @@ def load_command(
         page_cache=page_cache,
         place=place,
         encoding=encoding,
+        progress=progress_wanted(quiet=quiet),
     )
-    if tp_plan is not None and mesh is None:
-        raise click.UsageError("--tp-plan needs --mesh")
-    if mesh is None:
-        report = load(progress=progress_wanted(quiet=quiet))
-    else:
-        report, first = _load_on_ranks(load, model, mesh, parse_styles(tp_plan), quiet=quiet)
-        if not first:
-            return
     show_report(
         report,
         as_json=as_json,
@@ -156,20 +138,3 @@ def load_command(
         more_json={"table": report.table().to_json()} if table and as_json else None,
         more_sections=report.table().sections() if table else (),
     )
-
-
-def _load_on_ranks(
-    load: Callable[..., sluice.LoadReport],
-    model: torch.nn.Module,
-    mesh: dict[str, int],
-    styles: dict[str, str] | None,
-    *,
-    quiet: bool,
-) -> tuple[sluice.LoadReport, bool]:
-    """Divide the model over the ranks of torchrun and load it; return the report, and whether this is rank 0."""
-    # Here, not above: only these loads need it.
-    from sluice.cli.divided_models import divide, process_group
-
-    with process_group(mesh) as rank:
-        divide(model, mesh, styles)
-        return load(progress=progress_wanted(quiet=quiet or rank != 0)), rank == 0
