@@ -15,6 +15,7 @@ SKIPPED = {
     "README.md": 2,  # sets everything up, installs
     "bench/README.md": 20,
     "docs/benchmarking.md": 1,  # many processes
+    "docs/index.md": 1,  # installs
     "docs/own-loading.md": 1,
     "docs/performance.md": 10,
     "docs/quantizing.md": 5,  # torchao, bitsandbytes, minutes
