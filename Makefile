@@ -62,6 +62,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_phrases.py
+	$(BIN)/python tools/lines.py
 	$(MKDOCS) --site-dir $(VENV)/site
 
 # A warning, such as a broken link or a page that is not in the navigation, is an error. The variable silences news.

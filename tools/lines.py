@@ -1,0 +1,99 @@
+"""Lines of the source by feature, against a budget: ``python tools/lines.py``.
+
+Each file of ``src/sluice`` belongs to the first feature whose pattern matches its path; one that no pattern matches is
+an error. Comments, docstrings and blank lines count.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+#: Most lines. A change that needs more takes as many out elsewhere, or says why it raises them.
+BUDGET = {"src/sluice": 65_700, "tests": 58_500}
+
+#: Patterns of paths below src/sluice by feature; ``*`` also matches "/".
+FEATURES = {
+    "remote: HTTP": ("sources/remote/http*", "sources/remote/connections*", "sources/remote/retries*"),
+    "remote: cache and prefetch": ("sources/remote/cach*", "*prefetch*"),
+    "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
+    "ranks": (
+        *("ranks/*", "dtensors/*", "sharding/*", "writing/ranks/*", "entries/regions.py", "engine/rounds.py"),
+        *(
+            "loading/joint.py",
+            "loading/sharing.py",
+            "loading/rank_plans.py",
+            "loading/divided_*",
+            "planning/sharing.py",
+        ),
+        *("reports/ranks.py", "cli/mesh_options.py", "modules/fully_sharded.py", "modules/regions.py"),
+    ),
+    "writing": ("writing/*", "api/save.py", "api/uploads.py", "reports/save.py"),
+    "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/views/bench.py"),
+    "verify and diff": ("checking/*", "api/verify.py", "api/diff.py", "*/verify.py", "*/diff.py"),
+    "convert": ("converting/*", "planning/conversion.py", "*/convert.py", "engine/file_targets.py"),
+    "optimizer resume": ("*optimizer*",),
+    "rules": ("rules/*", "entries/rules.py", "entries/patterns.py"),
+    "measuring": ("measuring/*",),
+    "streaming": (
+        *("streaming/*", "planning/streaming.py", "*/stream.py", "engine/recycled_memory.py"),
+        *("modules/parked.py", "modules/unloaded.py", "modules/blocks.py"),
+    ),
+    "testing, shipped": ("testing/*",),
+    "following other load_state_dict code": (
+        *("modules/custom_loaders.py", "modules/load_hooks.py", "modules/load_overrides.py"),
+        *("modules/meta_copy.py", "modules/symbolic_tensors.py"),
+    ),
+    "empty_init": (
+        *("modules/constructor_calls.py", "modules/emptied.py", "modules/empty_init.py", "modules/factories.py"),
+        *("modules/followers.py", "modules/function_kinds.py", "modules/histories.py", "modules/leftovers.py"),
+        *("modules/meta_initialisers.py", "modules/moves.py", "modules/special_calls.py", "modules/stand_ins.py"),
+        *("modules/storage_table.py", "modules/unseen_calls.py", "modules/refusals.py"),
+    ),
+    "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
+    "Hugging Face models": ("hf/*",),
+    "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
+    "advice on other loaders": ("planning/other_methods.py", "planning/recommendation.py", "loading/read_probe.py"),
+    "core": (
+        *("_*.py", "api/*", "checkpoint/*", "cli/*", "engine/*", "entries/*", "formats/*", "loading/*", "machine/*"),
+        *("matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*"),
+    ),
+}
+
+
+def feature_of(path: str) -> str | None:
+    """Return the feature of a path below src/sluice; None if no pattern matches."""
+    matching = (name for name, patterns in FEATURES.items() if any(fnmatch(path, pattern) for pattern in patterns))
+    return next(matching, None)
+
+
+def count(files: Iterable[Path]) -> int:
+    """Return the lines of files together."""
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def main() -> int:
+    """Print the table; return 1 if a file has no feature or a total is above its budget."""
+    source = ROOT / "src" / "sluice"
+    lines: Counter[str] = Counter()
+    for file in sorted(source.rglob("*.py")):
+        feature = feature_of(file.relative_to(source).as_posix())
+        if feature is None:
+            print(f"{file.relative_to(ROOT)} has no feature: add a pattern to FEATURES in tools/lines.py")
+            return 1
+        lines[feature] += count([file])
+    for feature, number in lines.most_common():
+        print(f"{number:>7,}  {feature}")
+    totals = {"src/sluice": lines.total(), "tests": count((ROOT / "tests").rglob("*.py"))}
+    for name, total in totals.items():
+        print(f"{total:>7,}  {name}, of at most {BUDGET[name]:,}")
+    return int(any(total > BUDGET[name] for name, total in totals.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
