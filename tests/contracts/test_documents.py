@@ -20,7 +20,7 @@ SKIPPED = {
     "docs/performance.md": 10,
     "docs/quantizing.md": 5,  # torchao, bitsandbytes, minutes
     "docs/quickstart.md": 1,
-    "docs/ranks.md": 4,  # several ranks
+    "docs/ranks.md": 3,  # several ranks
     "docs/recipes/hugging-face-directory.md": 1,
     "docs/recipes/limited-ram.md": 1,
     "docs/gguf.md": 1,  # a model of transformers
