@@ -297,6 +297,10 @@ def test_calls_are_refused_after_every_end_until_the_weights_are_there(
         with pytest.raises(StreamError, match="not in memory") as refused:
             part(torch.randn(1, WIDTH))
         assert refused.value.tensor is not None
+    lent = torch.func.functional_call(running, dict(model.named_parameters()), (images,))
+    assert torch.equal(lent, model(images))
+    with pytest.raises(StreamError, match="not in memory"):
+        running(images)
     with sluice.stream(running, file, memory="5MiB"):
         assert torch.equal(running(images), model(images))
     sluice.load_into(running, file)

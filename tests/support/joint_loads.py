@@ -240,7 +240,7 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
         return fetch(self, *arguments)
 
     if step == "open":
-        patch.setattr("sluice.checkpoint.open_checkpoint.open_path", fail)
+        patch.setattr("sluice.checkpoint.open_checkpoint.open_layout", fail)
     elif step == "plan":
         patch.setattr(joint, "_proposal", fail)
     elif step == "read of a round":

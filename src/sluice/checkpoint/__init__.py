@@ -2,5 +2,5 @@
 
 In: a path, a file object or a directory. Out: one ``Index`` over all files, with the sources that hold the data.
 
-Start with ``opening.open_path``; ``survey`` decides the layout of a directory, ``merging`` joins the indexes of files.
+Start with ``opening.classify``; ``survey`` decides the layout of a directory, ``merging`` joins the indexes of files.
 """

@@ -21,7 +21,7 @@ __all__ = ["refuse_calls", "refusing"]
 def refuse_calls(module: nn.Module) -> None:
     """Make every part of a module that has weights on meta raise a ``StreamError`` when it is called.
 
-    A call after all of them are in memory succeeds, and ends this.
+    Calls while all of them are in memory succeed. A load or a stream of the module ends this.
     """
     for part in module.modules():
         if next(_missing(part), None) is not None and _refuse not in part._forward_pre_hooks.values():  # noqa: SLF001
@@ -30,12 +30,18 @@ def refuse_calls(module: nn.Module) -> None:
 
 @contextmanager
 def refusing(module: nn.Module) -> Iterator[None]:
-    """Refuse calls of the module after a failure of the block, which loads it."""
+    """Refuse calls of the module after a failure of the block, which loads or streams it, and accept them otherwise."""
     try:
         yield
     except BaseException:
         refuse_calls(module)
         raise
+    # Not in the hook: torch.func.functional_call gives a module other weights for one call.
+    if _refuse in module._forward_pre_hooks.values():  # noqa: SLF001  so that the hook can be pickled with the module
+        for part in module.modules():
+            hooks = part._forward_pre_hooks  # noqa: SLF001
+            for number in [number for number, hook in hooks.items() if hook is _refuse]:
+                del hooks[number]
 
 
 def _missing(module: nn.Module) -> Iterator[str]:
@@ -52,7 +58,3 @@ def _refuse(module: nn.Module, args: Any) -> None:  # noqa: ARG001  a hook of to
             tensor=name,
             advice="Load them with sluice.load_into, or run the model inside of sluice.stream.",
         )
-    for part in module.modules():
-        hooks = part._forward_pre_hooks  # noqa: SLF001  so that the hook can be pickled with the module
-        for number in [number for number, hook in hooks.items() if hook is _refuse]:
-            del hooks[number]
