@@ -33,6 +33,7 @@ from sluice.machine.peaks import PeakMeter
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.reading import transfer
+from sluice.reading.caches import fill_caches
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.records.bulk import collector_paused
@@ -184,6 +185,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
             completed: Called with the position of each target when it is complete.
         """
         plan = self.plan
+        fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
         with byte_progress(progress, self.checkpoint.path, plan.read_bytes) as report:
             return transfer.run(
                 self.checkpoint,
