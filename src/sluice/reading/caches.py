@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from sluice import _defaults as defaults
 from sluice._progress import Progress, byte_progress
 from sluice.records import LoadPlan
 from sluice.sources.protocol import Source, is_caching
 
 __all__ = ["fill_caches"]
 
-#: Share of the bytes of a file from which on all of it is downloaded; less is requested from the server.
+#: Share of the bytes of a file from which on all of it is downloaded, if it takes more than one request; less is
+#: requested from the server.
 _LEAST_SHARE = 0.5
 
 
@@ -41,7 +43,11 @@ def fill_caches(
         for read in (*plan.reads, *plan.rounds):
             needed[read.file] += read.nbytes
         least = 0.0 if look is not None else _LEAST_SHARE
-        files = [(i, file) for i, file in files if needed[i] and needed[i] >= least * file.identity.nbytes]
+        files = [
+            (i, file)
+            for i, file in files
+            if needed[i] and needed[i] >= least * max(0, file.identity.nbytes - defaults.CACHE_PIECE_BYTES)
+        ]
     with byte_progress(progress, "download", sum(file.identity.nbytes for _, file in files)) as report:
 
         def changed() -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 from sluice._errors import MissingFileError, RemoteError, UnsupportedError
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import SiblingFiles, TunedDirectory, below
+from sluice.sources.remote.directory import RemoteDirectory, SiblingFiles, below
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote, is_obstore
 from sluice.sources.remote_names import is_chained
@@ -80,17 +80,15 @@ def open_remote_place(where: str | Remote) -> Directory | Source:
     if remote.store is not None or not hasattr(transport, "open_place"):
         return open_remote_directory(remote) or open_remote(remote)
     place = transport.open_place(remote.url, remote.settings)
-    if hasattr(place, "entries"):
+    if isinstance(place, RemoteDirectory):
         return cast("Directory", _tuned_directory(place, remote))
     return _tuned(cast("Source", place), remote)
 
 
-def _tuned_directory(directory: Directory | None, remote: Remote) -> Directory | None:
+def _tuned_directory(directory: RemoteDirectory | None, remote: Remote) -> Directory | None:
     if directory is None and _transport(remote) == "http" and remote.address.endswith("/"):
         return SiblingFiles(remote, open_remote)
-    if directory is None:
-        return None
-    return TunedDirectory(directory, lambda source, name: _tuned(source, below(remote, name)))
+    return directory and directory.tuned(lambda source, name: _tuned(source, below(remote, name)))
 
 
 def remote_parent(where: str | Remote) -> tuple[Directory, str]:
@@ -127,7 +125,7 @@ def _source(remote: Remote) -> Source:
     return RemoteFile(transport.open_object(remote.url, remote.settings))
 
 
-def _directory(remote: Remote) -> Directory | None:
+def _directory(remote: Remote) -> RemoteDirectory | None:
     transport = _module(remote)
     if remote.store is None:
         found = transport.open_directory(remote.url, remote.settings)
@@ -135,7 +133,7 @@ def _directory(remote: Remote) -> Directory | None:
         found = transport.stored_directory(remote.store, remote.url)
     else:
         found = transport.filesystem_directory(remote.store, remote.url)
-    return cast("Directory | None", found)
+    return cast("RemoteDirectory | None", found)
 
 
 def _tuned(source: Source, remote: Remote) -> Source:
