@@ -89,10 +89,13 @@ class Connections:
         """Close idle connections after the last use."""
         with self._lock:
             self._borrowers -= 1
-            managers = {} if self._borrowers else self._managers
-            self._managers = self._managers if self._borrowers else {}
+            if self._borrowers:
+                return
+            managers, self._managers, self._proxies = self._managers, {}, {}
         for manager in managers.values():
-            manager.clear()
+            for key in manager.pools.keys():  # noqa: SIM118  (it refuses to be iterated)
+                if (pool := manager.pools.get(key)) is not None:
+                    pool.close()
 
     def start_anew(self) -> None:
         """Forget connections and locks after a fork: they are those of the parent process."""
