@@ -23,7 +23,6 @@ from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
-from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader
 from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
 
@@ -166,7 +165,6 @@ def run(
         transport: Transfers between ranks, for a plan with rounds.
     """
     try:
-        fill_caches(checkpoint.sources, prepared.plan)
         if transport is not None:
             # Here, not above: most loads are those of one process.
             from sluice.reading.shared_reads import run_shared

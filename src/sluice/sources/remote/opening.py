@@ -32,9 +32,6 @@ _TRANSPORTS = {
     "hf": "hub",
 }
 
-#: Transports whose directories share a client or a revision between their files.
-_PINNED = ("stores", "hub")
-
 #: Extra that brings the library of a transport, and the library.
 _EXTRAS = {
     "http": ("remote", "urllib3"),
@@ -101,12 +98,13 @@ def remote_parent(where: str | Remote) -> tuple[Directory, str]:
     """
     remote = _remote(where)
     parent = SiblingFiles(remote, open_remote)
-    if _transport(remote) in _PINNED:
-        # One client, or one revision, for all files. Reading a file does not imply the permission to list.
-        with suppress(RemoteError, MissingFileError):
-            directory = open_remote_directory(parent.location)
-            if directory is not None:
-                return directory, parent.name
+    transport = _transport(remote)
+    # One client, or one revision, for all files. The revision is that of all files or of none; an object of a store may
+    # be read without the permission to list.
+    with suppress(*((RemoteError, MissingFileError) if transport == "stores" else ())):
+        directory = open_remote_directory(parent.location) if transport in ("stores", "hub") else None
+        if directory is not None:
+            return directory, parent.name
     return parent, parent.name
 
 
