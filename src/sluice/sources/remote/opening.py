@@ -2,10 +2,9 @@
 
 Each scheme has a transport, a module of this package that is imported when an address needs it:
 
-- ``open_object(url, settings)`` returns the ``RemoteObject`` of a URL, and ``open_source(url, settings)`` its source
-  instead where that may be a local file or needs checks of its own;
-- ``open_directory(url, settings)`` returns the directory of a URL, or None if the URL names one object;
-- ``open_place(url, settings)``, if it has that, returns either for fewer requests than both.
+- ``open_source(remote)`` returns the file at an address;
+- ``open_directory(remote)`` returns the directory at an address, or None if it names one object;
+- ``open_place(remote)``, if it has that, returns either for fewer requests than both.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def open_remote(where: str | Remote) -> Source:
         RemoteError: The server does not answer.
     """
     remote = _remote(where)
-    return _tuned(_source(remote), remote)
+    return _tuned(_module(remote).open_source(remote), remote)
 
 
 def open_remote_directory(where: str | Remote) -> Directory | None:
@@ -61,7 +60,7 @@ def open_remote_directory(where: str | Remote) -> Directory | None:
         RemoteError: The server does not answer.
     """
     remote = _remote(where)
-    return _tuned_directory(_directory(remote), remote)
+    return _tuned_directory(_module(remote).open_directory(remote), remote)
 
 
 def open_remote_place(where: str | Remote) -> Directory | Source:
@@ -74,12 +73,12 @@ def open_remote_place(where: str | Remote) -> Directory | Source:
     """
     remote = _remote(where)
     transport = _module(remote)
-    if remote.store is not None or not hasattr(transport, "open_place"):
+    if not hasattr(transport, "open_place"):
         return open_remote_directory(remote) or open_remote(remote)
-    place = transport.open_place(remote.url, remote.settings)
+    place: RemoteDirectory | Source = transport.open_place(remote)
     if isinstance(place, RemoteDirectory):
         return cast("Directory", _tuned_directory(place, remote))
-    return _tuned(cast("Source", place), remote)
+    return _tuned(place, remote)
 
 
 def _tuned_directory(directory: RemoteDirectory | None, remote: Remote) -> Directory | None:
@@ -110,28 +109,6 @@ def remote_parent(where: str | Remote) -> tuple[Directory, str]:
 
 def _remote(where: str | Remote) -> Remote:
     return where if isinstance(where, Remote) else Remote(where)
-
-
-def _source(remote: Remote) -> Source:
-    transport = _module(remote)
-    if remote.store is not None:
-        if is_obstore(remote.store):
-            return cast("Source", transport.stored_source(remote.store, remote.url))
-        return cast("Source", transport.filesystem_source(remote.store, remote.url))
-    if hasattr(transport, "open_source"):
-        return cast("Source", transport.open_source(remote.url, remote.settings))
-    return RemoteFile(transport.open_object(remote.url, remote.settings))
-
-
-def _directory(remote: Remote) -> RemoteDirectory | None:
-    transport = _module(remote)
-    if remote.store is None:
-        found = transport.open_directory(remote.url, remote.settings)
-    elif is_obstore(remote.store):
-        found = transport.stored_directory(remote.store, remote.url)
-    else:
-        found = transport.filesystem_directory(remote.store, remote.url)
-    return cast("RemoteDirectory | None", found)
 
 
 def _tuned(source: Source, remote: Remote) -> Source:
