@@ -22,17 +22,17 @@ from sluice.sources.remote.http_addresses import (
     parse_address,
     resolved_network,
 )
-from sluice.sources.remote.http_answers import (
+from sluice.sources.remote.http_body import HttpBody, discard
+from sluice.sources.remote.http_connections import shared_connections
+from sluice.sources.remote.http_responses import (
     TEMPORARY,
-    Answer,
+    ResponseHead,
     check_range,
     conditions,
     first_facts,
     no_ranges,
     object_facts,
 )
-from sluice.sources.remote.http_body import HttpBody, discard
-from sluice.sources.remote.http_connections import shared_connections
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteSettings, RequestFailedError
 from sluice.sources.remote_names import without_credentials
@@ -121,7 +121,7 @@ class HttpObject:
             raise
         return HttpBody(response, nbytes, failed=self._forget_target)
 
-    def document(self, most_bytes: int) -> tuple[Answer, bytes]:
+    def document(self, most_bytes: int) -> tuple[ResponseHead, bytes]:
         """Request the whole object, such as the answer of an API; return its head, and at most ``most_bytes`` bytes."""
         response, address = self._answer({})
         answer, data = self._described(response, address), bytearray(most_bytes)
@@ -151,8 +151,8 @@ class HttpObject:
             raise no_ranges(answer)
         return object_facts(answer, found), closing(_Received(data[:found]))
 
-    def _described(self, response: urllib3.BaseHTTPResponse, address: HttpAddress) -> Answer:
-        return Answer(status=response.status, headers=response.headers, path=self.path, signed=is_signed(address))
+    def _described(self, response: urllib3.BaseHTTPResponse, address: HttpAddress) -> ResponseHead:
+        return ResponseHead(status=response.status, headers=response.headers, path=self.path, signed=is_signed(address))
 
     def _answer(self, wanted: Mapping[str, str]) -> tuple[urllib3.BaseHTTPResponse, HttpAddress]:
         """Request something, follow redirects, and return the answer and the address that gave it."""

@@ -29,7 +29,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.remote import http
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.http_answers import Answer, check_status
+from sluice.sources.remote.http_responses import ResponseHead, check_status
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
 from sluice.sources.remote.retries import Attempts, wait
@@ -254,7 +254,7 @@ def _model_info(address: HubAddress, settings: RemoteSettings) -> Mapping[str, A
         hub.close()
 
 
-def _information(address: HubAddress, answer: Answer, body: bytes) -> Mapping[str, Any]:
+def _information(address: HubAddress, answer: ResponseHead, body: bytes) -> Mapping[str, Any]:
     code = answer.headers.get("X-Error-Code")
     if code == "GatedRepo":
         raise _refused(address, "access to the model needs the permission of its owner")

@@ -21,7 +21,7 @@ from sluice.sources.remote.protocol import (
     ObjectFacts,
     RemoteObject,
     RequestFailedError,
-    WrongAnswerError,
+    WrongResponseError,
 )
 from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
 from sluice.sources.remote.store_errors import is_outside, translated
@@ -141,7 +141,7 @@ class StoredObject:
 
     def _check_range(self, result: Any, start: int, end: int) -> None:
         if tuple(result.range) != (start, end):
-            raise WrongAnswerError("the store answered with another range than requested")
+            raise WrongResponseError("the store answered with another range than requested")
 
 
 class _EmptyObjectError(Exception):
