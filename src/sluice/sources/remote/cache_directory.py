@@ -81,7 +81,7 @@ class CacheEntry(Struct, frozen=True, kw_only=True):
 class Part(Struct, frozen=True):
     """Open files of an entry."""
 
-    #: What it is the entry of.
+    #: The entry.
     entry: CacheEntry
     #: Descriptor of the data.
     data: int
@@ -253,7 +253,7 @@ def _wait_for_writer(part: Part, report: Callable[[int], None]) -> None:
 
 @contextmanager
 def _opened(directory: int, name: str, *, make: bool = False) -> Iterator[int]:
-    """Open a file of the cache for reading and writing; one that is a link or of another user is refused."""
+    """Open a file of the cache for reading and writing; links and files of other users are refused."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if make else 0)
     descriptor = os.open(name, flags, 0o600, dir_fd=directory)
     try:
