@@ -196,14 +196,14 @@ class CacheDirectory:
         """Lend the open files of an entry, which is marked as used until its sums are closed."""
         with ExitStack() as stack:
             with self._locked() as directory:
+                if suffix:
+                    self._make_room(directory, entry)
+                data = stack.enter_context(_opened(directory, entry.file + suffix, make=bool(suffix)))
                 sums = stack.enter_context(_opened(directory, f"{entry.file}.sums", make=True))
                 flock(sums, LOCK_SH | LOCK_NB)
                 if not os.fstat(sums).st_size:
                     _append(sums, json.dumps({name: getattr(entry, name) for name in ("address", "version", "nbytes")}))
                 os.utime(sums)
-                if suffix:
-                    self._make_room(directory, entry)
-                data = stack.enter_context(_opened(directory, entry.file + suffix, make=bool(suffix)))
             yield Part(entry, data, sums)
 
     def _make_room(self, directory: int, entry: CacheEntry) -> None:
