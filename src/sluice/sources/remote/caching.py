@@ -62,7 +62,7 @@ def cached_source(source: Source, remote: Remote) -> Source:
         found = cache.complete(entry)
         if found is None:
             return CachedFile(source, cache, entry)
-        complete = CompleteFile(entry, *found)
+        complete = CompleteFile(entry, *found, source.traffic)
     except (OSError, SluiceError) as error:
         source.note = f"not cached: {getattr(error, 'strerror', None) or error}"
         return source
