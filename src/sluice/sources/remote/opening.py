@@ -87,8 +87,8 @@ def _tuned_directory(directory: RemoteDirectory | None, remote: Remote) -> Direc
     return directory and directory.tuned(lambda source, name: _tuned(source, below(remote, name)))
 
 
-def remote_parent(where: str | Remote) -> tuple[Directory, str]:
-    """Return the directory that holds a remote file, and the name of the file in it.
+def remote_parent(where: str | Remote) -> Directory:
+    """Return the directory that holds a remote file.
 
     The address of the directory is that of the file up to its last part: same server, same query.
 
@@ -101,10 +101,9 @@ def remote_parent(where: str | Remote) -> tuple[Directory, str]:
     # One client, or one revision, for all files. The revision is that of all files or of none; an object of a store may
     # be read without the permission to list.
     with suppress(*((RemoteError, MissingFileError) if transport == "stores" else ())):
-        directory = open_remote_directory(parent.location) if transport in ("stores", "hub") else None
-        if directory is not None:
-            return directory, parent.name
-    return parent, parent.name
+        if transport in ("stores", "hub"):
+            return open_remote_directory(parent.location) or parent
+    return parent
 
 
 def _remote(where: str | Remote) -> Remote:
