@@ -92,7 +92,9 @@ def test_the_pages_are_few_and_short_and_their_code_fits_80_columns() -> None:
     blocks = [
         (path.name, line)
         for path in {*pages, ROOT / "README.md"} - {log}
-        for block in re.findall(r"^```(?:python|bash)[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
+        for block in re.findall(
+            r"^```(?:python|bash)[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
         for line in block.splitlines()
     ]
     assert [(page, line) for page, line in blocks if len(line) > 80] == []
