@@ -45,6 +45,8 @@ def check_prefixes(placement: Placement, state: ModuleState) -> None:
     Raises:
         ValueError: There are such prefixes.
     """
+    if not placement:
+        return
     known = {path for path, _ in state.module.named_modules(remove_duplicate=False)} | state.unsaved.keys()
     known.update(name for slot in state.outline.slots for name in slot.names)
     unknown = [prefix for prefix in placement if prefix not in known]

@@ -66,6 +66,8 @@ def _is_model(part: object) -> bool:
 
 def _candidates(tree: object) -> dict[str, object]:
     """Return the candidates by key, the largest first; see ``state_dict_candidates``."""
+    if isinstance(tree, dict) and not any(isinstance(child, CONTAINERS) for child in tree.values()):
+        return {} if _named_tensor_bytes(tree) is None else {"": tree}  # a flat state dict, as most are
     below = sizes(tree)
     candidates: dict[str, object] = {}
     seen: set[int] = set()

@@ -23,7 +23,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -35,9 +34,7 @@ from sluice.entries.regions import select_region
 from sluice.entries.slicing import slice_entry
 from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Request
-
-if TYPE_CHECKING:
-    from sluice.sharding.regions import Region
+from sluice.sharding.regions import Region, shape_of
 
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
@@ -80,11 +77,7 @@ class Slot(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def held_shape(self) -> tuple[int, ...]:
         """Size of each dimension of its memory, in elements."""
-        if self.region is None:
-            return self.shape
-        from sluice.sharding.regions import shape_of  # most models hold whole tensors
-
-        return shape_of(self.region)
+        return self.shape if self.region is None else shape_of(self.region)
 
 
 class Outline(Struct, frozen=True, kw_only=True):

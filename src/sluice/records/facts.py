@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from msgspec import Struct, field
 
@@ -39,6 +40,7 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
     joins_reads: bool = False
 
 
+@cache
 def local_access() -> AccessFacts:
     """Return the access facts of local files and of memory: the defaults of ``_options``."""
     return AccessFacts(
@@ -54,6 +56,8 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
     Without sources these are the facts of local files.
     """
     distinct = set(accesses) or {local_access()}
+    if len(distinct) == 1:
+        return distinct.pop()
     return AccessFacts(
         request_bytes=max(access.request_bytes for access in distinct),
         gap_bytes=max(access.gap_bytes for access in distinct),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, repeat
 from operator import add
@@ -109,10 +109,9 @@ class _EmptyAllowlist:
     """The allowlist of the pickles around the object: no globals and no storages."""
 
     def __init__(self, limits: Limits) -> None:
-        self.names: Mapping[tuple[str, str], object] = {}
         self.keys = KeyGuard(limits)
 
-    def find_unlisted(self, module: str, name: str) -> None:  # noqa: ARG002 - every global is a leaf
+    def find(self, module: str, name: str) -> None:  # noqa: ARG002 - every global is a leaf
         return None
 
     def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - every id is refused
