@@ -16,8 +16,7 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.dtensors.description import is_dtensor, local_of
 from sluice.dtensors.local_ranks import local_rank_count
-from sluice.loading.auto_devices import choose_placement
-from sluice.loading.devices import Device, check_prefixes, parse_placement
+from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
 from sluice.loading.divided_tensors import check_devices, padding_copies
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load

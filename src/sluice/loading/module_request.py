@@ -262,7 +262,9 @@ def _refuse_opaques(
 ) -> None:
     """Refuse values of the state dict that sluice does not build; without ``strict``, only tensors of the module."""
     opaques = trees.opaques(subtree(checkpoint.index.tree, selection.key or ""))
-    own = {unwrap(name) for slot in state.outline.slots for name in slot.names} if opaques else set()
+    if not opaques:
+        return
+    own = {unwrap(name) for slot in state.outline.slots for name in slot.names}
     renaming = Renaming(request.rename)
     for name, leaf in opaques.items():
         new_name = renaming.new_name(name)

@@ -47,8 +47,8 @@ from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.pickles.unpickler import KeyGuard
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.torch_save.legacy_allowlist import LegacyAllowlist
-from sluice.formats.torch_save.pickled_object import check_object
 from sluice.formats.torch_save.storages import StorageReference
+from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import FileRecord, Index, Storage
 from sluice.records.bulk import collector_paused
 from sluice.sources.coalesced import read_ranges

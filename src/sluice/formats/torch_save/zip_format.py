@@ -38,8 +38,8 @@ from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import TorchAllowlist
-from sluice.formats.torch_save.pickled_object import check_object
 from sluice.formats.torch_save.storages import StorageReference
+from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
 from sluice.sources.protocol import Source, checks_with_data
 
