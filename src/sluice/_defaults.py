@@ -75,6 +75,10 @@ PROBE_STEP_BYTES = READ_BYTES
 #: the pages of 1 GiB takes a few milliseconds if all of them are cached.
 PROBE_BYTES = READ_BYTES
 
+#: Seconds for which the control groups of a process without a limit are not asked again: it takes as long as reading a
+#: small file.
+UNLIMITED_SECONDS = 1.0
+
 #: Cached share of a range from which it is read through the page cache. Reading the missing pages that way takes
 #: several times as long as a direct read, in pieces as small as the gaps.
 CACHED_SHARE = 0.85

@@ -9,7 +9,7 @@ import torch
 
 import sluice
 from sluice import rules
-from sluice.converting.stream import Stream
+from sluice.converting.stream import TargetStream
 from support.gguf_files import packed, write
 
 WIDE, WIDE_VALUES = packed((96, 256), "Q4_0")
@@ -21,14 +21,14 @@ def test_turned_cut_and_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     write(tmp_path / "m.gguf", {"wide": WIDE, "tall": TALL})
     scattered: list[bool] = []
 
-    def is_scattered(self: Stream, target: object) -> bool:
+    def is_scattered(self: TargetStream, target: object) -> bool:
         if window_bytes is not None:
             self.window_bytes = window_bytes
         scattered.append(before(self, target))  # type: ignore[arg-type]
         return scattered[-1]
 
-    before = Stream.is_scattered
-    monkeypatch.setattr(Stream, "is_scattered", is_scattered)
+    before = TargetStream.is_scattered
+    monkeypatch.setattr(TargetStream, "is_scattered", is_scattered)
     parts = rules.split("wide", ("left", "right"), dim=1, sizes=(100, 156))
     changes = [parts, rules.transpose("left"), rules.scale("right", 0.5), rules.transpose("tall")]
     sluice.convert(tmp_path / "m.gguf", tmp_path / "m.pth", rules=changes, manifest=tmp_path / "m.json")

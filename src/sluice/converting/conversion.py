@@ -14,7 +14,7 @@ from sluice._dtypes import is_castable
 from sluice._options import MemoryLimits, PageCache
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.converting.stream import Stream
+from sluice.converting.stream import TargetStream
 from sluice.records import Entry
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.safetensors import TensorOutline
@@ -68,10 +68,10 @@ class Conversion(Struct, frozen=True, kw_only=True):
         return self.checkpoint.locate({number for entry in entries if entry.numel for number in entry.storages})
 
     @contextmanager
-    def stream(self, tensors: int, nbytes: int) -> Iterator[Stream]:
+    def stream(self, tensors: int, nbytes: int) -> Iterator[TargetStream]:
         """Lend a stream for ``tensors`` tensors of ``nbytes`` bytes in total, with progress."""
         with byte_progress(self.progress, str(self.destination), nbytes) as report:
-            stream = Stream(
+            stream = TargetStream(
                 self.checkpoint, tensors=tensors, memory=self.memory, page_cache=self.page_cache, progress=report
             )
             with stream:

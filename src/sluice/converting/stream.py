@@ -24,13 +24,13 @@ from sluice.reading.reader import CheckpointReader
 from sluice.records import Target
 from sluice.writing.chunks import Staging
 
-__all__ = ["Stream"]
+__all__ = ["TargetStream"]
 
 #: Writes a piece of a target: ``(position of the target, first byte of the piece in it, bytes)``.
 Write = Callable[[int, int, memoryview], None]
 
 
-class Stream:
+class TargetStream:
     """Moves targets of one checkpoint to files."""
 
     def __init__(

@@ -12,7 +12,7 @@ from sluice import _defaults as defaults
 from sluice._geometry import contiguous_stride
 from sluice.converting.contents import refuse_repeats
 from sluice.converting.conversion import Conversion, Written, existing
-from sluice.converting.stream import Stream
+from sluice.converting.stream import TargetStream
 from sluice.formats.safetensors.ties import declare_ties
 from sluice.planning.memory_layout import single_targets
 from sluice.records import Entry, Request
@@ -107,7 +107,11 @@ def _metadata(conversion: Conversion) -> dict[str, str]:
 
 
 def _fill_safetensors(
-    conversion: Conversion, entries: Mapping[str, Entry], stream: Stream, layout: SafetensorsLayout, out: Replacement
+    conversion: Conversion,
+    entries: Mapping[str, Entry],
+    stream: TargetStream,
+    layout: SafetensorsLayout,
+    out: Replacement,
 ) -> None:
     """Write a file without committing it."""
     # Hashing reads early pieces back through the page cache, so direct writes are off.

@@ -18,7 +18,7 @@ from sluice.checkpoint.tied_names import TIES_FILE
 from sluice.converting.contents import refuse_repeats
 from sluice.converting.conversion import Conversion, Written, existing
 from sluice.converting.storages import Storages, descriptions, stored_bytes
-from sluice.converting.stream import Stream
+from sluice.converting.stream import TargetStream
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten, walk
 from sluice.reading.tensor import read_tensor
@@ -131,7 +131,9 @@ class _Place(NamedTuple):
     target: Target
 
 
-def _fill_torch_files(conversion: Conversion, stream: Stream, files: Sequence[tuple[_TorchFile, NewFile]]) -> None:
+def _fill_torch_files(
+    conversion: Conversion, stream: TargetStream, files: Sequence[tuple[_TorchFile, NewFile]]
+) -> None:
     """Write the storages of all files in the order of the source; the caller finishes and commits each file."""
     first = 0
     for laid_out, out in files:
@@ -151,7 +153,7 @@ def _fill_torch_files(conversion: Conversion, stream: Stream, files: Sequence[tu
         first += len(batch)
 
 
-def _fill(manifest: ManifestWriter | None, stream: Stream, places: Sequence[_Place], first: int) -> None:
+def _fill(manifest: ManifestWriter | None, stream: TargetStream, places: Sequence[_Place], first: int) -> None:
     """Write a batch of storages; ``first`` is the number of the first one in the manifest."""
     targets = [place.target for place in places]
     # The CRC of a storage that arrives in many short pieces is computed from the file when it is complete.
@@ -243,7 +245,7 @@ def _identity(entry: Entry) -> tuple[Entry, int] | None:
     return (entry, id(entry.attributes)) if entry.numel else None
 
 
-def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], conversion: Conversion) -> None:
+def _write_parameters(stream: TargetStream, files: Sequence[tuple[_TorchFile, Path]], conversion: Conversion) -> None:
     with ExitStack() as stack:
         outs = [stack.enter_context(NewFile(path)) for _, path in files]
         laid_out = [torch_file for torch_file, _ in files]

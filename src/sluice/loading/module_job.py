@@ -15,7 +15,9 @@ from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.dtensors.description import is_dtensor, local_of
-from sluice.loading.devices import Device, check_prefixes, parse_placement
+from sluice.dtensors.local_ranks import local_rank_count
+from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
+from sluice.loading.divided_tensors import check_devices, padding_copies
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
 from sluice.matching.match import Match
@@ -126,7 +128,7 @@ def module_job(
     quantized: Mapping[int, QuantizedWeight] = {}
     if quantize is not None:
         # Here, not above: most loads do not quantize.
-        from sluice.loading.quantized import quantized_weights, with_finishers
+        from sluice.loading.quantized import describe_quantized, quantized_weights, with_finishers, with_transient
 
         quantized = quantized_weights(state, matched, quantize)
         matched = with_finishers(matched, quantized)
@@ -134,10 +136,6 @@ def module_job(
     later_copies: list[tuple[int, int]] = []
     # A plan for ranks divides the description of a model of whole tensors.
     if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
-        # Here, not above: most models hold whole tensors.
-        from sluice.dtensors.local_ranks import local_rank_count
-        from sluice.loading.divided_tensors import check_devices, padding_copies
-
         check_devices(state, matched)
         options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         later_copies = list(padding_copies(state, matched))
@@ -154,8 +152,6 @@ def module_job(
     )
     notes: tuple[str, ...] = ()
     if quantized:
-        from sluice.loading.quantized import describe_quantized, with_transient
-
         prepared, notes = with_transient(prepared, quantized), (describe_quantized(quantized),)
     return ModuleJob(
         checkpoint=checkpoint,
@@ -181,9 +177,6 @@ def _placed(
     """Return the match on the requested devices, and these devices; choose them for ``"auto"``."""
     placement = parse_placement(device)
     if placement == "auto":
-        # Here, not above: most loads name their devices.
-        from sluice.loading.auto_devices import choose_placement
-
         placement = choose_placement(state, match_on(), memory)
     else:
         check_prefixes(placement, state)

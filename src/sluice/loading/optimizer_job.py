@@ -33,6 +33,7 @@ from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, Par
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard
 from sluice.planning.alternatives import Change
+from sluice.ranks.membership import group_of, meshes_of, process_groups_of
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
@@ -68,21 +69,14 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
         parameters = list(self._parameters())
         if not any(map(is_dtensor, parameters)):
             return None
-        # Here, not above: most optimizers are those of one process.
-        from sluice.ranks.membership import group_of
-
         return group_of(parameters)
 
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """See ``LoadRequest.meshes``."""
-        from sluice.ranks.membership import meshes_of
-
         return meshes_of(self._parameters())
 
     def process_groups(self) -> Mapping[tuple[int, ...], Any]:
         """See ``LoadRequest.process_groups``."""
-        from sluice.ranks.membership import process_groups_of
-
         return process_groups_of(self._parameters())
 
     def arguments(self) -> dict[str, str]:

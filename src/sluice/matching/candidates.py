@@ -66,6 +66,8 @@ def _is_model(part: object) -> bool:
 
 def _candidates(tree: object) -> dict[str, object]:
     """Return the candidates by key, the largest first; see ``state_dict_candidates``."""
+    if isinstance(tree, dict) and not any(isinstance(child, CONTAINERS) for child in tree.values()):
+        return {} if _named_tensor_bytes(tree) is None else {"": tree}  # a flat state dict, as most are
     below = sizes(tree)
     candidates: dict[str, object] = {}
     seen: set[int] = set()
@@ -152,15 +154,14 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
                     versions[path] = version
         flat = flatten(part, self.limits)
         entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name or not _is_extra_state(name)}
-        renaming = Renaming(self.rename)
-        renamed, extra_state = renaming.apply(entries), renaming.apply(dict(_extra_state(part)))
-        renaming.check(name for name, _ in leaves(part))
-        return Candidate(
-            key=key or None,
-            entries=apply_rules(renamed, self.rules),
-            versions=versions,
-            extra_state=extra_state,
-        )
+        extra_state = dict(_extra_state(part))
+        if self.rename is not None:
+            renaming = Renaming(self.rename)
+            entries, extra_state = renaming.apply(entries), renaming.apply(extra_state)
+            renaming.check(name for name, _ in leaves(part))
+        if self.rules:
+            entries = apply_rules(entries, self.rules)
+        return Candidate(key=key or None, entries=entries, versions=versions, extra_state=extra_state)
 
     def read_all(self, keys: Sequence[str]) -> list[Candidate]:
         """Return the parts to which ``rename`` and rules apply; if there is none, raise the error of the first part."""

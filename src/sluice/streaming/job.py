@@ -25,7 +25,7 @@ from sluice.dtensors.description import is_dtensor
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import ModuleRequest
 from sluice.modules.assembled import is_assembled_model
-from sluice.modules.blocks import Block, find_blocks, smallest_blocks
+from sluice.modules.blocks import ModuleBlock, find_blocks, smallest_blocks
 from sluice.modules.parked import ParkedParameter
 from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming, choose_resting
@@ -62,7 +62,7 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     #: The load of what stays in memory.
     resident: ModuleJob
     #: The blocks of the model.
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModuleBlock, ...]
     #: The units that pass through memory.
     units: tuple[UnitPlan, ...]
     #: Positions of the units that each block uses.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
-
+from sluice.formats.distributed.metadata import ItemPlace, TensorItem
 from sluice.writing.pickle_opcodes import PickleOpcodes
 from sluice.writing.torch_tensors import write_layout, write_size
 
-__all__ = ["ItemPlace", "StoredChunk", "StoredTensor", "pickle_metadata"]
+__all__ = ["pickle_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -24,41 +23,8 @@ _VERSION = "1.0.0"
 _NEW = b"\x81"
 
 
-class ItemPlace(Struct, frozen=True, kw_only=True):
-    """Where an item is stored."""
-
-    #: Name of the file.
-    file: str
-    #: First byte of the item in the file.
-    offset: int
-    #: Size of the item, in bytes.
-    nbytes: int
-
-
-class StoredChunk(Struct, frozen=True, kw_only=True):
-    """A box of a tensor, stored as an item."""
-
-    #: First index of the box, in each dimension.
-    start: tuple[int, ...]
-    #: Size of the box, in each dimension.
-    shape: tuple[int, ...]
-    #: The item.
-    place: ItemPlace
-
-
-class StoredTensor(Struct, frozen=True, kw_only=True):
-    """A tensor and its chunks."""
-
-    #: Name of its dtype.
-    dtype: str
-    #: Size of each dimension.
-    shape: tuple[int, ...]
-    #: Its chunks, at least one.
-    chunks: tuple[StoredChunk, ...]
-
-
 def pickle_metadata(
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, TensorItem],
     values: Mapping[str, ItemPlace],
     paths: Mapping[str, Sequence[str | int]],
 ) -> bytearray:
@@ -78,7 +44,7 @@ class _MetadataPickle:
 
     def dump(
         self,
-        tensors: Mapping[str, StoredTensor],
+        tensors: Mapping[str, TensorItem],
         values: Mapping[str, ItemPlace],
         paths: Mapping[str, Sequence[str | int]],
     ) -> bytearray:
@@ -140,7 +106,7 @@ class _MetadataPickle:
                 self._ops.integer(key)
         self._ops.close_tuple(len(path))
 
-    def _tensor(self, tensor: StoredTensor) -> None:
+    def _tensor(self, tensor: TensorItem) -> None:
         ops = self._ops
         self._begin(_METADATA, "TensorStorageMetadata")
         ops.constant("properties")

@@ -12,8 +12,9 @@ import torch
 from msgspec import Struct
 
 from sluice.dtensors.description import local_of
+from sluice.formats.distributed.metadata import ItemPlace
 from sluice.writing.chunks import Staging
-from sluice.writing.dcp_metadata import ItemPlace, pickle_metadata
+from sluice.writing.dcp_metadata import pickle_metadata
 from sluice.writing.distributed_directory import write_distributed_directory
 from sluice.writing.durable.shared_file import SharedFile
 from sluice.writing.ranks.division import DividedTensor

@@ -17,7 +17,7 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice._geometry import contiguous_stride, round_up
-from sluice.writing.dcp_metadata import ItemPlace, StoredChunk, StoredTensor
+from sluice.formats.distributed.metadata import ItemPlace, SavedChunk, TensorItem
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.ranks.division import Box, DividedTensor, boxes
 from sluice.writing.ranks.group import LEAD
@@ -56,14 +56,15 @@ class ItemLayout(Struct, frozen=True, kw_only=True):
     #: Start and shape of each chunk of a tensor, its rank, and first byte and size of its item.
     stored: dict[str, list[tuple[Box, int, int, int]]]
 
-    def tensors(self, tensors: Mapping[str, DividedTensor], names: Mapping[int, str]) -> dict[str, StoredTensor]:
+    def tensors(self, tensors: Mapping[str, DividedTensor], names: Mapping[int, str]) -> dict[str, TensorItem]:
         """Return the tensors for the metadata; ``names`` are the files of ranks."""
         return {
-            name: StoredTensor(
+            name: TensorItem(
+                name=name,
                 dtype=tensors[name].dtype,
                 shape=tensors[name].shape,
                 chunks=tuple(
-                    StoredChunk(
+                    SavedChunk(
                         start=start, shape=shape, place=ItemPlace(file=names[rank], offset=offset, nbytes=nbytes)
                     )
                     for (start, shape), rank, offset, nbytes in chunks
