@@ -38,7 +38,7 @@ __all__ = ["load_together"]
 #: Samples of all files together, but one of each file at least, and the bytes of one.
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
-#: Bytes at the end of a zip file in which the directory of 10,000 records fits.
+#: Most bytes at the end of a zip file that are compared: the directory of 10,000 records fits.
 _DIRECTORY_BYTES = 1 << 20
 
 
@@ -151,21 +151,30 @@ def _index_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
 def _samples(checkpoint: OpenCheckpoint) -> str:
     """Return a digest of samples of all files: copies of equal size and headers may be of different versions.
 
-    Of the end of a zip file enough is taken for its directory, which has the CRC-32 of every record.
+    Of a zip file also what follows the data is taken: its directory has the CRC-32 of every record.
     """
+    ends = _ends_of_data(checkpoint)
     digest = hashlib.blake2b(digest_size=16)
     count = max(1, _SAMPLES // len(checkpoint.sources))
     zipped = checkpoint.index.format == "torch-zip"
-    for file, source in zip(checkpoint.index.files, checkpoint.sources, strict=True):
+    for file, source, end in zip(checkpoint.index.files, checkpoint.sources, ends, strict=True):
         nbytes = file.identity.nbytes
         if file.identity.version is not None:  # compared by ``judge_proposals``
             continue
         ranges = [(nbytes * (2 * i + 1) // (2 * count), _SAMPLE_BYTES) for i in range(count)]
         if zipped:
-            ranges.append((max(0, nbytes - _DIRECTORY_BYTES), _DIRECTORY_BYTES))
+            ranges.append((max(end, nbytes - _DIRECTORY_BYTES), _DIRECTORY_BYTES))
         for offset, length in ranges:
             digest.update(source.read_at(offset, min(length, nbytes - offset)))
     return digest.hexdigest()
+
+
+def _ends_of_data(checkpoint: OpenCheckpoint) -> list[int]:
+    """Return where the last storage of each file ends."""
+    ends = [0] * len(checkpoint.sources)
+    for storage in checkpoint.index.storages:
+        ends[storage.file] = max(ends[storage.file], storage.offset + storage.nbytes)
+    return ends
 
 
 def _digest(lines: Iterator[str]) -> str:
