@@ -18,16 +18,14 @@ from msgspec.structs import replace
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
-from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report, with_reason
+from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report
 from sluice.loading.request_meter import RequestMeter
-from sluice.machine.filesystems import LOCAL_FILESYSTEMS
 from sluice.machine.peaks import PeakMeter
 from sluice.machine.processes import this_process
 from sluice.planning.alternatives import check_budget
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
-from sluice.planning.sharing import with_room_for_rounds
 from sluice.ranks.agreement import Agreement
-from sluice.ranks.judgement import Proposal, SharingDecision, decide_sharing, judge_proposals
+from sluice.ranks.judgement import Proposal, judge_proposals
 from sluice.ranks.protocol import Group, Ruling
 from sluice.reading import transfer
 from sluice.records.bulk import collector_paused
@@ -67,20 +65,12 @@ def load_together(
         request = replace(request, options=replace(request.options, host_ranks=len(neighbors)))
         job = agreement.attempt(lambda: _decide(request, stack.enter_context(opening)))
         proposal = agreement.attempt(lambda: _proposal(job, request) if job else None)
-        decision = agreement.settle("plan", msgspec.json.encode(proposal), partial(_judge, request.share))
-        sharing = msgspec.json.decode(decision, type=SharingDecision)
+        agreement.settle("plan", msgspec.json.encode(proposal), _judge)
         assert job is not None  # otherwise the step failed
         job = replace(job, look=agreement.look)
-        if sharing.once:
-            # Here, not above: most loads read for themselves.
-            from sluice.loading.sharing import share_reads
-
-            job = share_reads(job, request, agreement)
-        else:
-            job = with_reason(job, sharing.reason)
         if job.plan.readers:
             meter.sample()
-        before, requests = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan, group.rank)
+        before, requests = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan)
         fetched = agreement.attempt(job.fetch, progress)
         agreement.settle("read", changed=lambda: job.changed_by(fetched))
         loaded = agreement.attempt(job.install, fetched)
@@ -107,8 +97,6 @@ def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
     """Decide the load of this rank; its growth alone must keep the limits of the host."""
     with collector_paused():
         job = request.job(checkpoint)
-    if request.share != "none":
-        job = replace(job, prepared=replace(job.prepared, plan=with_room_for_rounds(job.plan)))
     replan = partial(request.replan, checkpoint)
     check_budget(for_whole_host(job.plan), request.memory, replan, file=checkpoint.path, offer=request.offers)
     return job
@@ -117,7 +105,6 @@ def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
 def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
     """Return what this rank is about to do, for the others to compare."""
     process = this_process()
-    files_read = {read.file for read in job.plan.reads}
     limits = find_limits(for_whole_host(job.plan).facts, request.memory)
     limit = next(limit for limit in limits if limit.where == HOST)
     return Proposal(
@@ -134,7 +121,6 @@ def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
         growth_bytes=plan_needs(job.plan)[HOST],
         limit_bytes=limit.nbytes,
         limit_origin=limit.origin,
-        local_files=all(job.plan.facts.files[file].filesystem in LOCAL_FILESYSTEMS for file in files_read),
     )
 
 
@@ -185,10 +171,9 @@ def _digest(lines: Iterator[str]) -> str:
     return digest.hexdigest()
 
 
-def _judge(share: str, answers: Mapping[int, bytes]) -> Ruling:
+def _judge(answers: Mapping[int, bytes]) -> Ruling:
     proposals = {rank: msgspec.json.decode(answer, type=Proposal) for rank, answer in answers.items()}
-    decision = decide_sharing(share, proposals)
-    return Ruling(failed=judge_proposals(proposals), value=msgspec.json.encode(decision))
+    return Ruling(failed=judge_proposals(proposals))
 
 
 def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankReport:
@@ -196,7 +181,6 @@ def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankRep
         rank=rank,
         host=this_process().hostname,
         read_bytes=sum(loaded.result.read_bytes.values()),
-        received_bytes=loaded.result.received_bytes,
         final_bytes=job.plan.final_bytes,
         predicted_bytes=plan_needs(job.plan)[HOST],
         seconds=time.perf_counter() - started,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 from torch import nn
@@ -74,12 +74,6 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 
         return meshes_of(chain(self.model.parameters(), self.model.buffers()))
 
-    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
-        """See ``LoadRequest.process_groups``."""
-        from sluice.ranks.membership import process_groups_of
-
-        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
-
 
 class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_into``."""
@@ -113,7 +107,6 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             "rename": "a function" if callable(self.rename) else repr(self.rename),
             "rules": ", ".join(type(rule).__name__ for rule in self.rules),
             "place": self.options.place,
-            "share": self.share,
         }
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -79,16 +79,10 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
 
         return meshes_of(self._parameters())
 
-    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
-        """See ``LoadRequest.process_groups``."""
-        from sluice.ranks.membership import process_groups_of
-
-        return process_groups_of(self._parameters())
-
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
         rename = "a function" if callable(self.rename) else repr(self.rename)
-        return {"key": str(self.key), "device": str(self.device), "rename": rename, "share": self.share}
+        return {"key": str(self.key), "device": str(self.device), "rename": rename}
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         optimizer = _unwrapped(self.optimizer)

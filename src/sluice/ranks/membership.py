@@ -13,7 +13,7 @@ import torch
 from sluice.dtensors.description import is_dtensor
 from sluice.ranks.protocol import Group
 
-__all__ = ["group_of", "meshes_of", "process_groups_of"]
+__all__ = ["group_of", "meshes_of"]
 
 
 def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
@@ -43,24 +43,6 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each mesh over which tensors are divided."""
     meshes = {id(mesh): mesh for tensor in tensors if is_dtensor(tensor) for mesh in [tensor.device_mesh]}  # type: ignore[attr-defined]
     return tuple(sorted({tuple(sorted(map(int, mesh.mesh.flatten().tolist()))) for mesh in meshes.values()}))
-
-
-def process_groups_of(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, ...], Any]:
-    """Return the process groups that exist for a model and to which this rank belongs, by their ranks.
-
-    None is made, because that needs every rank of the default group.
-    """
-    import torch.distributed as dist
-
-    meshes = {id(mesh): mesh for tensor in tensors if is_dtensor(tensor) for mesh in _with_whole(tensor)}
-    groups: list[Any] = [
-        mesh.get_group(dim) for mesh in meshes.values() if mesh.get_coordinate() is not None for dim in range(mesh.ndim)
-    ]
-    return {tuple(sorted(dist.get_process_group_ranks(group))): group for group in (*groups, dist.group.WORLD)}
-
-
-def _with_whole(tensor: Any) -> tuple[Any, Any]:
-    return tensor.device_mesh, _whole(tensor.device_mesh)
 
 
 def _whole(mesh: Any) -> Any:
