@@ -23,7 +23,7 @@ FEATURES = {
     "remote: cache and prefetch": ("sources/remote/cach*", "*prefetch*"),
     "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
     "ranks": (
-        *("ranks/*", "dtensors/*", "sharding/*", "writing/ranks/*", "entries/regions.py"),
+        *("ranks/*", "sharding/*", "writing/ranks/*"),
         *(
             "loading/joint.py",
             "loading/rank_plans.py",

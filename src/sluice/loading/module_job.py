@@ -14,7 +14,6 @@ from sluice._errors import PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import is_dtensor, local_of
 from sluice.loading.devices import Device, check_prefixes, parse_placement
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
@@ -27,6 +26,7 @@ from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from sluice.quantizing.weights import QuantizedWeight
@@ -135,8 +135,8 @@ def module_job(
     # A plan for ranks divides the description of a model of whole tensors.
     if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
         # Here, not above: most models hold whole tensors.
-        from sluice.dtensors.local_ranks import local_rank_count
         from sluice.loading.divided_tensors import check_devices, padding_copies
+        from sluice.ranks.membership import local_rank_count
 
         check_devices(state, matched)
         options = replace(options, host_ranks=options.host_ranks or local_rank_count())

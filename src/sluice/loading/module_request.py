@@ -17,7 +17,6 @@ from torch import nn
 from sluice._errors import MismatchError
 from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import is_dtensor, local_of
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
@@ -36,6 +35,7 @@ from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
 from sluice.reading.transfer import changed
 from sluice.records import Entry, UnsupportedValue
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from sluice.ranks.protocol import Group

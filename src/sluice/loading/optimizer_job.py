@@ -21,8 +21,6 @@ from sluice._messages import SHOWN, section
 from sluice._private_torch import is_traceable_wrapper_subclass
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import UndescribedError, is_dtensor, region_held
-from sluice.dtensors.local_ranks import local_rank_count
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
@@ -33,10 +31,12 @@ from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, Par
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard
 from sluice.planning.alternatives import Change
+from sluice.ranks.membership import local_rank_count
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
 from sluice.reports.document import Subject
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
 
 if TYPE_CHECKING:
     from sluice.ranks.protocol import Group

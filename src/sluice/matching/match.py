@@ -23,7 +23,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -31,13 +30,10 @@ from msgspec.structs import replace
 from sluice._dtypes import is_castable, why_no_cast
 from sluice._geometry import contiguous_stride, is_dense
 from sluice._messages import Findings, Shape
-from sluice.entries.regions import select_region
 from sluice.entries.slicing import slice_entry
 from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Request
-
-if TYPE_CHECKING:
-    from sluice.sharding.regions import Region
+from sluice.sharding.regions import Region, select_region, shape_of
 
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
@@ -82,8 +78,6 @@ class Slot(Struct, frozen=True, kw_only=True, gc=False):
         """Size of each dimension of its memory, in elements."""
         if self.region is None:
             return self.shape
-        from sluice.sharding.regions import shape_of  # most models hold whole tensors
-
         return shape_of(self.region)
 
 

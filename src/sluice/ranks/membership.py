@@ -5,15 +5,20 @@ A plain model is none of this: without DTensors or without a process group nothi
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from sluice.dtensors.description import is_dtensor
 from sluice.ranks.protocol import Group
+from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["group_of", "meshes_of"]
+__all__ = ["group_of", "local_rank_count", "meshes_of"]
+
+#: Variables in which torchrun, Open MPI and Slurm give the number of processes that they started on this host.
+_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
@@ -43,6 +48,22 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each mesh over which tensors are divided."""
     meshes = {id(mesh): mesh for tensor in tensors if is_dtensor(tensor) for mesh in [tensor.device_mesh]}  # type: ignore[attr-defined]
     return tuple(sorted({tuple(sorted(map(int, mesh.mesh.flatten().tolist()))) for mesh in meshes.values()}))
+
+
+def local_rank_count() -> int:
+    """Return how many ranks of the default process group are on this host; 1 without a group.
+
+    If no launcher says it, all of them: too little staging is slow, too much does not fit.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 1
+    ranks: int = dist.get_world_size()
+    for name in _VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 0:
+            return min(int(value), ranks)
+    return ranks
 
 
 def _whole(mesh: Any) -> Any:

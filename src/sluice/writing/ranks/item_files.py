@@ -11,7 +11,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from sluice.dtensors.description import local_of
+from sluice.sharding.dtensors import local_of
 from sluice.writing.chunks import Staging
 from sluice.writing.dcp_metadata import ItemPlace, pickle_metadata
 from sluice.writing.distributed_directory import write_distributed_directory
