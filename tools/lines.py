@@ -23,13 +23,11 @@ FEATURES = {
     "remote: cache and prefetch": ("sources/remote/cach*", "*prefetch*"),
     "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
     "ranks": (
-        *("ranks/*", "dtensors/*", "sharding/*", "writing/ranks/*", "entries/regions.py", "engine/rounds.py"),
+        *("ranks/*", "sharding/*", "writing/ranks/*"),
         *(
             "loading/joint.py",
-            "loading/sharing.py",
             "loading/rank_plans.py",
             "loading/divided_*",
-            "planning/sharing.py",
         ),
         *("reports/ranks.py", "cli/mesh_options.py", "modules/fully_sharded.py", "modules/regions.py"),
     ),

@@ -14,8 +14,6 @@ from sluice._errors import PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import is_dtensor, local_of
-from sluice.dtensors.local_ranks import local_rank_count
 from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
 from sluice.loading.divided_tensors import check_devices, padding_copies
 from sluice.loading.job import Loaded, LoadJob
@@ -25,10 +23,12 @@ from sluice.matching.placement import Placement, device_of
 from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
+from sluice.ranks.membership import local_rank_count
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from sluice.quantizing.weights import QuantizedWeight

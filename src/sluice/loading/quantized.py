@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from sluice._dtypes import torch_dtype
 from sluice._units import counted, format_bytes
-from sluice.dtensors.description import is_dtensor
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
 from sluice.quantizing.functions import quantize_function
 from sluice.quantizing.weights import QuantizedWeight, find_quantized
 from sluice.reading.transfer import Prepared
 from sluice.records import Finisher, Request
+from sluice.sharding.dtensors import is_dtensor
 
 __all__ = ["describe_quantized", "quantized_weights", "with_finishers", "with_transient"]
 

@@ -45,8 +45,6 @@ class RankReport:
     host: str
     #: Bytes that it read from files.
     read_bytes: int
-    #: Bytes that other ranks read for it and sent.
-    received_bytes: int = 0
     #: Bytes of its finished tensors.
     final_bytes: int
     #: Predicted growth of its host memory, in bytes.
@@ -201,12 +199,12 @@ class LoadReport(Report):
         rows = [
             (
                 f"rank {each.rank} on {each.host}",
-                *map(format_bytes, (each.read_bytes, each.received_bytes, each.final_bytes, each.predicted_bytes)),
+                *map(format_bytes, (each.read_bytes, each.final_bytes, each.predicted_bytes)),
                 f"{each.seconds:.2f}",
             )
             for each in self.ranks
         ]
-        return Grid(("ranks", ">read", ">received", ">finished", ">predicted growth", ">seconds"), rows)
+        return Grid(("ranks", ">read", ">finished", ">predicted growth", ">seconds"), rows)
 
     def prefixes_by_device(self) -> dict[str, tuple[str, ...]]:
         """Return the prefixes that were placed on each device; empty if one device has everything."""

@@ -11,8 +11,8 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from sluice.dtensors.description import local_of
 from sluice.formats.distributed.metadata import ItemPlace
+from sluice.sharding.dtensors import local_of
 from sluice.writing.chunks import Staging
 from sluice.writing.dcp_metadata import pickle_metadata
 from sluice.writing.distributed_directory import write_distributed_directory

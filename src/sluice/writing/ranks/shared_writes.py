@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice.dtensors.description import local_of
+from sluice.sharding.dtensors import local_of
 from sluice.sharding.regions import Region
 from sluice.sharding.runs import Runs
 from sluice.writing.chunks import Staging

@@ -17,8 +17,8 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
 from sluice._geometry import contiguous_stride
-from sluice.dtensors.description import is_dtensor
 from sluice.entries.tree import component
+from sluice.sharding.dtensors import is_dtensor
 from sluice.writing.items import StorageSpan, collect_spans, finished_dtype, refuse_unsupported, storage_key
 from sluice.writing.pickle_walk import WalkedObject, walk_object
 from sluice.writing.ranks.division import DividedTensor

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from sluice.dtensors.local_ranks import local_rank_count
+from sluice.ranks.membership import local_rank_count
 from support.ranks import Ranks
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import sluice
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
-from sluice.entries.regions import select_region
 from sluice.reading import transfer
 from sluice.records import Request
+from sluice.sharding.regions import select_region
 from sluice.testing import record_reads
 from support.plans import entry
 

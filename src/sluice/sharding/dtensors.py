@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
-if TYPE_CHECKING:  # a load without a DTensor needs none of it
-    from sluice.sharding.regions import Region, Sharding, Split
+from sluice.sharding.regions import Region, Sharding, Split, region_of, shape_of
 
 __all__ = ["UndescribedError", "home", "is_dtensor", "local_of", "region_held", "sharding_of", "with_local"]
 
@@ -49,8 +48,6 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     Raises:
         UndescribedError: A placement leaves the ranks with something other than elements of the tensor, or is unknown.
     """
-    from sluice.sharding.regions import Sharding
-
     dtensor: Any = tensor
     for entry in getattr(dtensor._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
@@ -69,8 +66,6 @@ def region_held(tensor: torch.Tensor) -> Region:
     Raises:
         UndescribedError: A placement is not known, or the local tensor has another shape than the placements say.
     """
-    from sluice.sharding.regions import region_of, shape_of
-
     if TorchVersion(torch.__version__) < _OLDEST_TORCH:
         raise UndescribedError(
             f"a DTensor of torch {torch.__version__}: sluice needs torch {_OLDEST_TORCH} or newer for models that are "
@@ -112,8 +107,6 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def _split(placement: Any, dimensions: int) -> Split | None:
     """Return a placement as a record; None if the ranks along its mesh dimension hold the same elements."""
-    from sluice.sharding.regions import Split
-
     kind, module = type(placement), sys.modules[_MODULE]
     if kind is module.Replicate:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sluice.dtensors.description import UndescribedError, is_dtensor, local_of, region_held, sharding_of, with_local
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, sharding_of, with_local
 from sluice.sharding.regions import Region
 from support.ranks import Ranks
 
