@@ -315,16 +315,6 @@ UPLOAD_PIECE_BYTES = 1 << 20
 #: Bytes of a file that a download into a cache requests and checks together.
 CACHE_PIECE_BYTES = 8 << 20
 
-#: Bytes of the smallest read that starts a download of a large file: a slice does not need all of it. And the most
-#: bytes that a load waits for at its end, although it does not need them; no larger file is large.
-CACHE_READ_BYTES, CACHE_REST_BYTES = 1 << 20, 64 << 20
-
-#: Bytes after the end of a download from which on a read is a request of its own: more than a load reads ahead.
-CACHE_WAIT_BYTES = 256 << 20
-
 #: Bytes of a cache directory if the user names no bound, and bytes that stay free on its file system.
 CACHE_BYTES = 50 << 30
 CACHE_FREE_BYTES = 1 << 30
-
-#: Files that a prefetch downloads at once.
-PREFETCH_FILES = 3

@@ -28,6 +28,7 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
 from sluice.matching.candidates import likely_state_dicts
+from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader, PendingTensors
 from sluice.reading.scan import (
     Batch,
@@ -178,6 +179,7 @@ class Verification:
         total = sum(each.nbytes for each in self.plan.ranges)
         total += sum(check.entry.nbytes for check in self._apart())
         total += sum(one.nbytes for check in self._unchecked() for one in check.composite.indices)
+        fill_caches(self._checkpoint.sources, progress=progress)
         with (
             byte_progress(progress, self._checkpoint.path, total) as report,
             self._reader,

@@ -15,6 +15,7 @@ from sluice._options import MemoryLimits, PageCache
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.stream import TargetStream
+from sluice.reading.caches import fill_caches
 from sluice.records import Entry
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.safetensors import TensorOutline
@@ -70,6 +71,8 @@ class Conversion(Struct, frozen=True, kw_only=True):
     @contextmanager
     def stream(self, tensors: int, nbytes: int) -> Iterator[TargetStream]:
         """Lend a stream for ``tensors`` tensors of ``nbytes`` bytes in total, with progress."""
+        if nbytes * 2 >= self.checkpoint.nbytes:
+            fill_caches(self.checkpoint.sources, progress=self.progress)
         with byte_progress(self.progress, str(self.destination), nbytes) as report:
             stream = TargetStream(
                 self.checkpoint, tensors=tensors, memory=self.memory, page_cache=self.page_cache, progress=report

@@ -30,6 +30,7 @@ from sluice.loading.request_meter import RequestMeter
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.reading import transfer
+from sluice.reading.caches import fill_caches
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.reports.document import Subject
@@ -170,6 +171,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
             completed: Called with the position of each target when it is complete.
         """
         plan = self.plan
+        fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
         with byte_progress(progress, self.checkpoint.path, plan.read_bytes) as report:
             return transfer.run(
                 self.checkpoint,

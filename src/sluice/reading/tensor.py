@@ -10,6 +10,7 @@ from sluice._options import MemoryLimits, TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.reading import transfer
+from sluice.reading.caches import fill_caches
 from sluice.reading.composites import assemble, component_requests
 from sluice.records import Entry, Request
 
@@ -37,6 +38,7 @@ def read_tensor(
             raise ValueError("out decides device and dtype: leave out the other two")
         requests, existing = [_request_into(name, entry, out)], {0: out}
     prepared = transfer.prepare(checkpoint, requests, options=TransferOptions(memory=memory))
+    fill_caches(checkpoint.sources, prepared.plan)
     tensors, _ = transfer.run(checkpoint, prepared, Targets(prepared.plan, existing))
     return assemble(name, entry, tensors, file=checkpoint.path)
 

@@ -24,6 +24,7 @@ from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.parked import Guard
 from sluice.modules.unloaded import refuse_calls, refusing
+from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused
 from sluice.reports.stream import StreamReport
@@ -259,6 +260,7 @@ def open_stream(
             with collector_paused():
                 job = decide_stream(opened, plain)
             compare_tied(job.whole)
+            fill_caches(checkpoint.sources, progress=progress)
             run(job.resident, progress=progress)
         resting = (read for number in job.resting for read in job.units[number].prepared.plan.reads)
         host = HostWeights(checkpoint.sources, resting, huge_pages=job.whole.plan.facts.huge_pages)
