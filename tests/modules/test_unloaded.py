@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ def _raise(error: type[BaseException]) -> Callable[[], None]:
     return fail
 
 
+def _interrupt(_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def _unreadable(load: Callable[[], object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         Injection(patch, failing(errno.EIO), 0)
@@ -71,13 +76,11 @@ def _optimizer(model: nn.Module, file: Path) -> None:
 
 #: What ends with or without an error. Arguments: a model on the meta device, the file of its weights, and a call.
 _ENDS: dict[str, Callable[[nn.Module, Path, Callable[[], object]], object]] = {
-    "stream closed": lambda model, file, call: _streamed(model, file, call),
+    "stream closed": _streamed,
     "exception in a stream": lambda model, file, _: _streamed(model, file, _raise(ValueError)),
     "interrupt in a stream": lambda model, file, _: _streamed(model, file, _raise(KeyboardInterrupt)),
     "load failed": lambda model, file, _: _unreadable(lambda: sluice.load_into(model, file)),
-    "load stopped": lambda model, file, _: sluice.load_into(
-        model, file, progress=lambda _: _raise(KeyboardInterrupt)()
-    ),
+    "load stopped": lambda model, file, _: sluice.load_into(model, file, progress=_interrupt),
     "quantizing failed": lambda model, file, _: sluice.load_into(model, file, quantize=_quantize),
     "optimizer failed": lambda model, file, _: _optimizer(model, file),
 }
@@ -88,10 +91,8 @@ def _check(build: Build, model: nn.Module, call: Call, file: Path, end: str, wan
     with sluice.empty_init():
         empty = build().eval()
     with torch.no_grad():
-        try:
+        with suppress(SluiceError, ValueError, RuntimeError, KeyboardInterrupt):
             _ENDS[end](empty, file, lambda: call(empty))
-        except (SluiceError, ValueError, RuntimeError, KeyboardInterrupt):
-            pass
         _right_or_refused(empty, call, want)
         sluice.load_into(empty, file)
         assert _equal(call(empty), want)
