@@ -146,7 +146,7 @@ class Guard:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._hook = module.register_load_state_dict_pre_hook(_refuse_loading)
+        self._hook = module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
         for part in module.modules():
             vars(part)["_apply"] = partial(_apply, part, whole=part is module)
             vars(part)["__getstate__"] = _refuse_state
