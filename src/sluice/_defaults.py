@@ -206,10 +206,6 @@ SCAN_WINDOW_BYTES = 4 << 20
 #: Most pieces of one batch: the records of a plan take about 2 KiB per piece.
 SCAN_BATCH_PIECES = 2_000
 
-#: Largest tensor, in bytes, that a verification holds in memory to hash it in an order other than that of the file.
-#: Larger tensors are read again, because several tensors can be partly read at once.
-SCAN_GATHERED_BYTES = 4 << 20
-
 #: Least bytes of a task for another thread: handing over a task takes about as long as hashing 64 KiB.
 SCAN_JOB_BYTES = 1 << 20
 

@@ -31,6 +31,7 @@ from sluice.reports.table import TensorRow
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
+    from sluice.loading.quantized import Quantized
     from sluice.quantizing.weights import QuantizedWeight
 
 __all__ = ["ModuleJob", "module_job"]
@@ -125,13 +126,13 @@ def module_job(
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
-    quantized: Mapping[int, QuantizedWeight] = {}
+    quantized: Quantized | None = None
     if quantize is not None:
         # Here, not above: most loads do not quantize.
-        from sluice.loading.quantized import describe_quantized, quantized_weights, with_finishers, with_transient
+        from sluice.loading import quantized as quantizing
 
-        quantized = quantized_weights(state, matched, quantize)
-        matched = with_finishers(matched, quantized)
+        quantized = quantizing.quantized(state, matched, quantize)
+        state, matched = quantized.state, quantized.match
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
     # A plan for ranks divides the description of a model of whole tensors.
@@ -150,15 +151,14 @@ def module_job(
         later_copies=later_copies,
         options=options,
     )
-    notes: tuple[str, ...] = ()
-    if quantized:
-        prepared, notes = with_transient(prepared, quantized), (describe_quantized(quantized),)
+    if quantized is not None:
+        prepared = quantizing.with_transient(prepared, quantized.weights)
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,
         prepared=prepared,
-        quantized=quantized,
-        notes=notes,
+        quantized={} if quantized is None else quantized.weights,
+        notes=() if quantized is None else quantized.notes,
         placement=placement,
         missing=matched.missing,
         unexpected=matched.unexpected,

@@ -102,7 +102,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             "strict": str(self.strict),
             "ignore_mismatched": str(self.ignore_mismatched),
             "rename": "a function" if callable(self.rename) else repr(self.rename),
-            "rules": ", ".join(type(rule).__name__ for rule in self.rules),
+            "rules": ", ".join(map(str, self.rules)),
             "place": self.options.place,
         }
 

@@ -75,6 +75,8 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     device: str
     #: Positions of the units whose bytes rest in host memory.
     resting: frozenset[int] = frozenset()
+    #: Positions of the units that stay in the window as long as every call uses them.
+    kept: frozenset[int] = frozenset()
     #: The quantized weights of the model, which are on the meta device again after the stream.
     quantized: tuple[OpenedWeight, ...] = ()
 
@@ -260,4 +262,5 @@ def _stream_job(job: ModuleJob, division: Division, transfer: TransferOptions, h
         decision=division.decision,
         device=_device(job),
         resting=choose_resting(sizes, host_bytes),
+        kept=frozenset(unit for unit, number in enumerate(streamed) if number in division.decision.kept),
     )
