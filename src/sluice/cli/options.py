@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -122,13 +124,12 @@ def find_factory(spec: str) -> Callable[..., Any]:
     """Import the class or function of ``--model``; see ``_import_object``."""
     target = _import_object(spec, "--model")
     if not callable(target):
-        module, _, name = spec.partition(":")
-        raise click.BadParameter(f"{module} has no class or function {name!r}", param_hint="--model")
+        raise click.BadParameter(f"{spec} is a {type(target).__name__}, not a class or function", param_hint="--model")
     return target  # type: ignore[no-any-return]  # callable() narrows Any to a callable of anything
 
 
 def _import_object(spec: str, option: str) -> Any:
-    """Import ``package.module:name`` with the current directory on the path, as ``python -m`` does; None if missing."""
+    """Import ``package.module:name`` with the current directory on the path, as ``python -m`` does."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         module, dot, last = spec.rpartition(".")
@@ -139,16 +140,53 @@ def _import_object(spec: str, option: str) -> Any:
         raise click.BadParameter(f"{module_name!r} is a path; write the module: {hint}:{name}", param_hint=option)
     sys.path.insert(0, os.getcwd())
     try:
+        names = _names_in_source(module_name)
+        if names is not None and name.split(".")[0] not in names:
+            raise _undefined(module_name, name, names, option)
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise click.BadParameter(f"no module {error.name!r}", param_hint=option) from error
         raise Failure(f"{module_name} needs the module {error.name!r}, which is not installed") from error
+    except click.BadParameter:
+        raise
     except Exception as error:
         raise Failure(f"importing {module_name} raised {describe(error)}") from error
     for attribute in name.split("."):
-        target = getattr(target, attribute, None)
+        if not hasattr(target, attribute):
+            raise _undefined(module_name, name, dir(target), option)
+        target = getattr(target, attribute)
     return target
+
+
+def _names_in_source(module_name: str) -> set[str] | None:
+    """Return the names that the source of a module defines, without importing it, which may take seconds.
+
+    None if only an import can tell: there is no source, or it defines names in other ways.
+    """
+    found = importlib.util.find_spec(module_name)
+    if found is None or not (found.origin or "").endswith(".py"):
+        return None
+    with open(str(found.origin), "rb") as file:
+        source = file.read()
+    if re.search(rb"import \*|__getattr__|__dict__|globals\(|locals\(|vars\(|setattr\(|sys\.modules|exec\(", source):
+        return None
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name=name, asname=other):
+                names.add(other or name.partition(".")[0])
+    return names
+
+
+def _undefined(module: str, name: str, names: Iterable[str], option: str) -> click.BadParameter:
+    close = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {module}:{close[0]}?" if close else ""
+    return click.BadParameter(f"{module} has no {name!r}{hint}", param_hint=option)
 
 
 def changes_of(renames: Sequence[str], regexes: Sequence[str], lists: Sequence[str]) -> list[sluice.rules.Rule]:
@@ -198,7 +236,7 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
     except sluice.SluiceError:
         raise
     except Exception as error:
-        raise Failure(f"{spec} raised {describe(error)}") from error
+        raise Failure(f"{spec} raised {describe(error)}; --model-args passes arguments to it") from error
     if not isinstance(model, nn.Module):
         raise click.BadParameter(
             f"{spec} returned a {type(model).__name__}, not a torch.nn.Module", param_hint="--model"

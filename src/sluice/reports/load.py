@@ -195,7 +195,7 @@ class LoadReport(Report):
             (f"{device.device}, reserved", format_bytes(device.predicted_bytes), _size(device.reserved_bytes))
             for device in self.device_memory
         ]
-        return Grid(("growth of memory", ">predicted", ">measured"), rows)
+        return Grid(("growth of memory", ">predicted, at most", ">measured"), rows)
 
     def _ranks(self) -> Grid:
         rows = [
@@ -206,7 +206,7 @@ class LoadReport(Report):
             )
             for each in self.ranks
         ]
-        return Grid(("ranks", ">read", ">received", ">finished", ">predicted growth", ">seconds"), rows)
+        return Grid(("ranks", ">read", ">received", ">finished", ">growth, at most", ">seconds"), rows)
 
     def prefixes_by_device(self) -> dict[str, tuple[str, ...]]:
         """Return the prefixes that were placed on each device; empty if one device has everything."""

@@ -192,8 +192,8 @@ class PlanReport(Report):
         if self.remote is not None:
             yield self.remote.describe()
         yield from cast_lines(self.cast)
-        yield f"predicted growth: {format_bytes(self.predicted.total_bytes)} of host memory" + "".join(
-            f", {format_bytes(nbytes)} of {device} memory" for device, nbytes in self.device_bytes.items()
+        yield f"predicted growth: at most {format_bytes(self.predicted.total_bytes)} of host memory" + "".join(
+            f", at most {format_bytes(nbytes)} of {device} memory" for device, nbytes in self.device_bytes.items()
         )
         for limit in self.limits:
             yield f"limit of {limit.where}: {format_bytes(limit.nbytes)} ({limit.origin})"

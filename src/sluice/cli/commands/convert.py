@@ -125,6 +125,7 @@ def convert_command(
       written_by_rank
                    empty: one process writes a conversion
     """
+    _check(destination, kind, max_shard_size, manifest, manifest_hash)
     rules = changes_of(renames, regexes, rule_lists)
     run = partial(
         sluice.convert,
@@ -141,7 +142,6 @@ def convert_command(
         page_cache=page_cache,
         encoding=encoding,
     )
-    _check(destination, kind, max_shard_size, manifest, manifest_hash)
     if not (force or dry_run):
         _ask(destination, manifest, run)
     shown = progress_wanted(quiet=quiet or dry_run)
@@ -158,7 +158,9 @@ def _check(
         if manifest is not None:
             new_hash(algorithm)
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        # The texts are those of the functions, with the names of their arguments.
+        text = str(error).replace("format=", "--format ").replace("max_shard_size", "--max-shard-size")
+        raise click.UsageError(text.rstrip()) from error
     except ImportError as error:
         raise Failure(str(error)) from error
     if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):
