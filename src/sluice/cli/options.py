@@ -10,14 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 import sluice
-from sluice._arguments import device_name
-from sluice._dtypes import parse_dtype, torch_dtype
-from sluice._options import TEXT_ENCODING, MemoryLimits, Place
+from sluice._arguments import dtype_argument
+from sluice._dtypes import parse_dtype
+from sluice._options import TEXT_ENCODING, MemoryLimits, PageCache
 from sluice._units import parse_bytes
 from sluice.cli.failures import Failure, describe
 from sluice.cli.remote_options import with_settings
@@ -28,29 +28,24 @@ if TYPE_CHECKING:
     from sluice.sources.opening import Location
 
 __all__ = [
+    "Command",
     "DTypeName",
     "Size",
-    "allow_empty_option",
     "build_model",
     "changes_of",
-    "check_allow_empty",
-    "check_device",
+    "changes_options",
     "check_dtype",
-    "dtype_option",
     "encoding_option",
     "find_factory",
-    "ignore_mismatched_option",
-    "key_option",
-    "no_strict_option",
+    "memory_options",
+    "page_cache_option",
     "parse_arguments",
     "paths_argument",
-    "place_option",
-    "rename_option",
-    "rename_regex_option",
-    "rules_option",
     "source_of",
-    "staging_option",
+    "together",
 ]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class DTypeName(click.ParamType[str]):
@@ -63,9 +58,10 @@ class DTypeName(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            return parse_dtype(value, auto=self._auto, floats_only=True)
+            name = parse_dtype(value, auto=self._auto, floats_only=True)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        return name
 
 
 class Size(click.ParamType[int]):
@@ -95,22 +91,10 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
 
 def check_dtype(name: str | None) -> str | None:
     """Return the name of a ``--dtype`` option; refuse a dtype that the installed torch does not have."""
-    if name not in {None, "auto"}:
-        try:
-            torch_dtype(str(name))
-        except sluice.UnsupportedError as error:
-            raise click.BadParameter(f"the installed torch has no {name}", param_hint="--dtype") from error
-    return name
-
-
-def check_device(device: str | None, *, auto: bool = True) -> None:
-    """Refuse a device that torch cannot use, before a model is built."""
-    if device is None or (device == "auto" and auto):
-        return
     try:
-        device_name(device)
+        return dtype_argument(name)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--device") from error
+        raise click.BadParameter(str(error), param_hint="--dtype") from error
 
 
 def source_of(paths: Sequence[str]) -> Location | list[Location]:
@@ -244,41 +228,15 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
     return model
 
 
-dtype_option = click.option(
-    "--dtype", type=DTypeName(), help="bf16, half, float32, torch.bfloat16, ..., or auto: as in the file."
-)
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds several options, which the help shows in this order."""
 
-rename_option = click.option(
-    "--rename",
-    "renames",
-    multiple=True,
-    metavar="OLD=NEW",
-    help="Rename tensors; * is one part of a name, ** any text; OLD= drops it.",
-)
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
 
-rename_regex_option = click.option(
-    "--rename-regex", "regexes", multiple=True, metavar="REGEX=NEW", help=r"The same, for whole names; \1 is a group."
-)
-
-rules_option = click.option(
-    "--rules",
-    "rule_lists",
-    multiple=True,
-    metavar="MODULE:NAME",
-    help="A list of sluice.rules in a Python module, or a function that returns one; applied after --rename.",
-)
-
-paths_argument = click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
-
-staging_option = click.option(
-    "--staging",
-    type=Size(),
-    default=MemoryLimits().staging,
-    show_default=True,
-    help="Size of the staging buffers.",
-)
-
-key_option = click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
+    return add
 
 
 def _encoding(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -290,6 +248,8 @@ def _encoding(ctx: click.Context, param: click.Parameter, value: str) -> str:
         raise click.BadParameter(str(error), ctx, param) from None
 
 
+paths_argument = click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
+
 encoding_option = click.option(
     "--encoding",
     callback=_encoding,
@@ -298,32 +258,53 @@ encoding_option = click.option(
     help="Encoding of text that Python 2 wrote, such as latin1; bytes keeps it as bytes.",
 )
 
-no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names.")
-
-allow_empty_option = click.option(
-    "--allow-empty", is_flag=True, help="With --no-strict, allow that no tensor of the model is in the checkpoint."
-)
-
-
-ignore_mismatched_option = click.option(
-    "--ignore-mismatched", is_flag=True, help="Keep the model's own values of tensors whose shape differs."
-)
-
-
-def check_allow_empty(*, allow_empty: bool, no_strict: bool) -> None:
-    """Refuse ``--allow-empty`` if ``--no-strict`` is missing: it would have no effect.
-
-    Raises:
-        click.UsageError: The options are wrong.
-    """
-    if allow_empty and not no_strict:
-        raise click.UsageError("--allow-empty needs --no-strict: without it every missing name is an error")
-
-
-place_option = click.option(
-    "--place",
-    type=click.Choice(get_args(Place)),
-    default="copy",
+page_cache_option = click.option(
+    "--page-cache",
+    type=click.Choice(get_args(PageCache)),
+    default="auto",
     show_default=True,
-    help="map: unchanged CPU tensors become mapped pages of the file.",
+    help="keep: leave what is read in the page cache. bypass: do not change the cache.",
+)
+
+#: The options of ``changes_of``.
+changes_options = together(
+    click.option(
+        "--rename",
+        "renames",
+        multiple=True,
+        metavar="OLD=NEW",
+        help="Rename tensors; * is one part of a name, ** any text; OLD= drops it.",
+    ),
+    click.option(
+        "--rename-regex",
+        "regexes",
+        multiple=True,
+        metavar="REGEX=NEW",
+        help=r"The same, for whole names; \1 is a group.",
+    ),
+    click.option(
+        "--rules",
+        "rule_lists",
+        multiple=True,
+        metavar="MODULE:NAME",
+        help="A list of sluice.rules in a Python module, or a function that returns one; applied after --rename.",
+    ),
+)
+
+#: The options of ``memory_of``.
+memory_options = together(
+    click.option(
+        "--memory",
+        "--host-limit",
+        "host_limit",
+        type=Size(),
+        help="Limit on the growth of host memory, such as 4GiB. Default: control group or free memory.",
+    ),
+    click.option(
+        "--staging",
+        type=Size(),
+        default=MemoryLimits().staging,
+        show_default=True,
+        help="Size of the staging buffers.",
+    ),
 )

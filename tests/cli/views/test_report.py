@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sluice.cli import main
-from sluice.cli.views.console import print_sections
+from sluice.cli.views.report import print_sections
 from sluice.reports.document import Grid, Strong
 from support.command_line import run_command, state_dict
 
