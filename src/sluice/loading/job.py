@@ -36,8 +36,8 @@ from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.records.bulk import collector_paused
-from sluice.reports.document import Subject
 from sluice.reports.load import LoadReport, RankReport
+from sluice.reports.load_figures import Subject
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 

@@ -36,7 +36,7 @@ from sluice.planning.alternatives import Change
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
-from sluice.reports.document import Subject
+from sluice.reports.load_figures import Subject
 
 if TYPE_CHECKING:
     from sluice.ranks.protocol import Group

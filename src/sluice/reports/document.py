@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Struct
 
@@ -31,12 +31,9 @@ __all__ = [
     "Report",
     "Section",
     "Strong",
-    "Subject",
     "cast_lines",
     "checkpoint_title",
-    "describe_mismatched",
     "lines_of",
-    "loaded_title",
     "plain",
     "plain_fields",
 ]
@@ -52,10 +49,6 @@ _GAP = "  "
 
 #: What is never folded: text without spaces, sizes with their units, and shapes.
 _WORD = re.compile(r"(?:\[[^\]]*\]|\d[\d.,]* [KMGT]?i?B\b|\S)+")
-
-
-#: Whose tensors a load counts.
-Subject: TypeAlias = Literal["model", "optimizer state", "checkpoint"]
 
 
 class Strong(str):
@@ -226,20 +219,9 @@ def checkpoint_title(path: str, format_name: str, key: str | None = None) -> str
     return f"{path} ({format_name}, key {key!r})" if key else f"{path} ({format_name})"
 
 
-def loaded_title(loaded: int, total: int, subject: Subject, source: str) -> str:
-    """Return how many of how many tensors came from a checkpoint: the start of the first line of a report."""
-    count = f"{loaded:,} of {counted(total, 'tensor')}"
-    return f"{count} of {source}" if subject == "checkpoint" else f"{count} of the {subject} from {source}"
-
-
 def cast_lines(casts: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each change of dtype with its number of tensors."""
     return (f"cast {change}: {counted(count, 'tensor')}" for change, count in casts.items())
-
-
-def describe_mismatched(mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[str, ...]:
-    """Return each name of a different shape with the shape in the model and in the checkpoint."""
-    return tuple(f"{name} {list(own)}, {list(saved)} in the checkpoint" for name, (own, saved) in mismatched.items())
 
 
 def lines_of(sections: Iterable[Section], width: int | None = None) -> Iterator[str]:
