@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 
 import pytest
 
-from sluice import _near_names
 from sluice._near_names import MOST_NAMES, nearest_names
 from support.work import at_most
 
@@ -71,14 +71,14 @@ def test_comparisons_are_bounded(
     monkeypatch: pytest.MonkeyPatch, missing: Callable[[int], str], existing: Callable[[int], str]
 ) -> None:
     compared: list[str] = []
-    matches = _near_names.get_close_matches  # type: ignore[attr-defined]  # difflib's
+    matches = difflib.get_close_matches
 
-    def count(name: str, others: dict[str, str], **options: float) -> list[str]:
+    def count(name: str, others: dict[str, str], *, n: int, cutoff: float) -> list[str]:
         assert len(others) <= 8
         compared.extend((name, *others))
-        return matches(name, others, **options)
+        return matches(name, others, n=n, cutoff=cutoff)
 
-    monkeypatch.setattr(_near_names, "get_close_matches", count)
+    monkeypatch.setattr(difflib, "get_close_matches", count)
     number = 1500
     nearest_names({missing(i): SHAPE for i in range(number)}, [(existing(i), SHAPE) for i in range(number)])
     assert MOST_NAMES <= len(compared) <= 9 * MOST_NAMES

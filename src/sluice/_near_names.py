@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from itertools import islice, pairwise
 
 __all__ = ["MOST_NAMES", "nearest_names"]
@@ -41,6 +40,9 @@ def nearest_names(missing: Mapping[str, Hashable], existing: Iterable[tuple[str,
         missing: The kind of each missing name, such as the shape of its tensor.
         existing: Names with their kinds.
     """
+    # Here, not above: most loads fit.
+    from difflib import get_close_matches
+
     wanted: defaultdict[Hashable, list[str]] = defaultdict(list)
     for name, kind in islice(missing.items(), MOST_NAMES):
         wanted[kind].append(name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sluice._arguments import check_load, device_name, dtype_argument, memory_limits
 from sluice._dtypes import DType, torch_dtype
 from sluice._keywords import explain_keywords
+from sluice._near_names import nearest_names
 from sluice._options import TEXT_ENCODING, Limits, Memory
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
@@ -125,8 +126,6 @@ class _UnknownNameError(KeyError):
         self._checkpoint = checkpoint
 
     def __str__(self) -> str:
-        from sluice._near_names import nearest_names  # here, not above: it imports difflib
-
         name = self.args[0]
         close = (
             nearest_names({name: None}, ((each, None) for each in self._checkpoint)) if isinstance(name, str) else {}

@@ -53,9 +53,9 @@ class _Commands(click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches  # here, not above: few commands are misspelt
 
-            for close in get_close_matches(args[0], _SUMMARIES, n=1):
-                error.message += f" Did you mean {close!r}?"
-            raise
+            close = get_close_matches(args[0], _SUMMARIES, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise click.UsageError(f"{error.message}{hint}", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  as above
         with formatter.section("Commands"):

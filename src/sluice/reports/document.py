@@ -87,10 +87,9 @@ class Grid(Struct, frozen=True):
         layout = None if fits else _fold(rows, whole, width or 0)
         strong = {0, None if self.strong is None else self.strong + 1}
         for position, row in enumerate(rows):
-            if layout is None:
-                lines = [_joined(row, whole, right)]
-            else:
-                lines = layout.lines(headers, row, right, is_header=position == 0)
+            lines: Iterable[str] = (
+                [_joined(row, whole, right)] if layout is None else layout.lines(rows, position, right)
+            )
             yield from map(Strong, lines) if position in strong else lines
         yield from self.rest()
 
@@ -128,8 +127,9 @@ class _Folded(Struct, frozen=True):
     inside: list[int]
     widths: list[int]
 
-    def lines(self, headers: list[str], row: list[str], right: list[bool], *, is_header: bool) -> Iterator[str]:
+    def lines(self, rows: list[list[str]], position: int, right: list[bool]) -> Iterator[str]:
         """Yield a row: its first cell if that is outside of the table, the table's cells, and the other cells."""
+        headers, row = rows[0], rows[position]
         indent = "" if 0 in self.inside else _GAP
         if indent:
             yield row[0]
@@ -137,7 +137,7 @@ class _Folded(Struct, frozen=True):
         for line in zip_longest(*cells, fillvalue=""):
             yield indent + _joined(line, self.widths, [right[column] for column in self.inside])
         below = [f"{headers[n]}: {row[n]}" for n in range(1, len(row)) if n not in self.inside and row[n]]
-        if below and not is_header:
+        if below and position:
             yield from (f"{_GAP}{line}" for line in _wrapped("; ".join(below), self.width - len(_GAP)))
 
 
