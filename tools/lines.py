@@ -29,7 +29,7 @@ FEATURES = {
             "loading/rank_plans.py",
             "loading/divided_*",
         ),
-        *("reports/ranks.py", "cli/mesh_options.py", "modules/fully_sharded.py", "modules/regions.py"),
+        *("reports/ranks.py", "modules/fully_sharded.py", "modules/regions.py"),
     ),
     "writing": ("writing/*", "api/save.py", "api/uploads.py", "reports/save.py"),
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/views/bench.py"),

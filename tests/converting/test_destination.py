@@ -10,7 +10,7 @@ import torch
 from sluice import SaveError
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.destination import check_destination
-from sluice.testing._archives import torch_archive
+from support.hostile_archives import torch_archive
 
 
 def parameters(directory: Path) -> OpenCheckpoint:

@@ -21,7 +21,7 @@ from sluice.planning.planner import plan_load
 from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
 from sluice.testing import FakeAccelerator
-from sluice.testing._archives import Call, Global, storage, tensor_call, torch_archive
+from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
 from support.loaded_requests import load_to_fake
 from support.oracles import bits, same
 from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages

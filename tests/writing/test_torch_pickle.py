@@ -17,10 +17,10 @@ from torch import nn
 
 import sluice
 from sluice.records import Entry, elements_of
-from sluice.testing._archives import Call, Global, torch_archive
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Described, Geometry
+from support.hostile_archives import Call, Global, torch_archive
 from support.oracles import same
 
 pytestmark = [

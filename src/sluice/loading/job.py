@@ -33,8 +33,8 @@ from sluice.reading import transfer
 from sluice.reading.caches import fill_caches
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
-from sluice.reports.document import Subject
 from sluice.reports.load import LoadReport, RankReport
+from sluice.reports.load_figures import Subject
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 

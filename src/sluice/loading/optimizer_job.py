@@ -35,7 +35,7 @@ from sluice.ranks.membership import group_of, local_rank_count, meshes_of
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
-from sluice.reports.document import Subject
+from sluice.reports.load_figures import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from sluice.planning.alternatives import Change
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
-from sluice.reports.document import Subject
+from sluice.reports.load_figures import Subject
 
 __all__ = ["StateDictJob", "StateDictRequest"]
 

@@ -1,7 +1,8 @@
-"""Wrappers of sources for tests: one records reads, one fails a read."""
+"""Sources for tests: one is in memory, one records its reads, one fails a read."""
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import threading
@@ -12,14 +13,38 @@ from msgspec.structs import replace
 
 from sluice._errors import ReadError
 from sluice._public import public
+from sluice.records import FileIdentity
 from sluice.sources.forwarding import ForwardingSource
+from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import MappableSource, Source
 from sluice.sources.short_reads import too_early
 
 if TYPE_CHECKING:
     from sluice.api.checkpoint import Checkpoint
 
-__all__ = ["FaultySource", "RecordedRead", "RecordingSource", "record_reads"]
+__all__ = ["FaultySource", "MemorySource", "RecordedRead", "RecordingSource", "record_reads"]
+
+
+@public("sluice.testing")
+class MemorySource(MemoryFile):
+    """Bytes as a source, for tests that open thousands of small files; see ``Source``.
+
+    Args:
+        content: The bytes, which may be none.
+        path: Path in messages.
+
+    Example:
+        >>> MemorySource(b"0123").read_at(1, 2)
+        b'12'
+    """
+
+    def __init__(self, content: bytes, *, path: str = "memory") -> None:
+        self.path = path
+        self.identity = FileIdentity(nbytes=len(content))
+        self._stream = io.BytesIO(content)
+
+    def check_unchanged(self) -> None:
+        """Do nothing: bytes do not change."""
 
 
 @public("sluice.testing")
