@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -44,8 +44,8 @@ from sluice.writing.ranks.items import flatten, value_item
 from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal
 from sluice.writing.ranks.torch_object import outline_object, pickle_outlined, storage_sizes
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
-from sluice.writing.save import SavedFiles, SaveJob, counting, header_metadata
 from sluice.writing.save_formats import SaveFormat
+from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import lay_out_shards, write_model_directory
 from sluice.writing.torch_zip import TorchZipWriter
 
@@ -81,8 +81,15 @@ class _Division(Struct, frozen=True, kw_only=True):
         """Return dtype and shape of each stored tensor."""
         return {name: TensorOutline(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
 
-    def saved(self, files: list[Path], tensors: int) -> SavedFiles:
-        return SavedFiles(files=files, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
+    @property
+    def destination(self) -> Path:
+        assert isinstance(self.job.destination, Path)  # ranks save to file systems
+        return self.job.destination
+
+    def saved(self, files: Iterable[Path], tensors: int) -> SavedFiles:
+        """Return what was written; the sizes of the files are not known yet."""
+        sizes = {str(file): 0 for file in files}
+        return SavedFiles(files=sizes, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
 
 
 def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
@@ -122,10 +129,11 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
 
     def work() -> bytes:
         saved.append(_WRITERS[save_format](job, state, group))
-        return msgspec.json.encode([str(file) for file in saved[0].files])
+        is_lead = group.position == LEAD
+        return msgspec.json.encode({file: os.path.getsize(file) for file in saved[0].files} if is_lead else {})
 
-    files = msgspec.json.decode(together(group, work), type=list[str])
-    return replace(saved[0], files=list(map(Path, files)))
+    files = msgspec.json.decode(together(group, work), type=dict[str, int])
+    return replace(saved[0], files=files)
 
 
 def _save_torch(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
@@ -141,37 +149,37 @@ def _save_torch(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
         if group.position != LEAD:
             write(None)
         else:
-            with Replacement(job.destination, overwrite=job.overwrite) as out:
+            with Replacement(division.destination, overwrite=job.overwrite) as out:
                 for sums in write(out)[LEAD + 1 :]:
                     writer.add_sums(sums)
                 out.commit(nbytes=writer.finish(out))
-    return division.saved([job.destination], outlined.walked.places)
+    return division.saved([division.destination], outlined.walked.places)
 
 
 def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     held, division = _flat(job, state, group)
-    layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, header_metadata(job)))
+    layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, job.header()))
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
             _write_safetensors(layout, ranks, None)
         else:
-            with Replacement(job.destination, overwrite=job.overwrite) as out:
+            with Replacement(division.destination, overwrite=job.overwrite) as out:
                 _write_safetensors(layout, ranks, out)
                 out.commit(nbytes=layout.nbytes)
-    return division.saved([job.destination], len(division.tensors) + len(division.ties))
+    return division.saved([division.destination], len(division.tensors) + len(division.ties))
 
 
 def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     held, division = _flat(job, state, group)
-    outlines, ties, metadata = division.outlines(), division.ties, header_metadata(job)
-    files: list[Path] = []
+    outlines, ties, metadata = division.outlines(), division.ties, job.header()
+    names: list[str] = []
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
             for layout in lay_out_shards(outlines, ties=ties, metadata=metadata, limit_bytes=job.limit_bytes):
                 _write_safetensors(layout, ranks, None)
         else:
-            files = write_model_directory(
-                job.destination,
+            names = write_model_directory(
+                division.destination,
                 outlines,
                 ties=ties,
                 metadata=metadata,
@@ -179,6 +187,7 @@ def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles
                 overwrite=job.overwrite,
                 write=lambda layout, out: _write_safetensors(layout, ranks, out),
             )
+    files = (division.destination / name for name in names)
     return division.saved(files, len(division.tensors) + len(division.ties))
 
 
@@ -197,7 +206,7 @@ def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFil
             staging=division.job.staging,
             wrote=wrote,
         )
-        files = items.write(job.destination, overwrite=job.overwrite)
+        files = items.write(division.destination, overwrite=job.overwrite)
     return division.saved(files, len(division.tensors))
 
 
@@ -278,7 +287,7 @@ def _divided(
 
 def _arguments(job: SaveJob) -> dict[str, str]:
     return {
-        "path": os.path.abspath(job.destination),
+        "path": os.path.abspath(str(job.destination)),
         "dtype": str(job.dtype),
         "max_shard_size": str(job.limit_bytes),
         "overwrite": str(job.overwrite),
@@ -303,7 +312,7 @@ def _rank_writer(division: _Division, held: Mapping[str, torch.Tensor], group: R
 @contextmanager
 def _progress(division: _Division, group: RankGroup) -> Iterator[Callable[[int], None]]:
     """Yield a function that reports the bytes of each piece, and ends the work if a different rank has failed."""
-    with counting(division.job, division.written[group.position]) as count:
+    with division.job.counting(division.written[group.position]) as count:
 
         def wrote(nbytes: int) -> None:
             count(nbytes)
