@@ -213,6 +213,8 @@ class UploadedFile:
             self._upload.put(self._name, bytes(self._held), is_new=self._is_new, mode=mode)
         else:
             self._hand_over()
+            if not self._overwrite and self._upload.exists(self._name):  # a condition is possible only for one part
+                raise _ExistsError(self.path)
             self._pieces.put(None)
             self._finish()
         found = self._upload.size(self._name)
@@ -249,8 +251,6 @@ class UploadedFile:
                     raise piece
                 yield piece
                 self._room.put(None)
-            if not self._overwrite and self._upload.exists(self._name):  # a condition is possible only for one part
-                raise _ExistsError(self.path)
         except BaseException as error:
             interrupts.append(error)
             raise
@@ -261,7 +261,7 @@ class UploadedFile:
             with suppress(queue.Empty):
                 self._room.get(timeout=_LOOK_SECONDS)
                 break
-            if not self._threads[0].unfinished():
+            if not self._threads[0].unfinished:
                 self._finish()
                 raise SaveError("the upload ended early", file=self.path)
         self._pieces.put(bytes(self._held))
