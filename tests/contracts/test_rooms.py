@@ -21,7 +21,6 @@ _ROOT = Path(sluice.__file__).parent
 _KNOWN = {
     "loading": {"job", "joint", "sharing"},
     "modules": {"adapters", "collect", "load_hooks", "load_overrides"},
-    "writing": {"ranks.save", "save"},
 }
 
 

@@ -116,8 +116,9 @@ class Entries:
             started = None
             if batch is not None:
                 entries = [entry for _, entry in batch]
-                how = {"staging_bytes": self._staging_bytes, "page_cache": self._page_cache}
-                started = [item for item, _ in batch], self._reader.start(entries, **how)
+                running = self._reader.start(entries, staging_bytes=self._staging_bytes, page_cache=self._page_cache)
+                started = [item for item, _ in batch], running
+                del running
             if pending is not None:
                 yield from zip(pending[0], pending[1].result(), strict=True)
                 pending = None

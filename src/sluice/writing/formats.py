@@ -208,8 +208,9 @@ def _fill_parameters(
             file = contents.lay_out(tensor, dict.fromkeys(same, tensor))
             writer = TorchZipWriter(file.pickled, file.sizes, in_order=job.in_order)
             own = parameter_file(name)
-            out = place.file(own) if isinstance(place, Upload) else NewFile(place / own)
-            made.append((file, writer, stack.enter_context(out)))
+            out: _Out = place.file(own) if isinstance(place, Upload) else NewFile(place / own)
+            stack.enter_context(out)
+            made.append((file, writer, out))
         _fill_torch_files(job, contents, made, wrote)
         for _, writer, out in made:
             out.seal(nbytes=writer.finish(out))

@@ -68,7 +68,7 @@ class HeldObject:
         described = _descriptions(walked.tensors, dense, spans, finished, self._dtype)
         return TorchFile(
             pickled=pickle_object(obj, walked, described),
-            storages=tuple(zip(spans.values(), finished, strict=True)),
+            storages=storages,
             sizes=[
                 (span.end - span.start) * ITEM_BYTES[name] for span, name in zip(spans.values(), finished, strict=True)
             ],

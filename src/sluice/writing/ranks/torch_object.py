@@ -7,7 +7,8 @@ objects on two ranks give equal pickles.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -25,7 +26,7 @@ from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Described, Geometry
 
-__all__ = ["OutlinedObject", "outline_object", "pickle_outlined"]
+__all__ = ["OutlinedObject", "outline_object", "pickle_merged", "pickle_outlined", "storage_sizes"]
 
 
 class OutlinedObject(Struct, frozen=True, kw_only=True):
@@ -111,6 +112,34 @@ def _descriptions(
             parameter=isinstance(tensor, torch.nn.Parameter),
             attributes=_attributes(tensor),
         )
+
+
+def pickle_merged(names: Iterable[str], tensors: Mapping[str, DividedTensor], ties: Mapping[str, str]) -> bytearray:
+    """Return the pickle of the state dict of all ranks, if they hold tensors of different names: plain whole tensors.
+
+    Args:
+        names: Names of all tensors.
+        tensors: The stored tensors, by name.
+        ties: Names that are not stored: ``{name: stored name}``.
+    """
+    numbers = {name: number for number, name in enumerate(tensors)}
+    merged = OrderedDict((name, object()) for name in names)  # described, not held
+    walked = walk_object(merged, lambda _: {}, by_value=True)
+
+    def described(name: str) -> Described:
+        stored = ties.get(name, name)
+        shape = tensors[stored].shape
+        geometry = Geometry(
+            storage=numbers[stored],
+            elements=prod(shape),
+            dtype=tensors[stored].dtype,
+            start=0,
+            shape=shape,
+            stride=contiguous_stride(shape),
+        )
+        return Described(content=geometry)
+
+    return pickle_object(merged, walked, map(described, merged))
 
 
 def storage_sizes(tensors: Mapping[str, DividedTensor]) -> list[int]:
