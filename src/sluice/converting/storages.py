@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, groupby
 
 from msgspec.structs import replace
@@ -16,8 +17,9 @@ from msgspec.structs import replace
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, span_elements
 from sluice.records import Entry, Index, Quantized
+from sluice.writing.pickle_opcodes import Call, Persistent
 from sluice.writing.safetensors import TensorOutline
-from sluice.writing.torch_tensors import Described, Geometry, QuantizedParts, SparseParts
+from sluice.writing.torch_tensors import Geometry, Rebuild, dense, quantized, rebuilt, sparse, stored
 from sluice.writing.torch_zip import HashedTensor
 
 __all__ = ["Storages", "described"]
@@ -193,32 +195,30 @@ def _compact(entry: Entry) -> tuple[Entry, tuple[int, ...]]:
     return turned, kept
 
 
-def described(entries: Iterable[Entry], storages: Storages) -> Iterator[Described]:
-    """Yield the description of each entry for the pickle; ``entries`` are all entries of the storages."""
+def described(entries: Iterable[Entry], storages: Storages) -> Iterator[Call | Persistent]:
+    """Yield what rebuilds each entry in the pickle; ``entries`` are all entries of the storages."""
     positions = count()
     for entry in entries:
         parts = [storages.geometry(next(positions)) for _ in entry.components]
-        yield Described(
-            content=_describe(entry, parts),
+        if entry.bare:
+            yield stored(parts[0])
+            continue
+        yield rebuilt(
+            _describe(entry, parts),
             requires_grad=entry.requires_grad,
             parameter=entry.parameter,
-            bare=entry.bare,
             attributes=entry.attributes,
         )
 
 
-def _describe(entry: Entry, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
+def _describe(entry: Entry, parts: Sequence[Geometry]) -> Rebuild:
     composite = entry.composite
     if composite is None:
-        return parts[0]
+        return partial(dense, parts[0])
     if not isinstance(composite, Quantized):
-        return SparseParts(
-            layout=composite.layout, parts=tuple(parts), shape=entry.shape, coalesced=composite.coalesced
-        )
+        return sparse(composite.layout, parts, entry.shape, coalesced=composite.coalesced)
     integers, *channels = parts
     scales, zero_points = channels or (composite.scales, composite.zero_points)
     assert not isinstance(scales, Entry)
     assert not isinstance(zero_points, Entry)
-    return QuantizedParts(
-        dtype=entry.dtype, integers=integers, scales=scales, zero_points=zero_points, axis=composite.axis
-    )
+    return quantized(entry.dtype, integers, scales, zero_points, composite.axis)

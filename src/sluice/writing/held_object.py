@@ -23,10 +23,11 @@ from sluice.writing.items import (
     refuse_unsupported,
     storage_key,
 )
+from sluice.writing.pickle_opcodes import Call
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_tensors import Geometry, rebuilt
 from sluice.writing.torch_zip import HashedTensor, TorchFile
 
 __all__ = ["HeldObject"]
@@ -148,7 +149,7 @@ def _descriptions(
     spans: Mapping[Hashable, StorageSpan],
     finished: Sequence[str],
     dtype: str | None,
-) -> Iterator[Described]:
+) -> Iterator[Call]:
     """Yield the description of each tensor; ``dense`` yields the ``dense_parts`` of all of them in order."""
     numbers = {key: number for number, key in enumerate(spans)}
     waiting = iter(dense)
@@ -169,8 +170,8 @@ def _descriptions(
     for tensor in tensors:
         _check_gradients(tensor, dtype)
         parts = [geometry(part) for part in islice(waiting, count_parts(tensor))]
-        yield Described(
-            content=describe(tensor, parts),
+        yield rebuilt(
+            describe(tensor, parts),
             requires_grad=tensor.requires_grad,
             parameter=isinstance(tensor, torch.nn.Parameter),
             attributes=vars(tensor),

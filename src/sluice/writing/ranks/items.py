@@ -23,7 +23,7 @@ from sluice.writing.pickle_walk import walk_object
 from sluice.writing.ranks.division import Box, DividedTensor, boxes
 from sluice.writing.ranks.group import LEAD
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_tensors import Geometry, dense
 from sluice.writing.torch_zip import TorchZipWriter
 
 __all__ = ["ItemLayout", "ItemPlace", "OwnChunk", "chunk_writer", "flatten", "lay_out_items", "value_item"]
@@ -123,7 +123,7 @@ def _chunk_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
         storage=0, elements=prod(shape), dtype=dtype, start=0, shape=shape, stride=contiguous_stride(shape)
     )
     walked = walk_object(chunk, lambda _: {})
-    return bytes(pickle_object(chunk, walked, [Described(content=geometry)]))
+    return bytes(pickle_object(chunk, walked, [dense(geometry)]))
 
 
 @lru_cache(maxsize=4096)
