@@ -303,10 +303,11 @@ REMOTE_SLOWEST_BYTES, REMOTE_SLOW_SECONDS = 4 << 10, 20.0
 #: Redirects that are followed for one request.
 REMOTE_REDIRECTS = 5
 
-#: Smallest part of an upload to an object store, the most parts that stores take, and parts under way at once; and
-#: bytes of a file that are read at once for them.
+#: Smallest part of an upload to an object store, the most parts that stores take, and parts under way at once.
 UPLOAD_PART_BYTES, UPLOAD_PARTS, UPLOADS = 8 << 20, 9000, 3
-UPLOAD_PIECE_BYTES = 1 << 20
+
+#: Bytes that are handed over at once to an upload, and how many such pieces wait for it.
+UPLOAD_PIECE_BYTES, UPLOAD_PIECES = 1 << 20, 4
 
 #: Bytes of a file that a download into a cache requests and checks together.
 CACHE_PIECE_BYTES = 8 << 20

@@ -40,7 +40,7 @@ def fill_caches(
         return
     if plan is not None:
         needed = Counter[int]()
-        for read in (*plan.reads, *plan.rounds):
+        for read in plan.reads:
             needed[read.file] += read.nbytes
         least = 0.0 if look is not None else _LEAST_SHARE
         files = [

@@ -31,7 +31,7 @@ def write_distributed_directory(
     sizes: Mapping[int, int],
     *,
     overwrite: bool,
-    write: Callable[[Mapping[int, str], Mapping[int, str]], bytes | bytearray],
+    write: Callable[[Mapping[int, str], Mapping[int, str]], bytes],
 ) -> list[Path]:
     """Write a checkpoint and return its files, ``.metadata`` last.
 

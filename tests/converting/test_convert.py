@@ -9,7 +9,7 @@ import torch
 
 from sluice import SaveError
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.converting.destination import check_destination
+from sluice.converting.convert import check_destination
 from support.hostile_archives import torch_archive
 
 
