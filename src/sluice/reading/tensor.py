@@ -1,6 +1,8 @@
-"""One tensor of an open checkpoint, read by itself."""
+"""Tensors of an open checkpoint, read by themselves."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +15,7 @@ from sluice.reading import transfer
 from sluice.reading.composites import assemble, component_requests
 from sluice.records import Entry, Request
 
-__all__ = ["read_tensor"]
+__all__ = ["read_into", "read_tensor"]
 
 
 def read_tensor(
@@ -39,6 +41,17 @@ def read_tensor(
     prepared = transfer.prepare(checkpoint, requests, options=TransferOptions(memory=memory))
     tensors, _ = transfer.run(checkpoint, prepared, Targets(prepared.plan, existing))
     return assemble(name, entry, tensors, file=checkpoint.path)
+
+
+def read_into(checkpoint: OpenCheckpoint, wanted: Sequence[tuple[str, Entry, torch.Tensor]]) -> None:
+    """Read entries into tensors of the same shapes, with one plan.
+
+    Raises:
+        MismatchError: A tensor has a different shape, or an entry is sparse or quantized.
+    """
+    requests = [_request_into(name, entry, out) for name, entry, out in wanted]
+    prepared = transfer.prepare(checkpoint, requests)
+    transfer.run(checkpoint, prepared, Targets(prepared.plan, {i: out for i, (_, _, out) in enumerate(wanted)}))
 
 
 def _request_into(name: str, entry: Entry, out: torch.Tensor) -> Request:
