@@ -1,7 +1,7 @@
 """``load_checkpoint_and_dispatch`` of accelerate, with sluice reading the weights.
 
-accelerate reads whole shards into memory and then moves them; here each tensor goes from the file to the device of its map,
-and accelerate adds its hooks.
+accelerate reads whole shards into memory and then moves them. Here each tensor goes from the file to its device, and
+accelerate adds its hooks.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def load_checkpoint_and_dispatch(
         ...     model = Net()
         >>> model = load_checkpoint_and_dispatch(model, "model.pth", device_map="auto")
     """
+    placement = None if isinstance(device_map, str) else device_map
     if isinstance(device_map, str):
         if device_map != "sequential":
             max_memory = get_balanced_memory(
@@ -66,10 +67,10 @@ def load_checkpoint_and_dispatch(
                 dtype=dtype,
                 low_zero=device_map == "balanced_low_0",
             )
-        device_map = infer_auto_device_map(
+        placement = infer_auto_device_map(
             model, max_memory=max_memory, no_split_module_classes=no_split_module_classes, dtype=dtype
         )
-    if device_map is not None and "disk" in device_map.values():
+    if placement is not None and "disk" in placement.values():
         raise ValueError('a module would be on disk: run the model with sluice.stream(model, checkpoint, memory="...")')
-    load_into(model, checkpoint, device=device_map, dtype=dtype, strict=strict, **options)
-    return model if device_map is None else dispatch_model(model, device_map=dict(device_map), skip_keys=skip_keys)
+    load_into(model, checkpoint, device=placement, dtype=dtype, strict=strict, **options)
+    return model if placement is None else dispatch_model(model, device_map=dict(placement), skip_keys=skip_keys)

@@ -1,7 +1,7 @@
 """``SluiceReader`` and ``SluiceWriter``: any checkpoint behind ``torch.distributed.checkpoint``.
 
-``dcp.load(state, storage_reader=SluiceReader("model.pth"))`` fills tensors and DTensors from every format and source that
-sluice reads; each rank reads the bytes of its shards. ``dcp.save(state, storage_writer=SluiceWriter("model.safetensors"))``
+``dcp.load(state, storage_reader=SluiceReader("model.pth"))`` fills tensors and DTensors from every format and source
+that sluice reads; each rank reads the bytes of its shards. ``dcp.save(state, storage_writer=SluiceWriter("out.pth"))``
 writes the ordinary files of ``sluice.save``.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from sluice._dtypes import torch_dtype
@@ -39,6 +38,8 @@ from sluice.records import Entry
 from sluice.sources.remote.location import Remote
 
 __all__ = ["SluiceReader", "SluiceWriter"]
+
+# ruff: noqa: ARG002, ARG003, FBT001  the signatures are those of torch
 
 
 class SluiceReader(StorageReader):
@@ -82,7 +83,7 @@ class SluiceReader(StorageReader):
             found[name] = TensorStorageMetadata(properties=properties, size=size, chunks=[chunk])
         return Metadata(state_dict_metadata=found)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing has to be prepared."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -169,7 +170,7 @@ class SluiceWriter(StorageWriter):
         """Write to another path from now on, if one is named."""
         self._path = checkpoint_id or self._path
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing has to be prepared."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -19,7 +19,7 @@ from sluice.torch import load, save
 __all__ = ["SluiceCheckpointIO"]
 
 
-class SluiceCheckpointIO(CheckpointIO):
+class SluiceCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may not be installed
     """Saves atomically and in fixed memory, and loads from every format and source that sluice reads.
 
     Example:
@@ -42,7 +42,10 @@ class SluiceCheckpointIO(CheckpointIO):
         save(checkpoint, path)
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any | None = None,
+        weights_only: bool | None = None,  # noqa: FBT001  the signature of Lightning
     ) -> dict[str, Any]:
         """Read a checkpoint to the CPU, or to the device that ``map_location`` is.
 

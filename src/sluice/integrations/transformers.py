@@ -1,8 +1,8 @@
 """``lazy_state_dict``: weights of any source for ``from_pretrained(None, config=, state_dict=)`` of transformers.
 
 transformers takes a state dict whose values are read when they are needed. This one reads a ``.pth`` file, a URL, a
-directory of ``torch.distributed.checkpoint`` or a GGUF file without holding more than the tensors under way. The library
-converts, ties, divides and quantizes as always. ``sluice.hf.from_pretrained`` reads faster; use this for what it refuses.
+directory of ``torch.distributed.checkpoint`` or a GGUF file, and holds only tensors under way. The library converts,
+ties, divides and quantizes as always. ``sluice.hf.from_pretrained`` reads faster; use this for what it refuses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LazyWeight:
 
 
 def lazy_state_dict(source: CheckpointSource, *, key: str | None = None) -> dict[str, Any]:
-    """Return the state dict of a checkpoint, in the order of its names, with tensors that are read when they are indexed.
+    """Return the state dict of a checkpoint with tensors that are read when they are indexed.
 
     Args:
         source: Any source of ``sluice.open``. It stays open until the last tensor is gone.

@@ -25,5 +25,5 @@ def as_safetensors() -> Iterator[None]:
         yield
     except CheckpointError as error:
         if not isinstance(error, SafetensorError):
-            error.__class__ = _both(type(error))
+            error.__class__ = _both(type(error))  # type: ignore[arg-type]  # a class is hashable
         raise

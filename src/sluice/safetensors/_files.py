@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,7 +133,7 @@ def load_model(
                         f"    {title} key(s) in state_dict: " + ", ".join(f'"{name}"' for name in sorted(names))
                     )
             raise RuntimeError("\n".join(lines))
-        dropped: dict[str, None] = dict.fromkeys(unexpected)
+        dropped: dict[str | re.Pattern[str], str | None] = dict.fromkeys(unexpected)
         load_into(model, file._open, strict=False, allow_empty=True, rename=dropped or None, dtype=None)
     return missing, unexpected
 

@@ -64,7 +64,9 @@ def load(
     if pickle_module is not None or weights_only is False:
         raise ValueError("sluice runs no code of a file: use torch.load for pickle_module= or weights_only=False")
     if callable(map_location) or isinstance(map_location, Mapping):
-        raise ValueError("map_location= is one device: load to the CPU and move tensors, or use torch.load")
+        raise ValueError(  # noqa: TRY004  torch takes them
+            "map_location= is one device: load to the CPU and move tensors, or use torch.load"
+        )
     del mmap
     device = "cpu" if map_location is None else device_name(map_location)
     request = StateDictRequest(device=device, whole=True, options=TransferOptions())
