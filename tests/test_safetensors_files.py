@@ -99,7 +99,7 @@ def outcome(load: Callable[..., Any], model: nn.Module, path: Path, *, strict: b
 def test_models_are_saved_and_filled_as_by_the_library(tmp_path: Path, change: str, *, strict: bool) -> None:
     saved, model, path = Tied(), Tied(), tmp_path / "m.safetensors"
     ours.save_model(saved, path)
-    library.save_model(saved, tmp_path / "theirs.safetensors")
+    library.save_model(saved, str(tmp_path / "theirs.safetensors"))
     with ours.safe_open(path, "pt") as file:
         assert file.metadata() == {"b.bias": "a.bias", "b.weight": "a.weight"}
     state = library.load_file(path)

@@ -28,13 +28,17 @@ def same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-def training() -> dict[str, Any]:
+def training() -> dict[Any, Any]:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     shared = torch.arange(6.0)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    state: dict[Any, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
     return state | {"step": 3, "betas": (0.9, 0.95), "views": [shared, shared[2:4]], "none": None, 7: "seven"}
 
 
@@ -63,7 +67,12 @@ def test_what_needs_code_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "a.pt")
     with pytest.raises(sluice.SaveError):
         save({"args": argparse.Namespace(lr=1)}, tmp_path / "b.pt")
-    for arguments in ({"weights_only": False}, {"map_location": lambda storage, _: storage}, {"map_location": {}}):
+    refused: list[dict[str, Any]] = [
+        {"weights_only": False},
+        {"map_location": lambda storage, _: storage},
+        {"map_location": {}},
+    ]
+    for arguments in refused:
         with pytest.raises(ValueError, match=r"torch\.load"):
             load(tmp_path / "a.pt", **arguments)
     assert not (tmp_path / "b.pt").exists()

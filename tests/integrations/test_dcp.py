@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import sluice
 from sluice.integrations.dcp import SluiceReader, SluiceWriter
@@ -18,50 +21,51 @@ from support.ranks import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
 
 
 @pytest.mark.parametrize("name", ["m.pth", "m.safetensors", "dcp", "shards"])
 def test_any_format_fills_a_state_dict(tmp_path: Path, name: str) -> None:
     saved, filled = network(), network()
-    options: dict[str, Any] = {"dcp": {"format": "dcp"}, "shards": {"max_shard_size": 100}}.get(name, {})
+    known: dict[str, Any] = {"dcp": {"format": "dcp"}, "shards": {"max_shard_size": 100}}
+    options = known.get(name, {})
     sluice.save(saved, tmp_path / name, **options)
     state = filled.state_dict()
-    dcp.load(state, storage_reader=SluiceReader(tmp_path / name), no_dist=True)
+    load(state, storage_reader=SluiceReader(tmp_path / name), no_dist=True)
     assert all(torch.equal(value, saved.state_dict()[key]) for key, value in filled.state_dict().items())
 
 
 def test_nested_states_and_values(tmp_path: Path) -> None:
     saved, filled = network(), network()
     torch.save({"model": saved.state_dict(), "step": 3, "name": "a"}, tmp_path / "run.pt")
-    state = {"model": filled.state_dict(), "step": 0, "name": ""}
-    dcp.load(state, storage_reader=SluiceReader(tmp_path / "run.pt"), no_dist=True)
+    state: dict[str, Any] = {"model": filled.state_dict(), "step": 0, "name": ""}
+    load(state, storage_reader=SluiceReader(tmp_path / "run.pt"), no_dist=True)
     assert (state["step"], state["name"]) == (3, "a")
     assert torch.equal(filled[1].weight, saved[1].weight)
     part = network().state_dict()
-    dcp.load(part, storage_reader=SluiceReader(tmp_path / "run.pt", key="model"), no_dist=True)
+    load(part, storage_reader=SluiceReader(tmp_path / "run.pt", key="model"), no_dist=True)
     assert torch.equal(part["0.bias"], saved[0].bias)
 
 
 def test_saves_are_ordinary_files(tmp_path: Path) -> None:
-    state = {"model": network().state_dict(), "step": 4}
-    dcp.save(state, storage_writer=SluiceWriter(tmp_path / "run.pt"), no_dist=True)
+    state: dict[str, Any] = {"model": network().state_dict(), "step": 4}
+    save(state, storage_writer=SluiceWriter(tmp_path / "run.pt"), no_dist=True)
     loaded = torch.load(tmp_path / "run.pt", weights_only=True)
     assert loaded["step"] == 4
     assert torch.equal(loaded["model"]["0.weight"], state["model"]["0.weight"])
-    with pytest.raises(dcp.CheckpointException, match="DefaultSavePlanner"):
-        dcp.save(state, storage_writer=SluiceWriter(tmp_path / "x.pt"), planner=_Planner(), no_dist=True)
+    with pytest.raises(CheckpointException, match="DefaultSavePlanner"):
+        save(state, storage_writer=SluiceWriter(tmp_path / "x.pt"), planner=_Planner(), no_dist=True)
 
 
 class _Planner(SavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
 
     def create_local_plan(self) -> Any:
-        return dcp.planner.SavePlan([])
+        return SavePlan([])
 
     def create_global_plan(self, all_plans: Any) -> Any:
-        return all_plans, dcp.metadata.Metadata({})
+        return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: Any) -> Any:
         return new_plan
@@ -75,12 +79,13 @@ def divided(path: Path, out: Path) -> bool:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model = fully_shard(network(), mesh=mesh)
+    model = network()
+    fully_shard(model, mesh=mesh)
     state = model.state_dict()
-    dcp.load(state, storage_reader=SluiceReader(path))
+    load(state, storage_reader=SluiceReader(path))
     expected = torch.load(path, weights_only=True)
     equal = all(torch.equal(value.full_tensor(), expected[name]) for name, value in state.items())
-    dcp.save(state, storage_writer=SluiceWriter(out))
+    save(state, storage_writer=SluiceWriter(out))
     return equal
 
 

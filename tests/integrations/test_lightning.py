@@ -28,7 +28,8 @@ class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
         self.save_hyperparameters({"lr": 0.1})
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        return self.layer(batch[0]).square().sum()
+        loss: torch.Tensor = self.layer(batch[0]).square().sum()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
