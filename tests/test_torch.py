@@ -39,7 +39,14 @@ def training() -> dict[Any, Any]:
         "optimizer": optimizer.state_dict(),
         "rng": torch.get_rng_state(),
     }
-    return state | {"step": 3, "betas": (0.9, 0.95), "views": [shared, shared[2:4]], "none": None, 7: "seven"}
+    return state | {
+        "rng": torch.get_rng_state(),
+        "step": 3,
+        "betas": (0.9, 0.95),
+        "views": [shared, shared[2:4]],
+        "none": None,
+        7: "seven",
+    }
 
 
 @pytest.mark.parametrize(
