@@ -55,6 +55,7 @@ FEATURES = {
     ),
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),
+    "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
     "advice on other loaders": ("planning/other_methods.py", "planning/recommendation.py", "loading/read_probe.py"),
     "core": (

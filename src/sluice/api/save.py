@@ -40,7 +40,7 @@ def save(
     format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
     dtype: DType | None = None,
     max_shard_size: int | str | None = None,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str | None] | None = None,
     manifest: str | os.PathLike[str] | None = None,
     manifest_hash: HashAlgorithm = "sha256",
     overwrite: bool = False,
@@ -68,8 +68,8 @@ def save(
         dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
             None keeps each dtype.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"`` (5 * 1000**3); only for ``"huggingface"``.
-        metadata: Text for the headers of safetensors files, such as ``checkpoint.metadata``. A torch file has no
-            header; put such text into ``obj``.
+        metadata: Text for the headers of safetensors files, such as ``checkpoint.metadata``. ``"format": "pt"`` is
+            added; ``{"format": None}`` leaves it out. A torch file has no header; put such text into ``obj``.
         manifest: File for the hash, dtype and shape of each tensor, for ``verify``. Tensors are hashed while they are
             written; the manifest is put in place after the data.
         manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
@@ -98,7 +98,7 @@ def save(
     check_save(metadata, chosen)
     if isinstance(destination, Upload):
         _check_upload(destination, state, chosen)
-    described: dict[str, str] = {}
+    default, described = {"format": "pt"}, dict[str, str]()
     if "torchao" in sys.modules and chosen in {"safetensors", "huggingface"}:  # otherwise nothing is quantized by it
         state, described = _flattened(state, dtype)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
@@ -106,7 +106,7 @@ def save(
         destination=destination,
         dtype=dtype_argument(dtype, auto_is_none=True),
         limit_bytes=size_or_none("max_shard_size", max_shard_size),
-        metadata={"format": "pt", **described, **(metadata or {})},
+        metadata={key: text for key, text in {**default, **described, **(metadata or {})}.items() if text is not None},
         overwrite=overwrite,
         manifest=manifest_writer(manifest_path, manifest_hash, str(destination), overwrite=overwrite),
         progress=progress,
