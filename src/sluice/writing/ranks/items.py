@@ -26,7 +26,7 @@ from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Geometry, dense
 from sluice.writing.torch_zip import TorchZipWriter
 
-__all__ = ["ItemLayout", "RankItem", "OwnChunk", "chunk_writer", "flatten", "lay_out_items", "value_item"]
+__all__ = ["ItemLayout", "OwnChunk", "RankItem", "chunk_writer", "flatten", "lay_out_items", "value_item"]
 
 _Path = tuple[str | int, ...]
 
