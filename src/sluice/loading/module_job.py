@@ -25,7 +25,8 @@ from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
 from sluice.reading.transfer import plan_transfer
-from sluice.records import Entry
+from sluice.records import Entry, Index, Request
+from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
 from sluice.sharding.dtensors import is_dtensor, local_of
@@ -101,6 +102,11 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.changed_by``."""
         return None if fetched is None else partial_load(self, fetched.touched, fetched.finished)
 
+    def state_maker(self) -> Callable[[], RefreshState]:
+        """See ``LoadJob.state_maker``."""
+        metadata = {} if self.checkpoint.format == "torch-zip" else dict(self.checkpoint.metadata)
+        return partial(_state, self.checkpoint.index, self.requests, metadata)
+
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """See ``LoadJob.row_maker``; one row for each name of the module."""
         decided = Decided(
@@ -169,6 +175,14 @@ def module_job(
         match=matched,
         strict=strict,
     )
+
+
+def _state(index: Index, requests: Sequence[Request], metadata: Mapping[str, str]) -> RefreshState:
+    # Here, not above: few loads are refreshed.
+    from sluice.loading.contents import request_contents, version_of
+
+    contents = request_contents(index, requests)
+    return RefreshState(version=version_of(metadata, contents), contents=contents, unchanged=len(contents))
 
 
 def _placed(
