@@ -128,7 +128,7 @@ def test_a_failure_leaves_the_old_weights_or_names_what_is_torn(
         with pytest.raises(sluice.StreamError):
             model(torch.tensor([1]))
     sluice.refresh(model, path)
-    assert not torch.equal(model.layers[0].weight, before["layers.0.weight"])
+    assert not torch.equal(model.get_parameter("layers.0.weight"), before["layers.0.weight"])
 
 
 def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -57,5 +57,5 @@ def _hash(name: str, tensor: torch.Tensor, algorithm: HashAlgorithm) -> TensorHa
     hasher, shape = new_hash(algorithm), tuple(tensor.shape)
     for box in boxes(shape, SAVE_STAGING_BYTES // max(1, tensor.element_size())):
         piece = tensor[box].resolve_conj().resolve_neg().contiguous().cpu()
-        hasher.update(memoryview(piece.view(-1).view(torch.uint8).numpy()))
+        hasher.update(piece.view(-1).view(torch.uint8).numpy().data)
     return TensorHash(dtype=dtype_name(tensor.dtype), shape=shape, hash=hasher.hexdigest())
