@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import cast
 
 from msgspec.structs import replace
 
@@ -14,7 +13,6 @@ from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile, open_alone
 from sluice.records import Index
 from sluice.sources.opening import Location, PathOrAddress, SourceLocation, find_place
-from sluice.sources.protocol import Source
 
 __all__ = ["classify", "open_layout"]
 
@@ -47,9 +45,8 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
         from sluice.checkpoint.survey import layout_of_several
 
         return replace(layout_of_several(place, found, limits), place=place)
-    source = cast("Source", found)
     start = None if place.stream is None else place.stream.tell()
-    return CheckpointLayout(path=place.title or source.path, place=place, kind="file", source=source, start=start)
+    return CheckpointLayout(path=place.title or found.path, place=place, kind="file", source=found, start=start)
 
 
 def _parts(path: Location, name: str, count: int) -> list[Location]:

@@ -54,7 +54,6 @@ def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reserva
         allocated_bytes=sum(rounded),
         block_bytes=block,
         reserved_bytes=small_bytes + block if block else apart,
-        reserved_apart_bytes=apart,
     )
 
 
