@@ -25,9 +25,9 @@ _KNOWN = {
 }
 
 
-#: Most imports of modules of sluice inside functions. Each has a reason beside it: torch, rich or a rare and large part
+#: Most imports of modules of sluice inside functions. Each has a comment with its reason: torch, rich or a rare and large part
 #: is not loaded before it is needed. The number is only ever lowered.
-_IN_FUNCTIONS = 83
+_IN_FUNCTIONS = 76
 
 #: Public classes that two modules have under one name. Entries are only ever removed.
 _TWICE = {"Call"}
