@@ -25,8 +25,8 @@ _KNOWN = {
 }
 
 
-#: Most imports of modules of sluice inside functions. Each has a comment with its reason: torch, rich or a rare and large part
-#: is not loaded before it is needed. The number is only ever lowered.
+#: Most imports of modules of sluice inside functions. Each has its reason in a comment: torch, rich, or a large part
+#: that few calls need. The number is only ever lowered.
 _IN_FUNCTIONS = 76
 
 #: Public classes that two modules have under one name. Entries are only ever removed.

@@ -32,5 +32,5 @@ def test_functions_of_a_folder_are_counted() -> None:
     with functions_entered(Path(__file__).parent) as entered:
         lines(3)
         sorted("ba")
-    assert entered == {("test_work.py", "lines")}
+    assert ("test_work.py", "lines") in entered
     assert sys.getprofile() is None

@@ -34,7 +34,7 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
         TypeError: It is not a location.
         ValueError: It is an empty list, or a list that names a file twice.
     """
-    place = find_place(where)
+    place = asked = find_place(where)
     divided = _FIRST_PART.search(place.name)
     if divided is not None:
         place = find_place(_parts(place.location, place.name, int(divided[1])))
@@ -44,7 +44,7 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
         # Here, and below: most checkpoints are one file.
         from sluice.checkpoint.survey import layout_of_several
 
-        return replace(layout_of_several(place, found, limits), place=place)
+        return replace(layout_of_several(place, found, limits), place=asked)
     start = None if place.stream is None else place.stream.tell()
     return CheckpointLayout(path=place.title or found.path, place=place, kind="file", source=found, start=start)
 
