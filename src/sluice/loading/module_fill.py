@@ -18,7 +18,6 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import local_of
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
@@ -30,6 +29,7 @@ from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request
 from sluice.records.bulk import collector_paused
+from sluice.sharding.dtensors import local_of
 
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from sluice._errors import MismatchError
 from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import is_dtensor, local_of
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
@@ -35,9 +34,10 @@ from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
-from sluice.ranks.membership import group_of, meshes_of, process_groups_of
+from sluice.ranks.membership import group_of, meshes_of
 from sluice.reading.transfer import changed
 from sluice.records import Entry, UnsupportedValue
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from sluice.ranks.protocol import Group
@@ -71,10 +71,6 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
         """See ``LoadRequest.meshes``."""
         return meshes_of(chain(self.model.parameters(), self.model.buffers()))
 
-    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
-        """See ``LoadRequest.process_groups``."""
-        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
-
 
 class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_into``."""
@@ -106,9 +102,8 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             "strict": str(self.strict),
             "ignore_mismatched": str(self.ignore_mismatched),
             "rename": "a function" if callable(self.rename) else repr(self.rename),
-            "rules": ", ".join(type(rule).__name__ for rule in self.rules),
+            "rules": ", ".join(map(str, self.rules)),
             "place": self.options.place,
-            "share": self.share,
         }
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:

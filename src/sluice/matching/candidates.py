@@ -27,6 +27,9 @@ __all__ = [
 #: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
 
+#: Keys of settings, which may hold a tensor such as the weights of classes.
+_SETTINGS = frozenset({"args", "cfg", "config", "hparams", "hyper_parameters"})
+
 
 def state_dict_candidates(tree: object) -> tuple[str, ...]:
     """Return the keys of parts that could be state dicts of models, the largest first; ``""`` is the whole tree.
@@ -54,11 +57,12 @@ def names_by_state_dict(tree: object) -> dict[str, set[str]]:
 
 def _likely(tree: object) -> dict[str, object]:
     parts = _candidates(tree)
-    return {key: part for key, part in parts.items() if _is_model(part)} or parts
+    models = {key: part for key, part in parts.items() if _is_model(part)} or parts
+    return {key: part for key, part in models.items() if key.rpartition(".")[2] not in _SETTINGS} or models
 
 
 def _is_model(part: object) -> bool:
-    """Return whether a candidate looks like weights: it has tensors with dimensions, and few other values."""
+    """Return whether a candidate looks like weights: it has tensors with dimensions, and few plain values."""
     values = list(part.values()) if isinstance(part, dict) else []
     others = sum(isinstance(value, (bool, int, float, str, NoneType)) for value in values)
     return any(entry.shape for entry in every_entry(part)) and 2 * others < len(values)

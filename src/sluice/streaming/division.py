@@ -118,7 +118,7 @@ def divide(
         memory_bytes: Bytes for all weights.
         transfer: How bytes are moved.
     """
-    nearest = _nearest_blocks(blocks)
+    nearest = _nearest_blocks(blocks, job.state.module)
     groups = _groups(job, held, nearest, defaults.STREAMED_BYTES)
     members = [_positions(group) for group in groups.values()]
     small_bytes = _bytes(job.requests) - sum(_bytes(job.requests[i] for i in each) for each in members)
@@ -143,11 +143,15 @@ def divide(
     )
 
 
-def _nearest_blocks(blocks: Sequence[ModuleBlock]) -> dict[int, int]:
+def _nearest_blocks(blocks: Sequence[ModuleBlock], model: nn.Module) -> dict[int, int]:
     """Return the innermost block around each module, by the identity of the module."""
     found: dict[int, int] = {}
     for number, block in enumerate(blocks):  # outer blocks come before those inside of them
         found.update((id(part), number) for part in block.module.modules())
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoder):  # it takes its fast path if the first layer has plain parameters
+            for first in part.layers[0].modules():
+                found.pop(id(first), None)
     return found
 
 

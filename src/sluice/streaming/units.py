@@ -167,6 +167,7 @@ class Unit:
     def restore(self) -> None:
         """Give the modules the parameters that they had before, frozen if the caller froze them since."""
         for weight in self.plan.weights:
+            weight.parked.lend = None
             if weight.original.requires_grad != weight.parked.requires_grad:
                 weight.original.requires_grad_(weight.parked.requires_grad)
             weight.exchange(weight.parked, weight.original)
