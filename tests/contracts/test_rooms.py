@@ -25,7 +25,7 @@ _KNOWN = {
 
 #: Most imports of modules of sluice inside functions. Each has its reason in a comment: torch, rich, or a large part
 #: that few calls need. The number is only ever lowered.
-_IN_FUNCTIONS = 76
+_IN_FUNCTIONS = 65
 
 #: Public classes that two modules have under one name. Entries are only ever removed.
 _TWICE = {"Call"}
