@@ -23,9 +23,9 @@ _KNOWN = {
 }
 
 
-#: Most imports of modules of sluice inside functions. Each has a reason beside it: torch, rich or a rare and large part
-#: is not loaded before it is needed. The number is only ever lowered.
-_IN_FUNCTIONS = 83
+#: Most imports of modules of sluice inside functions. Each has its reason in a comment: torch, rich, or a large part
+#: that few calls need. The number is only ever lowered.
+_IN_FUNCTIONS = 65
 
 #: Public classes that two modules have under one name. Entries are only ever removed.
 _TWICE = {"Call"}

@@ -32,7 +32,7 @@ from sluice.reports.table import TensorRow
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
-    from sluice.loading.quantized import Quantized
+    from sluice.loading.quantized import QuantizedMatch
     from sluice.quantizing.weights import QuantizedWeight
 
 __all__ = ["ModuleJob", "module_job"]
@@ -132,7 +132,7 @@ def module_job(
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
-    quantized: Quantized | None = None
+    quantized: QuantizedMatch | None = None
     if quantize is not None:
         # Here, not above: most loads do not quantize.
         from sluice.loading import quantized as quantizing

@@ -15,10 +15,10 @@ from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_zip import TorchFile
 from sluice.writing.write_queue import Put, WriteQueue
 
-__all__ = ["Contents", "Item", "write_items"]
+__all__ = ["Contents", "WrittenItem", "write_items"]
 
 
-class Item(Struct, frozen=True, kw_only=True):
+class WrittenItem(Struct, frozen=True, kw_only=True):
     """A tensor or storage of a file: its row-major elements are consecutive bytes."""
 
     #: What holds the elements, for ``Contents.pieces``.
@@ -75,7 +75,9 @@ class Contents(Protocol):
         """
         ...
 
-    def pieces(self, items: Iterable[Item], drain: Callable[[], None]) -> Iterator[tuple[Item, torch.Tensor]]:
+    def pieces(
+        self, items: Iterable[WrittenItem], drain: Callable[[], None]
+    ) -> Iterator[tuple[WrittenItem, torch.Tensor]]:
         """Yield the elements of each item in row-major order, in pieces that live until they are written.
 
         Args:
@@ -86,7 +88,7 @@ class Contents(Protocol):
 
 
 def write_items(
-    queue: WriteQueue, contents: Contents, items: Iterable[Item], manifest: ManifestWriter | None = None
+    queue: WriteQueue, contents: Contents, items: Iterable[WrittenItem], manifest: ManifestWriter | None = None
 ) -> None:
     """Write items one after the other, and hash them."""
     last, at, look = None, 0, None

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from sluice.checkpoint.tied_names import TIES_FILE
 from sluice.formats.safetensors.ties import declare_ties
 from sluice.writing.batches import batched
-from sluice.writing.contents import Contents, Item, write_items
+from sluice.writing.contents import Contents, WrittenItem, write_items
 from sluice.writing.durable.replacement import NewFile
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.parameters import (
@@ -165,11 +165,13 @@ def _fill_safetensors(
 ) -> None:
     """Write header and tensors of one file, which the caller commits."""
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[WrittenItem]:
         for name, dtype, first in layout.tensors:
             if job.manifest:
                 _expect(job.manifest, name, outlines[name], name)
-            yield Item(source=tensors[name], dtype=dtype, first=first, put=partial(_put, out, first), stored=name)
+            yield WrittenItem(
+                source=tensors[name], dtype=dtype, first=first, put=partial(_put, out, first), stored=name
+            )
 
     out.reserve(layout.nbytes, job.staging.pool)
     out.write_at(0, layout.header)
@@ -223,12 +225,12 @@ def _fill_torch_files(job: SaveJob, contents: Contents, files: Sequence[_Made], 
         if job.manifest:
             _hash_storages(job, contents, file, number)
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[WrittenItem]:
         for number, (file, writer, out) in enumerate(files):
             for storage, (source, dtype) in enumerate(file.storages):
                 put = partial(writer.write, out, storage)
                 first = writer.offset(storage)
-                yield Item(source=source, dtype=dtype, first=first, put=put, stored=(number, storage))
+                yield WrittenItem(source=source, dtype=dtype, first=first, put=put, stored=(number, storage))
 
     with job.queue(sum(writer.records_bytes for _, writer, _ in files), wrote) as queue:
         write_items(queue, contents, items(), job.manifest)
@@ -241,7 +243,7 @@ def _hash_storages(job: SaveJob, contents: Contents, file: TorchFile, number: in
         if tensor.apart is None:
             _expect(job.manifest, name, tensor.outline, (number, tensor.storage), tensor.start)
             continue
-        item = Item(source=tensor.apart, dtype=tensor.outline.dtype, first=0, put=_drop, stored=(name, number))
+        item = WrittenItem(source=tensor.apart, dtype=tensor.outline.dtype, first=0, put=_drop, stored=(name, number))
         _expect(job.manifest, name, tensor.outline, item.stored)
         with job.queue(0, lambda _: None) as queue:
             write_items(queue, contents, [item], job.manifest)

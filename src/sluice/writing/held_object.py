@@ -12,7 +12,7 @@ from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
 from sluice.writing.aliases import stored_once
 from sluice.writing.composites import count_parts, dense_parts, describe
-from sluice.writing.contents import Item
+from sluice.writing.contents import WrittenItem
 from sluice.writing.items import (
     StorageSpan,
     collect_spans,
@@ -78,7 +78,11 @@ class HeldObject:
             hashed=dict(_hashed(named, spans, finished)),
         )
 
-    def pieces(self, items: Iterable[Item], drain: Callable[[], None]) -> Iterator[tuple[Item, torch.Tensor]]:  # noqa: ARG002 - the tensors live on
+    def pieces(
+        self,
+        items: Iterable[WrittenItem],
+        drain: Callable[[], None],  # noqa: ARG002  the tensors live on
+    ) -> Iterator[tuple[WrittenItem, torch.Tensor]]:
         for item in items:
             yield item, item.source.flat() if isinstance(item.source, StorageSpan) else item.source
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from sluice._errors import SaveError
 
-__all__ = ["Call", "Constant", "Global", "Persistent", "PickleOpcodes"]
+__all__ = ["Call", "Global", "MemoizedText", "Persistent", "PickleOpcodes"]
 
 _PROTOCOL = b"\x80\x02"
 _STOP = b"."
@@ -49,7 +49,7 @@ class Persistent(Struct, frozen=True):
     key: tuple[Any, ...]
 
 
-class Constant(str):
+class MemoizedText(str):
     """A text that is memoized, because many calls have it."""
 
     __slots__ = ()

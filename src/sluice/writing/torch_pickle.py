@@ -17,7 +17,7 @@ from sluice._errors import SaveError
 from sluice.formats.torch_save.plain_values import is_torch_name
 from sluice.records import TorchSize, TorchText
 from sluice.writing.batches import batched
-from sluice.writing.pickle_opcodes import Call, Constant, Global, Persistent, PickleOpcodes
+from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent, PickleOpcodes
 from sluice.writing.pickle_walk import WalkedObject, elements
 from sluice.writing.torch_tensors import layout, size
 
@@ -103,7 +103,7 @@ class _Pickler:
         self._ops.text(value)
         self._remember(value)
 
-    def write_constant(self, value: Constant) -> None:
+    def write_constant(self, value: MemoizedText) -> None:
         self._ops.constant(value)
 
     def write_global(self, value: Global) -> None:
@@ -177,7 +177,7 @@ class _Pickler:
 
 
 def _device(kind: str, index: str = "") -> Call:
-    return Call(Global("torch", "device"), (Constant(kind), int(index)) if index else (Constant(kind),))
+    return Call(Global("torch", "device"), (MemoizedText(kind), int(index)) if index else (MemoizedText(kind),))
 
 
 def _torch_text(value: TorchText) -> Call | Global:
@@ -194,7 +194,7 @@ def _torch_name(value: torch.dtype | torch.qscheme) -> Global:
 
 def _bytes(value: bytes | bytearray) -> Call:
     """Return a call: protocol 2 has no opcode for bytes."""
-    return Call(Global("_codecs", "encode"), (value.decode("latin1"), Constant("latin1")))
+    return Call(Global("_codecs", "encode"), (value.decode("latin1"), MemoizedText("latin1")))
 
 
 #: Writers of None and numbers, which are never memoized.
@@ -231,7 +231,7 @@ _WRITERS: Mapping[type, _Write] = {
     OrderedDict: _Pickler.write_ordered_dict,
     list: _Pickler.write_list,
     tuple: _Pickler.write_tuple,
-    Constant: _Pickler.write_constant,
+    MemoizedText: _Pickler.write_constant,
     Global: _Pickler.write_global,
     Call: _Pickler.write_call,
     Persistent: _Pickler.write_persistent,

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
-from sluice.writing.pickle_opcodes import Call, Constant, Global, Persistent
+from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent
 
 __all__ = ["Geometry", "Rebuild", "dense", "layout", "quantized", "rebuilt", "size", "sparse", "stored"]
 
@@ -43,7 +43,7 @@ _STORAGE_CLASSES = {
 #: What torch writes in place of a tensor's hooks, which are never saved.
 _HOOKS = Call(Global("collections", "OrderedDict"), ())
 
-_STORAGE = Constant("storage")
+_STORAGE = MemoizedText("storage")
 
 
 class Geometry(Struct, frozen=True, kw_only=True):
@@ -95,13 +95,13 @@ def stored(view: Geometry) -> Persistent:
     typed = view.dtype in _STORAGE_CLASSES
     kind = Global("torch" if typed else "torch.storage", _STORAGE_CLASSES.get(view.dtype, "UntypedStorage"))
     length = view.elements if typed else view.elements * ITEM_BYTES[view.dtype]
-    return Persistent((_STORAGE, kind, str(view.storage), Constant(view.device), length))
+    return Persistent((_STORAGE, kind, str(view.storage), MemoizedText(view.device), length))
 
 
 def dense(view: Geometry, requires_grad: bool = False) -> Call:  # noqa: FBT001, FBT002 - a ``Rebuild``
     """Return the call that rebuilds a dense tensor."""
     arguments = stored(view), view.start, view.shape, view.stride, requires_grad, _HOOKS
-    bits = ({Constant(bit): True for bit in view.math_bits},) if view.math_bits else ()
+    bits = ({MemoizedText(bit): True for bit in view.math_bits},) if view.math_bits else ()
     if view.dtype in _STORAGE_CLASSES:
         return Call(Global("torch._utils", "_rebuild_tensor_v2"), (*arguments, *bits))
     own = Global("torch", view.dtype)
@@ -166,7 +166,7 @@ def _numbers(numbers: Geometry | Sequence[float]) -> object:
 
 def layout(name: str) -> Call:
     """Return the call that makes a ``torch.layout``, from its name: ``"torch.strided"``."""
-    return Call(Global("torch.serialization", "_get_layout"), (Constant(name),))
+    return Call(Global("torch.serialization", "_get_layout"), (MemoizedText(name),))
 
 
 def size(sizes: tuple[int, ...]) -> Call:
