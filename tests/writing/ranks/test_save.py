@@ -197,7 +197,7 @@ def test_the_state_of_an_optimizer(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks.run(training_state, tmp_path) == [[], []]
 
 
-def stages(directory: Path) -> None:
+def stages(directory: Path) -> str:
     """Save a layer of this rank: each stage of a pipeline is on a mesh of its own, cut from one mesh of all ranks."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -206,14 +206,28 @@ def stages(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
     stage = dist.get_rank() // 2
     layer = distribute_tensor(torch.arange(15.0).reshape(5, 3) + 100 * stage, mesh, [Shard(0)])
-    sluice.save({f"layers.{stage}": layer}, directory / "model", max_shard_size=50)
+    state = {f"layers.{stage}": layer, f"norms.{stage}": torch.ones(2, 3).t()}
+    for path, own in FORMATS.items():
+        sluice.save(state, directory / path, **own)
+    sluice.save({"model": state, "step": 3, f"seed{stage}": stage}, directory / "nested", format="dcp")
+    try:
+        sluice.save({"model": state}, directory / "nested.pth")
+    except sluice.RankError as error:
+        return str(error)
+    return ""
 
 
 def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(stages, tmp_path)
+    texts = four_ranks.run(stages, tmp_path)
+    assert all("ranks hold different tensors, which a torch file can only join in a flat" in text for text in texts)
     expected = {f"layers.{stage}": torch.arange(15.0).reshape(5, 3) + 100 * stage for stage in range(2)}
-    check_equal(dict(sluice.load_state_dict(tmp_path / "model")), expected)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 2
+    expected |= {f"norms.{stage}": torch.ones(3, 2) for stage in range(2)}
+    for path in FORMATS:
+        check_equal(dict(sluice.load_state_dict(tmp_path / path)), expected)
+    check_equal(torch.load(tmp_path / "model.pth", weights_only=True), expected)
+    nested = torch_loaded(tmp_path / "nested")
+    check_equal(nested.pop("model"), expected)
+    assert nested == {"step": 3, "seed0": 0, "seed1": 1}
 
 
 def of_part_of_the_ranks(path: Path) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -41,8 +41,8 @@ from sluice.writing.ranks.group import LEAD, AgreedSave, Alone, RankGroup, toget
 from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.item_files import ItemFiles
 from sluice.writing.ranks.items import flatten, value_item
-from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal
-from sluice.writing.ranks.torch_object import outline_object, pickle_outlined, storage_sizes
+from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal, different
+from sluice.writing.ranks.torch_object import outline_object, pickle_flat, pickle_outlined, storage_sizes
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.save import SavedFiles, SaveJob, counting, header_metadata
 from sluice.writing.save_formats import SaveFormat
@@ -50,6 +50,9 @@ from sluice.writing.shards import lay_out_shards, write_model_directory
 from sluice.writing.torch_zip import TorchZipWriter
 
 __all__ = ["save_by_ranks"]
+
+#: Path of a value in the saved object, and its bytes in the file; None for a tensor.
+_Item: TypeAlias = tuple[tuple[str | int, ...], bytes | None]
 
 _NO_MANIFEST = "Nothing was written. Save without manifest=; convert(path, copy, manifest=...) writes one."
 
@@ -76,6 +79,8 @@ class _Division(Struct, frozen=True, kw_only=True):
     ties: dict[str, str]
     #: Bytes that each rank writes.
     written: tuple[int, ...]
+    #: Whether all ranks hold tensors of the same names; the stages of a pipeline do not.
+    alike: bool
 
     def outlines(self) -> dict[str, TensorOutline]:
         """Return dtype and shape of each stored tensor."""
@@ -131,12 +136,19 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
 def _save_torch(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     outlined = outline_object(state)
     division = _divided(job, partial(held_tensors, outlined.storages, job.dtype), group)
-    pickled = pickle_outlined(outlined, division.tensors, division.ties, job.dtype)
+    held, names = outlined.storages, outlined.walked.places
+    if division.alike:
+        pickled = pickle_outlined(outlined, division.tensors, division.ties, job.dtype)
+    else:
+        _check_flat(state)
+        held, division = _flat(job, state, group)
+        names = len(division.tensors) + len(division.ties)
+        pickled = pickle_flat(division.tensors, division.ties)
     writer = TorchZipWriter(pickled, storage_sizes(division.tensors))
     numbers = {name: number for number, name in enumerate(division.tensors)}
     starts = {name: writer.offset(number) for name, number in numbers.items()}
     plan = FilePlan.make(writer.records_bytes, starts, pickled)
-    with _rank_writer(division, outlined.storages, group) as ranks:
+    with _rank_writer(division, held, group) as ranks:
         write = partial(ranks.write, plan, crcs=partial(_account, writer, numbers), sums=writer.sums)
         if group.position != LEAD:
             write(None)
@@ -145,7 +157,15 @@ def _save_torch(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
                 for sums in write(out)[LEAD + 1 :]:
                     writer.add_sums(sums)
                 out.commit(nbytes=writer.finish(out))
-    return division.saved([job.destination], outlined.walked.places)
+    return division.saved([job.destination], names)
+
+
+def _check_flat(state: object) -> None:
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise SaveError(
+            "ranks hold different tensors, which a torch file can only join in a flat state dict",
+            advice="Existing files are intact. Save the state dict of the model alone, or use format='dcp'.",
+        )
 
 
 def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
@@ -187,8 +207,12 @@ def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFil
     held = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     values = {name: value_item(value, name) for name, value in flat.items() if name not in held}
     division = _divided(job, partial(held_tensors, held, job.dtype), group, tied=False)
+    if not division.alike:
+        items = _of_all_ranks({name: (path, values.get(name)) for name, path in paths.items()}, group)
+        paths = {name: path for name, (path, _) in items.items()}
+        values = {name: item for name, (_, item) in items.items() if item is not None}
     with _progress(division, group) as wrote:
-        items = ItemFiles(
+        writer = ItemFiles(
             group=group,
             tensors=division.tensors,
             held=held,
@@ -197,7 +221,7 @@ def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFil
             staging=division.job.staging,
             wrote=wrote,
         )
-        files = items.write(job.destination, overwrite=job.overwrite)
+        files = writer.write(job.destination, overwrite=job.overwrite)
     return division.saved(files, len(division.tensors))
 
 
@@ -272,8 +296,27 @@ def _divided(
     local = sum(rank.host == host for rank in ranks)
     staging = Staging.make(defaults.SAVE_STAGING_BYTES // local)
     return _Division(
-        job=replace(job, staging=staging), tensors=tensors, ties=ties, written=_written(tensors, group.size)
+        job=replace(job, staging=staging),
+        tensors=tensors,
+        ties=ties,
+        written=_written(tensors, group.size),
+        alike=all(own.keys() == held[0].keys() for own in held),
     )
+
+
+def _of_all_ranks(own: Mapping[str, _Item], group: RankGroup) -> dict[str, _Item]:
+    """Return what all ranks have by name.
+
+    Raises:
+        SaveError: Ranks have different values of one name; the same on every rank.
+    """
+    decode = msgspec.msgpack.Decoder(dict[str, _Item]).decode
+    joined: dict[str, _Item] = {}
+    for rank, items in enumerate(map(decode, group.exchange(lambda: msgspec.msgpack.encode(own)))):
+        for name, item in items.items():
+            if joined.setdefault(name, item) != item:
+                raise different(f"rank {rank} and one before it have different values of {name!r}")
+    return joined
 
 
 def _arguments(job: SaveJob) -> dict[str, str]:

@@ -35,7 +35,7 @@ from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.ranks.group import LEAD, RankGroup
 from sluice.writing.write_queue import write_queue
 
-__all__ = ["CrcSink", "FilePlan", "RankWriter", "check_equal"]
+__all__ = ["CrcSink", "FilePlan", "RankWriter", "check_equal", "different"]
 
 
 class CrcSink(Protocol):
@@ -175,8 +175,13 @@ def check_equal(values: Sequence[str], problem: str) -> None:
     """
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
-        raise SaveError(
-            f"ranks 0 and {other} {problem}",
-            advice="Existing files are intact. Call save with the same arguments on every rank, and keep values that "
-            "differ between ranks, such as random states, in files of their own.",
-        )
+        raise different(f"ranks 0 and {other} {problem}")
+
+
+def different(problem: str) -> SaveError:
+    """Return the error for ranks that differ."""
+    return SaveError(
+        problem,
+        advice="Existing files are intact. Call save with the same arguments on every rank, and keep values that "
+        "differ between ranks, such as random states, in files of their own.",
+    )

@@ -25,7 +25,7 @@ from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Described, Geometry
 
-__all__ = ["OutlinedObject", "outline_object", "pickle_outlined"]
+__all__ = ["OutlinedObject", "outline_object", "pickle_flat", "pickle_outlined"]
 
 
 class OutlinedObject(Struct, frozen=True, kw_only=True):
@@ -111,6 +111,32 @@ def _descriptions(
             parameter=isinstance(tensor, torch.nn.Parameter),
             attributes=_attributes(tensor),
         )
+
+
+def pickle_flat(tensors: Mapping[str, DividedTensor], ties: Mapping[str, str]) -> bytearray:
+    """Return the pickle of a state dict of whole tensors, of which no rank may hold all.
+
+    Args:
+        tensors: The stored tensors, by name.
+        ties: Names that are not stored: ``{name: stored name}``.
+    """
+    numbers = {name: number for number, name in enumerate(tensors)}
+    state = {name: object() for name in (*tensors, *ties)}  # described, not held
+    walked = walk_object(state, lambda _: {}, by_value=True)
+    described = []
+    for name in state:
+        stored = ties.get(name, name)
+        shape, dtype = tensors[stored].shape, tensors[stored].dtype
+        geometry = Geometry(
+            storage=numbers[stored],
+            elements=prod(shape),
+            dtype=dtype,
+            start=0,
+            shape=shape,
+            stride=contiguous_stride(shape),
+        )
+        described.append(Described(content=geometry))
+    return pickle_object(state, walked, described)
 
 
 def storage_sizes(tensors: Mapping[str, DividedTensor]) -> list[int]:
