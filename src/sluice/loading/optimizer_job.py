@@ -39,7 +39,7 @@ from sluice.reports.document import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
 
 if TYPE_CHECKING:
-    from sluice.ranks.protocol import Group
+    from sluice.ranks.store_group import StoreGroup
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]
 
@@ -63,7 +63,7 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
 
     verb: ClassVar[str] = "load_optimizer"
 
-    def group(self) -> Group | None:
+    def group(self) -> StoreGroup | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its parameters."""
         parameters = list(self._parameters())
         if not any(map(is_dtensor, parameters)):

@@ -37,7 +37,7 @@ from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.items import tensor_items
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
-from sluice.writing.ranks.group import LEAD, AgreedSave, Alone, RankGroup, together
+from sluice.writing.ranks.group import LEAD, RankGroup, together
 from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.item_files import ItemFiles
 from sluice.writing.ranks.items import flatten, value_item
@@ -107,10 +107,10 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
     group = group_of(dtensors)
     if group is None:
         _check_alone(dtensors)
-        return _saved_by(Alone(), state, save_format, job)
+        return _saved_by(RankGroup(), state, save_format, job)
     with Agreement(group, verb="save") as agreement:
         agreement.meet()
-        return _saved_by(AgreedSave(agreement), state, save_format, job)
+        return _saved_by(RankGroup(agreement), state, save_format, job)
 
 
 def _check_alone(dtensors: Sequence[Any]) -> None:
