@@ -29,7 +29,7 @@ FEATURES = {
             "loading/rank_plans.py",
             "loading/divided_*",
         ),
-        *("reports/ranks.py", "cli/mesh_options.py", "modules/fully_sharded.py", "modules/regions.py"),
+        *("reports/ranks.py", "modules/fully_sharded.py", "modules/regions.py"),
     ),
     "writing": ("writing/*", "api/save.py", "api/uploads.py", "reports/save.py"),
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/views/bench.py"),
@@ -55,6 +55,7 @@ FEATURES = {
     ),
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),
+    "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
     "advice on other loaders": ("planning/other_methods.py", "planning/recommendation.py", "loading/read_probe.py"),
     "core": (

@@ -21,6 +21,7 @@ from sluice.loading.devices import Device
 from sluice.loading.job import decide, run
 from sluice.loading.load import load
 from sluice.loading.module_request import ModuleRequest
+from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
 from sluice.modules.assembled import is_assembled_model
 from sluice.modules.unloaded import refusing
@@ -208,9 +209,6 @@ def load_state_dict(
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
     check_load(key=key, limits=limits, rules=rules, page_cache=page_cache, progress=progress)
-    # Here, not above: load_into does not need it.
-    from sluice.loading.state_dict import StateDictRequest
-
     request = StateDictRequest(
         device="cpu" if device is None else device,
         dtype=dtype_argument(dtype, auto_is_none=True),

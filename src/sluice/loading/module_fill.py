@@ -23,7 +23,9 @@ from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import every_entry
 from sluice.loading.job import Loaded
+from sluice.modules.initial_values import initial_values
 from sluice.modules.install import finish_loading, install, install_one
+from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request
 from sluice.records.bulk import collector_paused
@@ -172,9 +174,6 @@ def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor
     slots = (*job.match.zeroed, *job.match.initialised)
     if not slots:
         return {}
-    # Here, not above: most checkpoints fill every tensor.
-    from sluice.modules.initial_values import initial_values
-
     try:
         targets.reserve()
         memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))
@@ -190,9 +189,6 @@ def _read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
     entries = list(every_entry(tree))
     if not entries:
         return tree
-    # Here, not above: only extra state and attributes with tensors need it.
-    from sluice.reading.composites import component_requests, with_tensors
-
     requests = [request for entry in entries for request in component_requests("extra state", entry, device="cpu")]
     prepared = prepare(checkpoint, requests, share_storages=True)
     tensors, _ = run(checkpoint, prepared, Targets(prepared.plan))

@@ -31,11 +31,11 @@ from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, Par
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard
 from sluice.planning.alternatives import Change
-from sluice.ranks.membership import local_rank_count
+from sluice.ranks.membership import group_of, local_rank_count, meshes_of
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
-from sluice.reports.document import Subject
+from sluice.reports.load_figures import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
 
 if TYPE_CHECKING:
@@ -68,15 +68,10 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
         parameters = list(self._parameters())
         if not any(map(is_dtensor, parameters)):
             return None
-        # Here, not above: most optimizers are those of one process.
-        from sluice.ranks.membership import group_of
-
         return group_of(parameters)
 
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """See ``LoadRequest.meshes``."""
-        from sluice.ranks.membership import meshes_of
-
         return meshes_of(self._parameters())
 
     def arguments(self) -> dict[str, str]:

@@ -7,14 +7,14 @@ from typing import Literal
 
 from msgspec import Struct
 
-__all__ = ["Judge", "Ruling", "State", "Verdict"]
+__all__ = ["Judge", "Ruling", "State", "StepOutcome"]
 
 
 #: State of the model on a rank: as before, filled in part, or filled.
 State = Literal["untouched", "torn", "changed"]
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class StepOutcome(Struct, frozen=True, kw_only=True):
     """The result of one step, the same on every rank."""
 
     #: Failures that end the call on every rank, by rank; empty if the step succeeded.

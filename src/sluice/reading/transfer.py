@@ -19,6 +19,7 @@ from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
+from sluice.planning.later_copies import growth_of_copies, with_later_growth
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
@@ -97,8 +98,6 @@ def plan_transfer(
         serial_bytes=serial_bytes,
     )
     if later_copies:
-        from sluice.planning.later_copies import growth_of_copies, with_later_growth  # rarely needed
-
         plan = with_later_growth(plan, growth_of_copies(later_copies))
     return Prepared(plan=plan, views=views, computed=computed_views)
 
