@@ -24,7 +24,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
-from sluice.loading.divided_state import as_dtensors
+from sluice.loading.divided import as_dtensors
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.optimizer_leaves import LeafDecisions
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state

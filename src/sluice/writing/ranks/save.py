@@ -331,9 +331,9 @@ def _divided(
     decode = msgspec.msgpack.Decoder(_Contribution).decode
     ranks = [decode(zlib.decompress(each)) for each in group.exchange(contribute)]
     for name in ranks[0].arguments:
-        values = [rank.arguments[name] for rank in ranks]
-        other = next((value for value in values if value != values[0]), "")
-        check_equal(values, f"were called with different arguments: {name}={values[0]} and {name}={other}")
+        found = [rank.arguments[name] for rank in ranks]
+        other = next((value for value in found if value != found[0]), "")
+        check_equal(found, f"were called with different arguments: {name}={found[0]} and {name}={other}")
     held = [rank.held for rank in ranks]
     ties = agreed_ties(held) if tied else {}
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]
