@@ -30,13 +30,13 @@ from sluice.loading.request_meter import RequestMeter
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.reading import transfer
-from sluice.reading.caches import fill_caches
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.reports.load import LoadReport, RankReport
 from sluice.reports.load_figures import Subject
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
+from sluice.sources.protocol import is_caching
 
 if TYPE_CHECKING:
     from sluice.ranks.store_group import StoreGroup
@@ -171,7 +171,10 @@ class LoadJob(Struct, frozen=True, kw_only=True):
             completed: Called with the position of each target when it is complete.
         """
         plan = self.plan
-        fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
+        if any(map(is_caching, self.checkpoint.sources)):
+            from sluice.reading.caches import fill_caches  # few files have a cache
+
+            fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
         with byte_progress(progress, self.checkpoint.path, plan.read_bytes) as report:
             return transfer.run(
                 self.checkpoint,

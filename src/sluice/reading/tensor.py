@@ -53,6 +53,7 @@ def read_into(checkpoint: OpenCheckpoint, wanted: Sequence[tuple[str, Entry, tor
     """
     requests = [_request_into(name, entry, out) for name, entry, out in wanted]
     prepared = transfer.prepare(checkpoint, requests)
+    fill_caches(checkpoint.sources, prepared.plan)
     transfer.run(checkpoint, prepared, Targets(prepared.plan, {i: out for i, (_, _, out) in enumerate(wanted)}))
 
 
