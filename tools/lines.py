@@ -27,7 +27,7 @@ FEATURES = {
         *(
             "loading/joint.py",
             "loading/rank_plans.py",
-            "loading/divided_*",
+            "loading/divided.py",
         ),
         *("reports/ranks.py", "modules/fully_sharded.py", "modules/regions.py"),
     ),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import combinations
+from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import sluice
-from support.joint_loads import saved, sharded, with_options
+from support.joint_loads import STEPS, Net, saved, sharded, state_after, with_options
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -22,51 +26,144 @@ def _optimizer(model: Any) -> Any:
     return torch.optim.SGD(model.parameters())
 
 
+def _stream(model: Any, folder: str) -> None:
+    with pytest.raises(sluice.StreamError, match="its parameters are DTensors"):
+        sluice.stream(model, f"{folder}/model.pth")
+
+
+#: Functions in which all ranks take part.
 VERBS: dict[str, Callable[[Any, str], object]] = {
     "load_into": lambda model, folder: sluice.load_into(model, f"{folder}/model.pth"),
-    "save": lambda model, folder: sluice.save(model, f"{folder}/other.pth"),
+    "save": lambda model, folder: sluice.save(model, f"{folder}/other.pth", overwrite=True),
     "load_optimizer": lambda model, folder: sluice.load_optimizer(
-        _optimizer(model), f"{folder}/model.pth", model=model
+        _optimizer(model), f"{folder}/optimizer.pth", model=model
     ),
-    "plan": lambda model, folder: sluice.plan(model, f"{folder}/model.pth"),
 }
+
+#: Functions that one rank may call alone.
+ALONE: dict[str, Callable[[Any, str], object]] = {
+    "plan": lambda model, folder: sluice.plan(model, f"{folder}/model.pth"),
+    "stream": _stream,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    saved(f"{tmp_path}/model.pth")
+    torch.save(_optimizer(Net()).state_dict(), tmp_path / "optimizer.pth")
+    return str(tmp_path)
 
 
 def call(folder: str, verbs: list[str]) -> tuple[str, float]:
     """Call a function of this rank; return the error and how long it took after the last rank came."""
     model = sharded("cpu")
     rank = torch.distributed.get_rank()
-    time.sleep(0.2 * rank)
     torch.distributed.barrier()
     began = time.monotonic()
+    if rank:
+        time.sleep(0.2)
     try:
-        VERBS[verbs[rank]](model, folder)
+        {**VERBS, **ALONE}[verbs[rank]](model, folder)
     except sluice.RankError as error:
-        return str(error), time.monotonic() - began
-    return "", time.monotonic() - began
+        return str(error), time.monotonic() - began - 0.2
+    return "", time.monotonic() - began - 0.2
 
 
-@pytest.mark.parametrize("verbs", list(combinations(("load_into", "save", "load_optimizer"), 2)), ids="-".join)
-def test_different_functions(two_ranks: Ranks, tmp_path: Any, verbs: tuple[str, str]) -> None:
-    saved(f"{tmp_path}/model.pth")
-    for own in (verbs, verbs[::-1]):
-        for text, seconds in two_ranks.run(call, str(tmp_path), list(own)):
-            assert f"rank 1: called {own[1]}, rank 0 {own[0]}" in text
-            assert "nothing was changed" in text
-            assert seconds < 5, "it takes milliseconds; a rank that waits for others takes minutes"
-    assert [text for text, _ in two_ranks.run(call, str(tmp_path), ["load_into"] * 2)] == ["", ""]
+def check_named(outcomes: list[tuple[str, float]], verbs: list[str]) -> None:
+    for text, seconds in outcomes:
+        assert f"rank 1: called {verbs[1]}, rank 0 {verbs[0]}" in text
+        assert "nothing was changed" in text
+        assert seconds < 3, "it takes milliseconds; a rank that waits for others takes minutes"
 
 
-def plan_then_load(folder: str) -> str:
-    """Plan on one rank while the other one loads already."""
+@pytest.mark.parametrize("verbs", [list(pair) for pair in permutations(VERBS, 2)], ids="-".join)
+def test_different_functions(two_ranks: Ranks, folder: str, verbs: list[str]) -> None:
+    check_named(two_ranks.run(call, folder, verbs), verbs)
+    for verb in verbs:  # the next correct calls
+        assert [text for text, _ in two_ranks.run(call, folder, [verb] * 2)] == ["", ""]
+
+
+def call_after(folder: str, step: str, verbs: list[str]) -> tuple[str, float]:
+    """Call after a load that failed on rank 1 at a step."""
+    kind = state_after(f"{folder}/model.pth", step, "error", 1)[0]
+    assert kind == "RankError"
+    return call(folder, verbs)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("verbs", [["load_into", "save"], ["save", "load_optimizer"]], ids="-".join)
+def test_different_functions_after_a_failure_at_each_step(
+    two_ranks: Ranks, folder: str, step: str, verbs: list[str]
+) -> None:
+    check_named(two_ranks.run(call_after, folder, step, verbs), verbs)
+    assert [text for text, _ in two_ranks.run(call, folder, verbs[:1] * 2)] == ["", ""]
+
+
+def alone_first(folder: str, alone: str, verb: str, rank: int) -> str:
+    """Call a function on one rank while the other one waits for it in a function of both."""
+    if torch.distributed.get_rank() == rank:
+        time.sleep(0.2)
+        ALONE[alone](sharded("meta"), folder)
+    model = sharded("cpu")
+    try:
+        VERBS[verb](model, folder)
+    except sluice.RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("alone", ALONE)
+def test_plans_and_streams_take_part_in_nothing(two_ranks: Ranks, folder: str, alone: str, verb: str) -> None:
+    for rank in (0, 1):
+        assert two_ranks.run(alone_first, folder, alone, verb, rank) == ["", ""]
+
+
+def call_on_one(folder: str, verb: str, rank: int) -> tuple[str, list[str]]:
+    """Call on one rank only, with little patience; return the error and what was logged."""
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+    model, text = sharded("cpu"), ""
+    if torch.distributed.get_rank() == rank:
+        logging.getLogger("sluice").addHandler(handler)
+        try:
+            VERBS[verb](model, folder)
+        except sluice.RankError as error:
+            text = str(error)
+        logging.getLogger("sluice").removeHandler(handler)
+    return text, words
+
+
+HASTE = {
+    "RANK_WORD_SECONDS": 0.2,
+    "RANK_PATIENCE_SECONDS": 1.0,
+    "RANK_PULSE_SECONDS": 0.1,
+    "RANK_FAREWELL_SECONDS": 0.2,
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_rank_that_does_not_call(two_ranks: Ranks, folder: str, verb: str, rank: int) -> None:
+    """``if rank == 0: load_into(...)``: a word, then an error; the next correct call succeeds."""
+    text, words = two_ranks.run(with_options, HASTE, call_on_one, folder, verb, rank)[rank]
+    assert f"rank {1 - rank}: did not call this function for 1 seconds" in text
+    assert f"rank {1 - rank} has not called sluice" in words[0]
+    assert [text for text, _ in two_ranks.run(call, folder, [verb] * 2)] == ["", ""]
+
+
+def die_before(folder: str) -> tuple[str, list[str]]:
     if torch.distributed.get_rank():
-        VERBS["plan"](sharded("meta"), folder)
-    return call(folder, ["load_into"] * 2)[0]
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call_on_one(folder, "load_into", 0)
 
 
-def test_a_plan_takes_part_in_nothing(two_ranks: Ranks, tmp_path: Any) -> None:
-    saved(f"{tmp_path}/model.pth")
-    assert two_ranks.run(plan_then_load, str(tmp_path)) == ["", ""]
+def test_a_rank_that_dies_before_it_joins(folder: str) -> None:
+    with Ranks(2) as ranks:
+        (_, (text, words)), _ = ranks.outcomes(with_options, HASTE, die_before, folder, timeout=60)
+    assert "rank 1: did not call this function" in text
+    assert words[0].endswith("rank 1 has not called sluice yet")
 
 
 def load_in_threads(paths: list[str], order: list[list[int]]) -> list[str]:
@@ -102,34 +199,26 @@ def test_two_threads_take_turns(two_ranks: Ranks, tmp_path: Any, same: bool) -> 
         assert all("several threads make such calls" in text for errors in outcome for text in errors)
 
 
-def load_a_stage(folder: str) -> tuple[bool, str]:
-    """Load and save one stage of a pipeline, whose ranks are a row of the mesh; return whether it is right."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def save_beside_a_load(folder: str) -> str:
+    """Save a model in a thread while a different one is loaded; return the error."""
+    model, errors = sharded("cpu"), [""]
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stage = mesh["pp"].get_local_rank()
-    with torch.device("meta"):
-        model = torch.nn.Sequential(*(torch.nn.Linear(5 + stage, 3) for _ in range(1 + stage)))
-    fully_shard(model, mesh=mesh["dp"])
-    sluice.load_into(model, f"{folder}/{stage}.pth")
-    truth = torch.load(f"{folder}/{stage}.pth")
-    right = all(torch.equal(tensor.full_tensor(), truth[name]) for name, tensor in model.state_dict().items())
-    path = f"{folder}/{torch.distributed.get_rank()}.pth"
-    try:
-        sluice.save(model, path)
-    except sluice.RankError as error:
-        return right, str(error)
-    return right, ""
+    def save() -> None:
+        time.sleep(0.2)
+        try:
+            VERBS["save"](model, folder)
+        except sluice.RankError as error:
+            errors[0] = str(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    (text,) = load_slowly([f"{folder}/model.pth"], [[0]] * 2)
+    thread.join()
+    return text + errors[0]
 
 
-def test_stages_of_a_pipeline_hold_different_models(four_ranks: Ranks, tmp_path: Any) -> None:
-    for stage in (0, 1):
-        model = torch.nn.Sequential(*(torch.nn.Linear(5 + stage, 3) for _ in range(1 + stage)))
-        torch.save(model.state_dict(), tmp_path / f"{stage}.pth")
-    for right, text in four_ranks.run(load_a_stage, str(tmp_path)):
-        assert right
-        assert f"different arguments: path={tmp_path}/0.pth and path={tmp_path}/1.pth" in text
+def test_a_save_beside_a_load_waits_for_it(two_ranks: Ranks, folder: str) -> None:
+    assert two_ranks.run(save_beside_a_load, folder) == ["", ""]
 
 
 def load_flat(path: str) -> str:

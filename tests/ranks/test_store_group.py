@@ -13,8 +13,8 @@ import pytest
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess
-from sluice.ranks.protocol import Ruling, StepOutcome
 from sluice.ranks.store_group import StoreGroup, _Contribution, _Turns
+from sluice.ranks.verdicts import Ruling, StepOutcome
 
 
 class FakeStore:

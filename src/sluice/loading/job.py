@@ -40,7 +40,7 @@ from sluice.reports.table import TensorRow
 from sluice.sources.protocol import is_caching
 
 if TYPE_CHECKING:
-    from sluice.ranks.protocol import Group
+    from sluice.ranks.store_group import StoreGroup
 
 __all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load_report", "run"]
 
@@ -73,7 +73,7 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
         """Memory limits of the load."""
         return self.options.memory or MemoryLimits()
 
-    def group(self) -> Group | None:
+    def group(self) -> StoreGroup | None:
         """Return the ranks that make this load together; None for a load of this process alone."""
         return None
 

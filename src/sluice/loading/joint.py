@@ -26,7 +26,8 @@ from sluice.planning.alternatives import check_budget
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.judgement import Proposal, judge_proposals
-from sluice.ranks.protocol import Group, Ruling
+from sluice.ranks.store_group import StoreGroup
+from sluice.ranks.verdicts import Ruling
 from sluice.reading import transfer
 from sluice.records.bulk import collector_paused
 from sluice.reports.load import LoadReport, RankReport
@@ -43,7 +44,7 @@ _DIRECTORY_BYTES = 1 << 20
 def load_together(
     request: LoadRequest,
     opening: AbstractContextManager[OpenCheckpoint],
-    group: Group,
+    group: StoreGroup,
     *,
     progress: Progress,
     started: float,

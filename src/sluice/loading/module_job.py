@@ -15,7 +15,7 @@ from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
-from sluice.loading.divided_tensors import check_devices, padding_copies
+from sluice.loading.divided import check_devices, padding_copies
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
 from sluice.matching.match import Match

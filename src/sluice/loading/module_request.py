@@ -40,7 +40,7 @@ from sluice.records import Entry, UnsupportedValue
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
-    from sluice.ranks.protocol import Group
+    from sluice.ranks.store_group import StoreGroup
 
 __all__ = ["EntriesRequest", "ModuleRequest"]
 
@@ -56,7 +56,7 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 
     can_map: ClassVar[bool] = True
 
-    def group(self) -> Group | None:
+    def group(self) -> StoreGroup | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
         if "torch.distributed.fsdp" in sys.modules:  # otherwise no module is divided by it
             reshard(self.model)  # a gathered parameter is an ordinary tensor

@@ -24,7 +24,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
-from sluice.loading.divided_state import as_dtensors
+from sluice.loading.divided import as_dtensors
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.optimizer_leaves import LeafDecisions
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
@@ -39,7 +39,7 @@ from sluice.reports.load_figures import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
 
 if TYPE_CHECKING:
-    from sluice.ranks.protocol import Group
+    from sluice.ranks.store_group import StoreGroup
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]
 
@@ -63,7 +63,7 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
 
     verb: ClassVar[str] = "load_optimizer"
 
-    def group(self) -> Group | None:
+    def group(self) -> StoreGroup | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its parameters."""
         parameters = list(self._parameters())
         if not any(map(is_dtensor, parameters)):

@@ -30,7 +30,8 @@ import msgspec
 from sluice._errors import PartialLoadError, RankError
 from sluice._messages import SHOWN, section
 from sluice.machine.processes import this_process
-from sluice.ranks.protocol import Group, Judge, Ruling, State, StepOutcome
+from sluice.ranks.store_group import StoreGroup
+from sluice.ranks.verdicts import Judge, Ruling, State, StepOutcome
 
 __all__ = ["Agreement", "OtherRankError"]
 
@@ -45,7 +46,7 @@ class OtherRankError(Exception):
 class Agreement(AbstractContextManager["Agreement"]):
     """The steps of one call, on this rank."""
 
-    def __init__(self, group: Group, *, verb: str) -> None:
+    def __init__(self, group: StoreGroup, *, verb: str) -> None:
         """Describe a call; nothing is exchanged yet.
 
         Args:

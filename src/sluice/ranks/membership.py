@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sluice.ranks.protocol import Group
 from sluice.sharding.dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    from sluice.ranks.store_group import StoreGroup
 
 __all__ = ["group_of", "local_rank_count", "meshes_of"]
 
@@ -21,7 +23,7 @@ __all__ = ["group_of", "local_rank_count", "meshes_of"]
 _VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
-def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
+def group_of(tensors: Iterable[torch.Tensor]) -> StoreGroup | None:
     """Return the group of the ranks that hold a model; None if it is this rank alone, or if this rank holds none of it.
 
     Args:

@@ -25,45 +25,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess, state_of, this_process
-from sluice.ranks.protocol import Judge, State, StepOutcome
+from sluice.ranks.verdicts import Judge, State, StepOutcome
 
-__all__ = ["Store", "StoreGroup"]
+__all__ = ["StoreGroup"]
 
 #: Seconds between two questions to the store: the first and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 _log = logging.getLogger("sluice")
-
-
-class Store(Protocol):
-    """The methods of ``torch.distributed.Store`` that are used."""
-
-    def set(self, key: str, value: Any) -> None:
-        """Set a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first, and return the result."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
-        ...
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a value."""
-        ...
 
 
 class _Place(Struct, frozen=True, kw_only=True):
@@ -104,11 +80,11 @@ _TURNS: defaultdict[str, _Turns] = defaultdict(_Turns)
 
 
 class StoreGroup:
-    """One call of a public function by several ranks; see ``protocol.Group``."""
+    """One call of a public function by several ranks."""
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         ranks: Iterable[int],
         *,
@@ -120,7 +96,7 @@ class StoreGroup:
         """Describe the ranks; nothing is exchanged yet.
 
         Args:
-            store: The store of the process group.
+            store: The store of the process group, a ``torch.distributed.Store``.
             rank: Rank of this process.
             ranks: Ranks that take part.
             state: Tells whether a process still runs.
@@ -152,7 +128,13 @@ class StoreGroup:
         return self.rank == self.ranks[0]
 
     def join(self, verb: str) -> None:
-        """See ``Group.join``; threads of one process take turns."""
+        """Begin a call, or join the one that other ranks began; every call ends with ``leave``.
+
+        Threads of one process take turns.
+
+        Args:
+            verb: Name of the public function, for the other ranks.
+        """
         self._verb = verb
         self._turns.waiting += 1
         try:
@@ -172,13 +154,24 @@ class StoreGroup:
             raise
 
     def leave(self) -> None:
-        """See ``Group.leave``."""
+        """End the part of this rank in the call; other ranks may still wait for its verdict."""
         self._turns.lock.release()
 
     def decide(
         self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched"
     ) -> StepOutcome:
-        """See ``Group.decide``."""
+        """Contribute to a step and return its verdict, when every rank has contributed or one has failed.
+
+        Args:
+            step: Name of the step, the same on every rank.
+            own: Contribution of this rank.
+            judge: Decides from all contributions; the same on every rank.
+            last: Whether the call ends with this step.
+            state: What this rank has done to its model.
+
+        Raises:
+            KeyboardInterrupt: A second interrupt arrived while waiting; a first one makes this rank fail.
+        """
         interrupted = False
         while True:
             try:
@@ -202,7 +195,7 @@ class StoreGroup:
             return verdict
 
     def warn(self, text: str) -> None:
-        """See ``Group.warn``."""
+        """Announce that this rank has failed; the next verdict contains it. It does not wait."""
         if self._warned:
             return
         self._warned = True
@@ -210,7 +203,11 @@ class StoreGroup:
             self._announce(f"warning/{self.rank}", text)
 
     def look(self, *, now: bool = False) -> bool:
-        """See ``Group.look``."""
+        """Return whether a rank has failed, as far as known without waiting; also tell that this rank is alive.
+
+        Args:
+            now: Whether to ask even if that was done less than a second ago.
+        """
         time_now = self._clock()
         if not now and time_now - self._looked < defaults.RANK_LOOK_SECONDS:
             return False
@@ -373,7 +370,7 @@ class StoreGroup:
             return ""
         told = self._key(f"elsewhere/{rank}")
         if self._store.check([told]):
-            return self._store.get(told).decode()
+            return str(self._store.get(told).decode())
         if self.rank not in place.ranks or not self._is_open(place) or _TURNS[place.name].lock.locked():
             return ""  # it ended, or a different thread of this process is in it
         own = f"{self._verb} with ranks {', '.join(map(str, self.ranks))}"

@@ -39,7 +39,7 @@ from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.items import tensor_items
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
-from sluice.writing.ranks.group import LEAD, AgreedSave, Alone, RankGroup, together
+from sluice.writing.ranks.group import LEAD, RankGroup, together
 from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.item_files import ItemFiles
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
@@ -118,10 +118,10 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
     group = group_of(dtensors)
     if group is None:
         _check_alone(dtensors)
-        return _saved_by(Alone(), state, save_format, job)
+        return _saved_by(RankGroup(), state, save_format, job)
     with Agreement(group, verb="save") as agreement:
         agreement.meet()
-        return _saved_by(AgreedSave(agreement), state, save_format, job)
+        return _saved_by(RankGroup(agreement), state, save_format, job)
 
 
 def _check_alone(dtensors: Sequence[Any]) -> None:
@@ -331,9 +331,9 @@ def _divided(
     decode = msgspec.msgpack.Decoder(_Contribution).decode
     ranks = [decode(zlib.decompress(each)) for each in group.exchange(contribute)]
     for name in ranks[0].arguments:
-        values = [rank.arguments[name] for rank in ranks]
-        other = next((value for value in values if value != values[0]), "")
-        check_equal(values, f"were called with different arguments: {name}={values[0]} and {name}={other}")
+        found = [rank.arguments[name] for rank in ranks]
+        other = next((value for value in found if value != found[0]), "")
+        check_equal(found, f"were called with different arguments: {name}={found[0]} and {name}={other}")
     held = [rank.held for rank in ranks]
     ties = agreed_ties(held) if tied else {}
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]

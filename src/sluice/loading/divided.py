@@ -1,20 +1,54 @@
-"""Optimizer state of parameters that are divided over ranks (DTensors)."""
+"""Parts of a load into tensors that are divided over ranks (DTensors): devices, later copies, state of optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
+from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError
 from sluice._geometry import contiguous_stride, is_dense
+from sluice.matching.match import Match
+from sluice.modules.collect import ModuleState
 from sluice.records import Entry
-from sluice.sharding.dtensors import is_dtensor, local_of, region_held, with_local
+from sluice.sharding.dtensors import home, is_dtensor, local_of, region_held, with_local
 from sluice.sharding.regions import select_region
 
-__all__ = ["as_dtensors", "part_of_state", "stride_of_state"]
+__all__ = ["as_dtensors", "check_devices", "padding_copies", "part_of_state", "stride_of_state"]
+
+
+def check_devices(state: ModuleState, matched: Match) -> None:
+    """Refuse devices on which the mesh of a DTensor could not use it.
+
+    Raises:
+        MismatchError: There are such tensors.
+    """
+    for slot, request in zip(matched.slots, matched.requests, strict=True):
+        if state.outline.slots[slot].region is None:
+            continue
+        own = home(state.tensors[slot])
+        if request.device not in {own, "cpu"}:
+            raise MismatchError(
+                f"{request.name!r} is divided over a mesh whose part for this rank is on {own}, not on "
+                f"{request.device}: call load_into without device=",
+                tensor=request.name,
+            )
+
+
+def padding_copies(state: ModuleState, matched: Match) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of local tensors that fully_shard copies after the load, and of their copies."""
+    for slot, request in zip(matched.slots, matched.requests, strict=True):
+        shard = state.shards.get(slot)
+        if shard is None or request.existing or request.device != "cpu":
+            continue
+        nbytes, padded = (n * ITEM_BYTES[request.dtype] for n in (request.entry.numel, shard.elements))
+        if shard.pinned:
+            yield nbytes, 1 << max(padded - 1, 0).bit_length()  # torch rounds page-locked memory up to a power of two
+        elif padded != nbytes:
+            yield nbytes, padded
 
 
 def part_of_state(entry: Entry, path: str, key: object, parameter: torch.Tensor) -> Entry | None:
