@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from types import TracebackType
 from typing import Self, TypeAlias
 
 from msgspec.structs import replace
@@ -24,7 +23,7 @@ from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
-from sluice.sources.opening import PathOrAddress, Place, SourceLocation, find_place
+from sluice.sources.opening import PathOrAddress, Place, SourceLocation
 from sluice.sources.protocol import Source, source_notes
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
@@ -82,9 +81,9 @@ class OpenCheckpoint:
 
     @classmethod
     def _open_files(cls, source: SourceLocation | Sequence[PathOrAddress], limits: Limits, encoding: str) -> Self:
-        place = find_place(source)
-        layout = classify(place, limits)
+        layout = classify(source, limits)
         index, files = open_layout(layout, limits, encoding)
+        place = layout.place
         if place.stream is not None:
             place.stream.seek(files[0].end)
         return cls(place.title or layout.path, index, files, limits, place)
@@ -261,9 +260,7 @@ class OpenCheckpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

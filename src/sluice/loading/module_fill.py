@@ -18,21 +18,23 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import local_of
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import every_entry
 from sluice.loading.job import Loaded
+from sluice.modules.initial_values import initial_values
 from sluice.modules.install import finish_loading, install, install_one
+from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request
 from sluice.records.bulk import collector_paused
+from sluice.sharding.dtensors import local_of
 
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
 
-__all__ = ["ModuleData", "compare_tied", "fetch_module", "install_module", "partial_load", "same_values"]
+__all__ = ["ModuleData", "compare_tied", "fetch_module", "install_module", "partial_load", "read_tree", "same_values"]
 
 
 #: Functions that quantize weights, by the names of these.
@@ -67,8 +69,8 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
         PartialLoadError: A failure after live tensors began to change; its cause is the failure.
     """
     notes = compare_tied(job)
-    extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
-    attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
+    extra_state = {name: read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
+    attributes = {name: read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     with _finishers(job) as make_finishers:
         return _fetch(job, progress, make_finishers, notes, extra_state, attributes)
 
@@ -172,9 +174,6 @@ def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor
     slots = (*job.match.zeroed, *job.match.initialised)
     if not slots:
         return {}
-    # Here, not above: most checkpoints fill every tensor.
-    from sluice.modules.initial_values import initial_values
-
     try:
         targets.reserve()
         memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))
@@ -185,14 +184,11 @@ def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor
     return memory
 
 
-def _read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
+def read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
     """Return a part of the checkpoint with its tensors on the host, as ``torch.load`` returns it."""
     entries = list(every_entry(tree))
     if not entries:
         return tree
-    # Here, not above: only extra state and attributes with tensors need it.
-    from sluice.reading.composites import component_requests, with_tensors
-
     requests = [request for entry in entries for request in component_requests("extra state", entry, device="cpu")]
     prepared = prepare(checkpoint, requests, share_storages=True)
     tensors, _ = run(checkpoint, prepared, Targets(prepared.plan))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from sluice._dtypes import dtype_name, why_no_cast
-from sluice.loading.divided_state import part_of_state, stride_of_state
+from sluice.loading.divided import part_of_state, stride_of_state
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline
 from sluice.reading.composites import component_requests
 from sluice.records import Entry, Request

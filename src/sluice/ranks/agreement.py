@@ -30,7 +30,8 @@ import msgspec
 from sluice._errors import PartialLoadError, RankError
 from sluice._messages import SHOWN, section
 from sluice.machine.processes import this_process
-from sluice.ranks.protocol import Group, Judge, Ruling, State, Verdict
+from sluice.ranks.store_group import StoreGroup
+from sluice.ranks.verdicts import Judge, Ruling, State, StepOutcome
 
 __all__ = ["Agreement", "OtherRankError"]
 
@@ -45,7 +46,7 @@ class OtherRankError(Exception):
 class Agreement(AbstractContextManager["Agreement"]):
     """The steps of one call, on this rank."""
 
-    def __init__(self, group: Group, *, verb: str) -> None:
+    def __init__(self, group: StoreGroup, *, verb: str) -> None:
         """Describe a call; nothing is exchanged yet.
 
         Args:
@@ -158,7 +159,7 @@ def describe(error: BaseException) -> str:
     return f"{line} (because of {describe(error.__cause__)})" if error.__cause__ is not None else line
 
 
-def rank_error(verb: str, verdict: Verdict, ranks: tuple[int, ...], after: str | None = None) -> RankError:
+def rank_error(verb: str, verdict: StepOutcome, ranks: tuple[int, ...], after: str | None = None) -> RankError:
     """Return the error that every rank raises.
 
     Args:
@@ -189,7 +190,7 @@ def rank_error(verb: str, verdict: Verdict, ranks: tuple[int, ...], after: str |
 _MEANING: Mapping[State, str] = {"changed": "new", "torn": "new in part", "untouched": "unchanged"}
 
 
-def _states(verdict: Verdict, ranks: tuple[int, ...]) -> str:
+def _states(verdict: StepOutcome, ranks: tuple[int, ...]) -> str:
     """Return the states of the model on all ranks as a clause."""
     if set(verdict.states.values()) <= {"untouched"}:
         return "nothing was changed"

@@ -25,45 +25,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess, state_of, this_process
-from sluice.ranks.protocol import Judge, State, Verdict
+from sluice.ranks.verdicts import Judge, State, StepOutcome
 
-__all__ = ["Store", "StoreGroup"]
+__all__ = ["StoreGroup"]
 
 #: Seconds between two questions to the store: the first and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 _log = logging.getLogger("sluice")
-
-
-class Store(Protocol):
-    """The methods of ``torch.distributed.Store`` that are used."""
-
-    def set(self, key: str, value: Any) -> None:
-        """Set a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value, waiting for it."""
-        ...
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first, and return the result."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
-        ...
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a value."""
-        ...
 
 
 class _Place(Struct, frozen=True, kw_only=True):
@@ -104,11 +80,11 @@ _TURNS: defaultdict[str, _Turns] = defaultdict(_Turns)
 
 
 class StoreGroup:
-    """One call of a public function by several ranks; see ``protocol.Group``."""
+    """One call of a public function by several ranks."""
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         ranks: Iterable[int],
         *,
@@ -120,7 +96,7 @@ class StoreGroup:
         """Describe the ranks; nothing is exchanged yet.
 
         Args:
-            store: The store of the process group.
+            store: The store of the process group, a ``torch.distributed.Store``.
             rank: Rank of this process.
             ranks: Ranks that take part.
             state: Tells whether a process still runs.
@@ -152,7 +128,13 @@ class StoreGroup:
         return self.rank == self.ranks[0]
 
     def join(self, verb: str) -> None:
-        """See ``Group.join``; threads of one process take turns."""
+        """Begin a call, or join the one that other ranks began; every call ends with ``leave``.
+
+        Threads of one process take turns.
+
+        Args:
+            verb: Name of the public function, for the other ranks.
+        """
         self._verb = verb
         self._turns.waiting += 1
         try:
@@ -172,11 +154,24 @@ class StoreGroup:
             raise
 
     def leave(self) -> None:
-        """See ``Group.leave``."""
+        """End the part of this rank in the call; other ranks may still wait for its verdict."""
         self._turns.lock.release()
 
-    def decide(self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched") -> Verdict:
-        """See ``Group.decide``."""
+    def decide(
+        self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched"
+    ) -> StepOutcome:
+        """Contribute to a step and return its verdict, when every rank has contributed or one has failed.
+
+        Args:
+            step: Name of the step, the same on every rank.
+            own: Contribution of this rank.
+            judge: Decides from all contributions; the same on every rank.
+            last: Whether the call ends with this step.
+            state: What this rank has done to its model.
+
+        Raises:
+            KeyboardInterrupt: A second interrupt arrived while waiting; a first one makes this rank fail.
+        """
         interrupted = False
         while True:
             try:
@@ -193,14 +188,14 @@ class StoreGroup:
                 self.warn("KeyboardInterrupt")
                 continue
             except RuntimeError as error:  # torch's errors of a store
-                return Verdict(failed=self._without_store(error), states={self.rank: state})
+                return StepOutcome(failed=self._without_store(error), states={self.rank: state})
             if last or verdict.failed:
                 with suppress(RuntimeError):  # the verdict holds without the store
                     self._forget()
             return verdict
 
     def warn(self, text: str) -> None:
-        """See ``Group.warn``."""
+        """Announce that this rank has failed; the next verdict contains it. It does not wait."""
         if self._warned:
             return
         self._warned = True
@@ -208,7 +203,11 @@ class StoreGroup:
             self._announce(f"warning/{self.rank}", text)
 
     def look(self, *, now: bool = False) -> bool:
-        """See ``Group.look``."""
+        """Return whether a rank has failed, as far as known without waiting; also tell that this rank is alive.
+
+        Args:
+            now: Whether to ask even if that was done less than a second ago.
+        """
         time_now = self._clock()
         if not now and time_now - self._looked < defaults.RANK_LOOK_SECONDS:
             return False
@@ -221,7 +220,7 @@ class StoreGroup:
             self._announce(f"lost/{rank}", text)
         return bool(lost)
 
-    def _lead(self, step: str, judge: Judge, *, last: bool) -> Verdict:
+    def _lead(self, step: str, judge: Judge, *, last: bool) -> StepOutcome:
         """Collect the contributions and write the verdict, unless it was written before an interrupt."""
         known = self._known_verdict(step)
         if known is not None:
@@ -229,9 +228,9 @@ class StoreGroup:
         answers, failed = self._collect(step)
         if not failed:
             ruling = judge({rank: answer.value for rank, answer in answers.items()})
-            verdict = Verdict(failed=ruling.failed, value=b"" if ruling.failed else ruling.value)
+            verdict = StepOutcome(failed=ruling.failed, value=b"" if ruling.failed else ruling.value)
         if failed or verdict.failed:
-            verdict = Verdict(
+            verdict = StepOutcome(
                 failed=failed or verdict.failed,
                 states={rank: answer.state for rank, answer in answers.items()},
                 crowded=tuple(rank for rank, answer in sorted(answers.items()) if answer.crowded),
@@ -241,11 +240,11 @@ class StoreGroup:
         self._set("end" if verdict.failed else f"{step}/verdict", msgspec.json.encode(verdict))
         return verdict
 
-    def _known_verdict(self, step: str) -> Verdict | None:
+    def _known_verdict(self, step: str) -> StepOutcome | None:
         """Return the verdict of a step, or of the failure that ended the call at any step, if there is one."""
         for name in (f"{step}/verdict", "end"):
             if self._store.check([self._key(name)]):
-                return msgspec.json.decode(self._store.get(self._key(name)), type=Verdict)
+                return msgspec.json.decode(self._store.get(self._key(name)), type=StepOutcome)
         return None
 
     def _collect(self, step: str) -> tuple[dict[int, _Contribution], dict[int, str]]:
@@ -274,7 +273,7 @@ class StoreGroup:
         self._wait(step, complete)
         return answers, failed
 
-    def _follow(self, step: str, state: State) -> Verdict:
+    def _follow(self, step: str, state: State) -> StepOutcome:
         """Wait for the verdict."""
         leader = self.ranks[0]
         absent = ""
@@ -290,7 +289,7 @@ class StoreGroup:
             return known
         self._close()  # the leader comes too late for this call, and begins the next one
         self.warn(f"gave up waiting for rank {leader}, which {absent}")
-        return Verdict(failed={leader: absent}, states={self.rank: state})
+        return StepOutcome(failed={leader: absent}, states={self.rank: state})
 
     def _close(self) -> None:
         """End the call for all ranks, once."""
@@ -371,7 +370,7 @@ class StoreGroup:
             return ""
         told = self._key(f"elsewhere/{rank}")
         if self._store.check([told]):
-            return self._store.get(told).decode()
+            return str(self._store.get(told).decode())
         if self.rank not in place.ranks or not self._is_open(place) or _TURNS[place.name].lock.locked():
             return ""  # it ended, or a different thread of this process is in it
         own = f"{self._verb} with ranks {', '.join(map(str, self.ranks))}"

@@ -25,6 +25,7 @@ pickle followed by more bytes; a pickled object of an arbitrary class instead of
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,11 +35,12 @@ from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
 from sluice.formats.archives.zip_records import expect_records, locate_records, read_record, record_checksums
 from sluice.formats.first_bytes import is_torch_zip
+from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import TorchAllowlist
-from sluice.formats.torch_save.pickled_object import check_object
 from sluice.formats.torch_save.storages import StorageReference
+from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
 from sluice.sources.protocol import Source, checks_with_data
 
@@ -101,9 +103,6 @@ class TorchZipFormat:
             directory = read_directory(source, limits)
             metadata = _read_metadata(source, directory, limits)
         except (FormatError, UnsupportedError) as error:
-            # Here, not above: only errors need it.
-            from sluice.formats.foreign import recognise_archive
-
             raise recognise_archive(first_names(source, limits), source.path) or error from None
         big_endian = metadata["byteorder"] == "big"
         tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
@@ -116,6 +115,7 @@ class TorchZipFormat:
             files=(FileRecord(path=source.path, identity=source.identity),),
             storages=tuple(_storages(references, positions, directory, big_endian=big_endian)),
             tree=tree,
+            crcs=array("I", map(directory.crcs.__getitem__, positions)),
             metadata=metadata,
             notes=notes,
             record_ends={record.header: record.limit for record in last},

@@ -19,7 +19,7 @@ from sluice.records import RequestRecord, Traffic
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
-from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, Part
+from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, OpenCacheEntry
 from sluice.sources.remote.file import RemoteFile
 
 __all__ = ["CachedFile", "CompleteFile"]
@@ -150,7 +150,7 @@ class CachedFile(ForwardingSource):
             except OSError as error:
                 self._problem = error.strerror or str(error) or type(error).__name__
 
-    def _download(self, part: Part, reached: Callable[[int], None]) -> None:
+    def _download(self, part: OpenCacheEntry, reached: Callable[[int], None]) -> None:
         """Request the pieces that a part does not have, and publish it."""
         here = set(part.right())
         nbytes = sum(end - start for start, end in map(self._entry.piece, here))
@@ -164,7 +164,7 @@ class CachedFile(ForwardingSource):
                 reached(nbytes)
         self.cache.publish(part)
 
-    def _fetch(self, part: Part, number: int) -> int:
+    def _fetch(self, part: OpenCacheEntry, number: int) -> int:
         """Request a piece, write it and return its size."""
         start, end = self._entry.piece(number)
         at, crc = start, 0

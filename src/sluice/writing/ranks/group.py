@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from sluice._errors import RankError
 from sluice.ranks.agreement import Agreement
-from sluice.ranks.protocol import Ruling
+from sluice.ranks.verdicts import Ruling
 
-__all__ = ["LEAD", "AgreedSave", "Alone", "RankGroup", "together"]
+__all__ = ["LEAD", "RankGroup", "together"]
 
 _INTACT = "existing files are intact"
 _REPLACED = "the new files are in place"
@@ -23,25 +22,29 @@ _REPLACED = "the new files are in place"
 LEAD = 0
 
 
-class RankGroup(Protocol):
-    """The ranks that save together."""
+class RankGroup:
+    """The ranks that save together, whose steps are those of an agreement, by number; without one this process alone.
 
-    #: Hidden paths of files of the save, which this rank removes if it fails: the lead may have died.
-    hidden: list[str]
+    A rank that fails joins the step in which the others wait.
+    """
 
-    @property
-    def position(self) -> int:
-        """Position of this rank among them."""
-        ...
+    #: Position of this rank among them, and their number.
+    position, size = LEAD, 1
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def __init__(self, agreement: Agreement | None = None) -> None:
+        """Take part in a save."""
+        #: Hidden paths of files of the save, which this rank removes if it fails: the lead may have died.
+        self.hidden: list[str] = []
+        self._agreement = agreement
+        self._step = 0
+        if agreement is not None:
+            ranks = agreement.group.ranks
+            self.position, self.size = ranks.index(agreement.group.rank), len(ranks)
 
     def look(self) -> None:
         """Raise an exception that ends the work of this rank if a different one has failed; it does not wait."""
-        ...
+        if self._agreement is not None:
+            self._agreement.look()
 
     def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:
         """Do the work of one step; return the results of all ranks, once every rank is done with it.
@@ -53,31 +56,8 @@ class RankGroup(Protocol):
         Raises:
             RankError: The work failed on a rank, or a rank has died: raised on every rank.
         """
-        ...
-
-
-class AgreedSave:
-    """The steps of a save as those of an agreement, by number: a rank that fails joins the step the others wait in."""
-
-    def __init__(self, agreement: Agreement) -> None:
-        """Take part in a save."""
-        self.hidden: list[str] = []
-        self._agreement = agreement
-        self._step = 0
-
-    @property
-    def position(self) -> int:
-        group = self._agreement.group
-        return group.ranks.index(group.rank)
-
-    @property
-    def size(self) -> int:
-        return len(self._agreement.group.ranks)
-
-    def look(self) -> None:
-        self._agreement.look()
-
-    def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:
+        if self._agreement is None:
+            return [work()]
         own = self._agreement.attempt(work)
         self._step += 1
         lead = self._agreement.group.ranks[LEAD]
@@ -87,22 +67,6 @@ class AgreedSave:
 
         value = self._agreement.settle(f"save {self._step}", own or b"", _collect, last=last, after=after)
         return msgspec.msgpack.decode(value, type=list[bytes])
-
-
-class Alone:
-    """The group of a process that saves by itself."""
-
-    position = LEAD
-    size = 1
-
-    def __init__(self) -> None:
-        self.hidden: list[str] = []
-
-    def look(self) -> None:
-        pass
-
-    def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:  # noqa: ARG002 - see above
-        return [work()]
 
 
 def _collect(answers: Mapping[int, bytes]) -> Ruling:
