@@ -20,7 +20,6 @@ _ROOT = Path(sluice.__file__).parent
 #: Modules that import each other at run time, by room. Entries are only ever removed.
 _KNOWN = {
     "loading": {"job", "joint", "sharing"},
-    "modules": {"adapters", "collect", "load_hooks", "load_overrides"},
     "writing": {"ranks.save", "save"},
 }
 

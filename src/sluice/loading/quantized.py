@@ -52,7 +52,7 @@ def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> d
         quantized.setdefault(slot, set()).add(place)
     for slot, places in quantized.items():
         owners = {(id(owner.module), owner.name) for owner in state.owners[slot]}
-        if owners != places or slot in state.aliases or slot in state.followers:
+        if owners != places or slot in state.aliases:
             name = state.outline.slots[slot].names[0]
             raise ValueError(
                 f"quantize=: {name!r} is tied to a tensor that is not quantized; leave it out, as with filter_fn of "
