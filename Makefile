@@ -26,7 +26,8 @@ install: $(INSTALLED)
 # The stamp is newer than both files while .venv holds what they ask for.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench,docs]'
+	$(BIN)/pip install --quiet 'pip>=25.1,<27'  # the first that knows dependency groups
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench,hf,hash,remote,hub,quantize,gguf]' --group dev --group docs
 	touch $@
 
 demo: install
@@ -53,7 +54,7 @@ servers: install
 
 SECONDS ?= 60
 fuzz: install
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[fuzz]'
+	$(BIN)/pip install --quiet -c constraints.txt --group fuzz
 	set -e; for target in $$($(BIN)/python -m fuzz.targets); do $(BIN)/python -m fuzz $$target --seconds $(SECONDS); done
 
 check: install
@@ -64,6 +65,7 @@ check: install
 	$(BIN)/python tools/check_phrases.py
 	$(BIN)/python tools/lines.py
 	$(MKDOCS) --site-dir $(VENV)/site
+	! grep -rlE --include='*.html' '<(script|link|img)[^>]+(src|href)="https?:' $(VENV)/site  # reading sends no requests
 
 # A warning, such as a broken link or a page that is not in the navigation, is an error. The variable silences news.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -16,7 +16,7 @@ __all__ = ["ALL_CELLS_PAGE", "PAGES", "all_cells", "joined", "main", "replace_bl
 PAGES = (Path("README.md"), Path("docs/performance.md"))
 
 #: The page with every cell.
-ALL_CELLS_PAGE = Path("docs/performance.md")
+ALL_CELLS_PAGE = Path("docs/performance-log.md")
 
 #: Rows of the table, by method.
 _NAMES = {
@@ -214,14 +214,14 @@ def replace_block(page: str, name: str, lines: Sequence[str]) -> str:
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the tables and change no page.")
 def main(results: Sequence[Path], *, only_print: bool) -> None:
-    """Write the tables of bench.load into README.md and docs/performance.md; several runs have different cases."""
+    """Write the tables of bench.load into README.md and the pages of performance; several runs have different cases."""
     document = joined([json.loads(path.read_text(encoding="utf-8")) for path in results])
     lines, cells = summary_lines(document), all_cells(document)
     if only_print:
         click.echo("\n".join([*lines, "", *cells]))
         return
     texts = {page: replace_block(page.read_text(encoding="utf-8"), "summary", lines) for page in PAGES}
-    texts[ALL_CELLS_PAGE] = replace_block(texts[ALL_CELLS_PAGE], "every cell", cells)
+    texts[ALL_CELLS_PAGE] = replace_block(ALL_CELLS_PAGE.read_text(encoding="utf-8"), "every cell", cells)
     for page, text in texts.items():
         page.write_text(text, encoding="utf-8")
         click.echo(f"written: {page}")

@@ -1,4 +1,4 @@
-"""Write the seed corpora (``python -m fuzz.seeds``): small valid files of each format, and a few unusual ones."""
+"""Write small valid files of each format, and a few unusual ones: ``PYTHONPATH=tests python -m fuzz.seeds``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ import pickle
 import struct
 from pathlib import Path
 
-from sluice.testing._archives import (
-    ArchiveRecord,
-    Call,
-    Global,
-    build_archive,
-    pickled,
-    storage,
-    tensor_call,
-    torch_archive,
-)
-from sluice.testing._dcp_directory import (
+from support.distributed_metadata import (
     chunk_metadata,
     distributed_metadata,
     index_key,
@@ -25,7 +15,18 @@ from sluice.testing._dcp_directory import (
     tensor_metadata,
     value_metadata,
 )
-from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.hostile_archives import (
+    ArchiveRecord,
+    Call,
+    Global,
+    build_archive,
+    legacy_file,
+    legacy_storage,
+    pickled,
+    storage,
+    tensor_call,
+    torch_archive,
+)
 
 _SIX = {"7": (6, struct.pack("<6f", *range(6)))}
 

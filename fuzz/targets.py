@@ -23,7 +23,7 @@ from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.shard_index import parse_shard_index
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
-from sluice.formats.torch_save.pickled_object import check_object
+from sluice.formats.torch_save.tree_limits import check_object
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.testing import MemorySource
 

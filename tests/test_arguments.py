@@ -138,6 +138,7 @@ def test_limits_are_checked_when_they_are_written() -> None:
         ("rules", "a", TypeError, "rules= is a str"),
         ("place", "mmap", ValueError, "place='mmap' is not one of 'copy', 'map'"),
         ("page_cache", "no", ValueError, "page_cache='no' is not one of 'auto', 'keep', 'bypass'"),
+        ("share", "once", ValueError, r"share='once' is gone: ranks of one host fetch remote files once"),
         ("encoding", None, TypeError, "encoding= is None; write a text such as 'latin1', or 'bytes'"),
         ("encoding", 5, TypeError, "encoding= is an int; write a text"),
         ("encoding", "a\0b", ValueError, r"encoding: 'a\x00b' is not an encoding of text; expected 'utf-8', 'latin1'"),

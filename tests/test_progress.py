@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice._progress import ProgressEvent, progress_sink
+from sluice._keywords import explain_keywords
+from sluice._progress import Progress, ProgressEvent, byte_progress, progress_sink
 
 
 def _event(done: int, total: int = 4096, seconds: float = 1.0) -> ProgressEvent:
@@ -46,6 +48,27 @@ def test_the_bar_shows_bytes_and_speed_on_stderr_only(capsys: pytest.CaptureFixt
     assert "loading [red]" in captured.err
     assert "3.0/3.0 MiB" in captured.err
     assert "B/s" in captured.err or "?" in captured.err
+
+
+def test_the_bar_counts_from_the_call_as_the_report_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    @explain_keywords
+    def load(progress: Progress) -> None:
+        clock[0] += 3  # opening and planning
+        with byte_progress(progress, "loading", 8_000_000_000) as report:
+            assert report is not None
+            clock[0] += 1
+            report(8_000_000_000)
+
+    events: list[ProgressEvent] = []
+    load(events.append)
+    assert [event.seconds for event in events] == [4.0]
+    load(True)
+    assert "2.00 GB/s" in capsys.readouterr().err
 
 
 def test_a_long_path_leaves_space_for_the_bar(

@@ -23,15 +23,13 @@ FEATURES = {
     "remote: cache and prefetch": ("sources/remote/cach*", "*prefetch*"),
     "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
     "ranks": (
-        *("ranks/*", "dtensors/*", "sharding/*", "writing/ranks/*", "entries/regions.py", "engine/rounds.py"),
+        *("ranks/*", "sharding/*", "writing/ranks/*"),
         *(
             "loading/joint.py",
-            "loading/sharing.py",
             "loading/rank_plans.py",
             "loading/divided_*",
-            "planning/sharing.py",
         ),
-        *("reports/ranks.py", "cli/mesh_options.py", "modules/fully_sharded.py", "modules/regions.py"),
+        *("reports/ranks.py", "modules/fully_sharded.py", "modules/regions.py"),
     ),
     "writing": ("writing/*", "api/save.py", "api/uploads.py", "reports/save.py"),
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/views/bench.py"),
@@ -54,6 +52,7 @@ FEATURES = {
     ),
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),
+    "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
     "advice on other loaders": ("planning/other_methods.py", "planning/recommendation.py", "loading/read_probe.py"),
     "core": (

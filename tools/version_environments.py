@@ -43,9 +43,9 @@ PIP_SECONDS = 600.0
 #: Free space below which nothing is built: one torch with its wheels while they are unpacked.
 FREE_BYTES = 8 << 30
 
-#: Packages of the extra "dev" that the core profile does not use, and names that are not installed from here.
+#: Packages of the group "dev" that the core profile does not use, and names that are not installed from here.
 _NOT_INSTALLED = frozenset({"ruff", "mypy", "import-linter", "types-psutil", "ipykernel", "nbclient", "playwright"})
-_NOT_INSTALLED |= {"sluice", "torch"}
+_NOT_INSTALLED |= {"torch"}
 #: Packages that require torch, which another part has: they are installed alone, and the others bring the rest.
 ABOVE_TORCH = frozenset({"accelerate", "bitsandbytes"})
 #: CUDA packages and extras that torch loads on first use, and that it does not use at all on the CPU.
@@ -131,9 +131,10 @@ def find_interpreter(version: str) -> Path:
 
 def package_requirements(environment: Environment) -> list[str]:
     """Return what to install in addition to torch: the project's dependencies and what its tests import, all pinned."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, tests = document["project"], document["dependency-groups"]["dev"]
     extras = project["optional-dependencies"]
-    named = [Requirement(text) for text in (*project["dependencies"], *extras["dev"], *extras["hf"], *extras["hash"])]
+    named = [Requirement(text) for text in (*project["dependencies"], *tests, *extras["hf"], *extras["hash"])]
     names = [each.name for each in named if canonicalize_name(each.name) not in _NOT_INSTALLED]
     tested = {"numpy": environment.numpy, "transformers": environment.transformers}
     return [f"{name}=={tested[name]}" if name in tested else name for name in names]

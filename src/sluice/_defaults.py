@@ -75,6 +75,10 @@ PROBE_STEP_BYTES = READ_BYTES
 #: the pages of 1 GiB takes a few milliseconds if all of them are cached.
 PROBE_BYTES = READ_BYTES
 
+#: Seconds for which the control groups of a process without a limit are not asked again: it takes as long as reading a
+#: small file.
+UNLIMITED_SECONDS = 1.0
+
 #: Cached share of a range from which it is read through the page cache. Reading the missing pages that way takes
 #: several times as long as a direct read, in pieces as small as the gaps.
 CACHED_SHARE = 0.85
@@ -202,10 +206,6 @@ SCAN_WINDOW_BYTES = 4 << 20
 #: Most pieces of one batch: the records of a plan take about 2 KiB per piece.
 SCAN_BATCH_PIECES = 2_000
 
-#: Largest tensor, in bytes, that a verification holds in memory to hash it in an order other than that of the file.
-#: Larger tensors are read again, because several tensors can be partly read at once.
-SCAN_GATHERED_BYTES = 4 << 20
-
 #: Least bytes of a task for another thread: handing over a task takes about as long as hashing 64 KiB.
 SCAN_JOB_BYTES = 1 << 20
 
@@ -303,24 +303,15 @@ REMOTE_SLOWEST_BYTES, REMOTE_SLOW_SECONDS = 4 << 10, 20.0
 #: Redirects that are followed for one request.
 REMOTE_REDIRECTS = 5
 
-#: Smallest part of an upload to an object store, the most parts that stores take, and parts under way at once; and
-#: bytes of a file that are read at once for them.
+#: Smallest part of an upload to an object store, the most parts that stores take, and parts under way at once.
 UPLOAD_PART_BYTES, UPLOAD_PARTS, UPLOADS = 8 << 20, 9000, 3
-UPLOAD_PIECE_BYTES = 1 << 20
+
+#: Bytes that are handed over at once to an upload, and how many such pieces wait for it.
+UPLOAD_PIECE_BYTES, UPLOAD_PIECES = 1 << 20, 4
 
 #: Bytes of a file that a download into a cache requests and checks together.
 CACHE_PIECE_BYTES = 8 << 20
 
-#: Bytes of the smallest read that starts a download of a large file: a slice does not need all of it. And the most
-#: bytes that a load waits for at its end, although it does not need them; no larger file is large.
-CACHE_READ_BYTES, CACHE_REST_BYTES = 1 << 20, 64 << 20
-
-#: Bytes after the end of a download from which on a read is a request of its own: more than a load reads ahead.
-CACHE_WAIT_BYTES = 256 << 20
-
 #: Bytes of a cache directory if the user names no bound, and bytes that stay free on its file system.
 CACHE_BYTES = 50 << 30
 CACHE_FREE_BYTES = 1 << 30
-
-#: Files that a prefetch downloads at once.
-PREFETCH_FILES = 3

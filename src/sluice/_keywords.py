@@ -1,4 +1,4 @@
-"""Unknown keyword arguments: an error that names the argument of sluice for what other libraries call differently.
+"""Calls of public functions: when they began, and errors for argument names that other libraries have.
 
 The signatures of the public functions stay exact: ``explain_keywords`` compares the names of a call with them before it
 calls, and nothing is accepted that the signature does not have.
@@ -6,14 +6,19 @@ calls, and nothing is accepted that the signature does not have.
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-__all__ = ["explain_keywords", "name_hint"]
+__all__ = ["call_started", "explain_keywords", "name_hint"]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+_STARTED: ContextVar[float | None] = ContextVar("sluice.started", default=None)
 
 #: Functions of other libraries that users may look for in this module.
 _FUNCTIONS = {
@@ -37,83 +42,52 @@ _WITHOUT_SOURCE = {
 }
 
 _NOT_NEEDED = "leave it out: "
-_LOCAL = f"{_NOT_NEEDED}from_pretrained reads local directories; huggingface_hub.snapshot_download makes them"
 _NO_PICKLE = f"{_NOT_NEEDED}sluice never runs code from a file, and always loads as weights_only=True does"
 _ITSELF = f"{_NOT_NEEDED}sluice decides it from the file and the machine"
+_ITS_PATH = f"{_NOT_NEEDED}pass the path of the file or subfolder"
+_LOCAL = f"{_NOT_NEEDED}from_pretrained reads local directories; huggingface_hub.snapshot_download makes them"
+_HUB = f"{_NOT_NEEDED}'hf://owner/name' uses the settings of huggingface_hub: HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE"
 
-#: Arguments of the functions that sluice replaces, by name: the arguments of sluice with that meaning, and what else to
-#: say. The first of these arguments that the called function has is shown.
-_HINTS: dict[str, tuple[tuple[str, ...], str]] = {
-    # torch.load, torch.save, nn.Module.load_state_dict
-    "f": (("source", "path"), ""),
-    "map_location": (("device",), ""),
-    "weights_only": ((), _NO_PICKLE),
-    "pickle_module": ((), _NO_PICKLE),
-    "pickle_protocol": ((), _ITSELF),
-    "mmap": (("place",), "place='map' maps the file"),
-    "assign": ((), f"{_NOT_NEEDED}tensors on meta get new memory, live ones are filled in place"),
-    "state_dict": (("obj", "source"), ""),
-    "strict": ((), f"{_NOT_NEEDED}only load_into and plan match names with a model"),
-    # safetensors
-    "filename": (("source", "path"), ""),
-    "tensors": (("obj",), ""),
-    "framework": ((), f"{_NOT_NEEDED}sluice returns torch tensors"),
-    # accelerate, transformers
-    "checkpoint": (("source",), ""),
-    "save_directory": (("path", "destination"), ""),
-    "pretrained_model_name_or_path": (("directory", "source"), ""),
-    "device_map": (("device",), ""),
-    "device_mesh": (("distributed_config",), "with distributed_config= transformers makes the mesh"),
-    "tp_size": (("distributed_config",), "distributed_config={'tp_size': ...}"),
-    "torch_dtype": (("dtype",), ""),
-    "max_memory": (("memory",), "memory=sluice.MemoryLimits(host=..., device=...)"),
-    "key_mapping": (("rename", "rules"), ""),
-    "low_cpu_mem_usage": ((), f"{_NOT_NEEDED}memory never exceeds the finished model and the staging buffers"),
-    "offload_folder": (("place",), "place='map' leaves CPU tensors in the file"),
-    "offload_state_dict": ((), f"{_NOT_NEEDED}no state dict is held"),
-    "ignore_mismatched_sizes": (("ignore_mismatched", "rules"), ""),
-    "safe_serialization": (("format",), "format='torch' or 'safetensors'"),
-    "quantization_config": (("quantize",), "quantize=Int8WeightOnlyConfig(), or another configuration of torchao"),
-    "load_in_8bit": (("quantize", "quantization_config"), ""),
-    "load_in_4bit": (("quantize", "quantization_config"), ""),
-    "quantize": (
-        (),
-        f"{_NOT_NEEDED}load_into(quantize=) quantizes, and a model that was saved quantized is not converted",
-    ),
-    "trust_remote_code": ((), f"{_NOT_NEEDED}sluice never runs code from a checkpoint"),
-    "use_safetensors": ((), f"{_NOT_NEEDED}pass the path of the file to choose it"),
-    "variant": ((), f"{_NOT_NEEDED}pass the path of the file to choose it"),
-    "subfolder": ((), f"{_NOT_NEEDED}pass the path of the subfolder"),
-    "revision": (("source",), "write it in the source, as in 'hf://owner/name@revision'"),
-    "token": (
-        ("source",),
-        f"{_NOT_NEEDED}'hf://owner/name' uses the token of huggingface_hub (HF_TOKEN, hf auth login)",
-    ),
-    "cache_dir": (("source",), f"{_NOT_NEEDED}'hf://owner/name' uses the cache of huggingface_hub (HF_HUB_CACHE)"),
-    "local_files_only": (("source",), f"{_NOT_NEEDED}HF_HUB_OFFLINE=1 reads only the cache of huggingface_hub"),
-    # arguments of other functions of sluice, and options of its command line
-    "rename": (("rules",), "rules=[sluice.rules.rename('old.**', 'new.**')]"),
-    "key_a": (("key",), ""),
-    "key_b": (("other_key",), ""),
-    # usual words
-    "path": (("source", "directory"), ""),
-    "file": (("source", "path"), ""),
-    "module": (("model",), ""),
-    "net": (("model",), ""),
-    "optim": (("optimizer",), ""),
-    "to": (("device",), ""),
-    "prefix": (("key",), ""),
-    "mode": ((), f"{_NOT_NEEDED}checkpoints are opened for reading"),
-    "host": (("memory",), "memory=sluice.MemoryLimits(host=...)"),
-    "staging": (("memory",), "memory=sluice.MemoryLimits(staging=...)"),
-    "memory_limit": (("memory",), ""),
-    "exist_ok": (("overwrite",), ""),
-    "force": (("overwrite",), ""),
-    "verbose": (("progress",), ""),
-    "output": (("destination", "path"), ""),
-    "dst": (("destination",), ""),
-    "src": (("source",), ""),
-    **dict.fromkeys(("num_workers", "num_threads", "threads", "non_blocking", "buffer_size"), ((), _ITSELF)),
+#: Arguments of the functions that sluice replaces: the argument of sluice with that meaning, or what else to say. Of
+#: several arguments the first that the called function has is shown; without any, its arguments are listed.
+_HINTS: dict[str, str] = {
+    **dict.fromkeys(("f", "filename", "file"), "source= path="),
+    **dict.fromkeys(("path", "checkpoint", "src", "pretrained_model_name_or_path"), "source= directory="),
+    **dict.fromkeys(("save_directory", "output", "dst"), "destination= path="),
+    **dict.fromkeys(("map_location", "device_map", "to"), "device="),
+    **dict.fromkeys(("weights_only", "pickle_module", "trust_remote_code"), _NO_PICKLE),
+    **dict.fromkeys(("pickle_protocol", "num_workers", "num_threads", "non_blocking", "buffer_size"), _ITSELF),
+    **dict.fromkeys(("low_cpu_mem_usage", "framework", "offload_state_dict"), f"{_NOT_NEEDED}sluice always does so"),
+    **dict.fromkeys(("use_safetensors", "variant", "subfolder"), _ITS_PATH),
+    **dict.fromkeys(("token", "cache_dir", "local_files_only"), _HUB),
+    "revision": f"{_NOT_NEEDED}write it in the source, as in 'hf://owner/name@revision'",
+    **dict.fromkeys(("headers", "timeout", "cache"), "source=sluice.Remote(url, headers=..., timeout=..., cache=...)"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantize= quantization_config="),
+    **dict.fromkeys(("module", "net"), "model="),
+    **dict.fromkeys(("exist_ok", "force"), "overwrite="),
+    **dict.fromkeys(("host", "staging", "max_memory"), "memory=sluice.MemoryLimits(host=..., device=..., staging=...)"),
+    "mmap": "place='map'",
+    "offload_folder": "place='map'",
+    "assign": f"{_NOT_NEEDED}tensors on meta get new memory, live ones are filled in place",
+    "state_dict": "obj= source=",
+    "tensors": "obj=",
+    "strict": f"{_NOT_NEEDED}only load_into and plan match names with a model",
+    "device_mesh": "distributed_config=",
+    "tp_size": "distributed_config={'tp_size': ...}",
+    "torch_dtype": "dtype=",
+    "memory_limit": "memory=",
+    "key_mapping": "rename= rules=",
+    "rename": "rules=[sluice.rules.rename('old.**', 'new.**')]",
+    "ignore_mismatched_sizes": "ignore_mismatched= rules=",
+    "safe_serialization": "format='safetensors'",
+    "quantization_config": "quantize=Int8WeightOnlyConfig()",
+    "quantize": f"{_NOT_NEEDED}load_into(quantize=) quantizes, and a model that was saved quantized is not converted",
+    "key_a": "key=",
+    "key_b": "other_key=",
+    "optim": "optimizer=",
+    "prefix": "key=",
+    "mode": f"{_NOT_NEEDED}checkpoints are opened for reading",
+    "verbose": "progress=",
 }
 
 
@@ -134,9 +108,21 @@ def explain_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Argum
         if len(args) > most or not names.issuperset(kwargs) or not kwargs.keys() >= set(known[len(args) : required]):
             missing = [name for name in known[len(args) : required] if name not in kwargs]
             raise _wrong_arguments(function.__name__, known, most, args, kwargs, missing)
-        return function(*args, **kwargs)
+        if _STARTED.get() is not None:
+            return function(*args, **kwargs)
+        began = _STARTED.set(time.monotonic())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _STARTED.reset(began)
 
     return checked
+
+
+def call_started() -> float:
+    """Return when the public call of this thread began, by ``time.monotonic``; the present time outside of calls."""
+    began = _STARTED.get()
+    return time.monotonic() if began is None else began
 
 
 def name_hint(name: str) -> str:
@@ -170,12 +156,14 @@ def _wrong_arguments(
 
 
 def _hint(unknown: str, known: tuple[str, ...]) -> str:
-    arguments, text = _HINTS.get(unknown, ((), ""))
-    if "directory" in known and arguments == ("source",):
-        arguments, text = (), _LOCAL
-    instead = next((name for name in arguments if name in known), None)
-    if instead is not None or (text and not arguments):
-        return text or f"use {instead}="
+    text = _HINTS.get(unknown, "")
+    if "directory" in known and unknown in {"revision", "token", "cache_dir", "local_files_only"}:
+        text = _LOCAL
+    if text.startswith(_NOT_NEEDED):
+        return text
+    for argument in re.findall(r"(?:^| )([a-z_]+)=", text.partition("(")[0]):
+        if argument in known:
+            return f"use {text if text[-1] != '=' else f'{argument}='}"
     # Here, not above: only errors need it.
     from difflib import get_close_matches
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct, field
 
 from sluice._errors import MismatchError
+from sluice._near_names import nearest_names
 
 __all__ = ["SHOWN", "Findings", "Shape", "first_names", "listed", "section", "type_of"]
 
@@ -101,9 +102,6 @@ class Findings(Struct, kw_only=True):
         return f"; produced by rules from {self.origins[name]!r}" if name in self.origins else ""
 
     def _describe_missing(self, missing: Sequence[tuple[tuple[str, ...], Shape | None]]) -> list[str]:
-        # Here, not above: it imports difflib, and most loads fit.
-        from sluice._near_names import nearest_names
-
         shapes = {names[0]: shape for names, shape in missing if shape is not None}
         nearest = nearest_names(shapes, self.unexpected)
         lines = []

@@ -23,9 +23,8 @@ PageCache = Literal["auto", "keep", "bypass"]
 #: ``copy``: every tensor gets its own memory. ``map``: CPU tensors that need no change are mapped pages of the file.
 Place = Literal["copy", "map"]
 
-#: Bytes that several ranks of a load need. ``once``: one of them reads each and hands it to the others. ``none``: each
-#: reads for itself. ``auto``: once if the ranks are on several hosts and the files are not on local disks.
-Share = Literal["auto", "once", "none"]
+#: Bytes that several ranks of a load need: each rank reads for itself.
+Share = Literal["auto", "none"]
 
 #: Default encoding of the text in files from Python 2, which do not declare it; torch.load has the same.
 TEXT_ENCODING = "utf-8"

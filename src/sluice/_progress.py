@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from sluice._keywords import call_started
 from sluice._public import public
+from sluice._units import gb_per_second
 
 __all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress", "progress_sink"]
 
@@ -74,7 +76,7 @@ def progress_sink(progress: Progress, description: str) -> Iterator[ProgressFunc
 @contextmanager
 def byte_progress(progress: Progress, description: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
     """Yield a function that reports the number of bytes read so far to ``progress``; None if progress is off."""
-    started = time.monotonic()
+    started = call_started()  # not the first read: the report counts from there too
     with progress_sink(progress, description) as sink:
         if sink is None:
             yield None
@@ -101,7 +103,6 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
         DownloadColumn,
         TextColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
     from rich.progress import Progress as Bar
 
@@ -109,12 +110,12 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=_BAR_COLUMNS),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[speed]:.2f} GB/s"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         auto_refresh=False,  # rich's refresh thread is not joined: it could outlive the load
     )
-    task = bar.add_task(_shortened(description), total=None)
+    task = bar.add_task(_shortened(description), total=None, speed=0.0)
     drawn = 0.0
 
     def draw(event: ProgressEvent) -> None:
@@ -124,7 +125,8 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
         due = finished or now - drawn >= _REDRAW_SECONDS
         if due:
             drawn = now
-        bar.update(task, completed=event.done_bytes, total=event.total_bytes, refresh=due)
+        speed = gb_per_second(event.done_bytes, event.seconds)
+        bar.update(task, completed=event.done_bytes, total=event.total_bytes, speed=speed, refresh=due)
 
     with bar:
         yield draw

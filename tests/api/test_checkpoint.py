@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,13 @@ def test_a_file_that_changes_while_it_is_open_is_noticed(file: Path) -> None:
             writer.write(b"x")
         with pytest.raises(sluice.SourceChangedError, match="changed since it was indexed"):
             tensor.read()
+
+
+def test_a_misspelt_name_is_a_key_error_that_names_a_similar_one(file: Path) -> None:
+    with sluice.open(file) as checkpoint:
+        name = next(iter(checkpoint))
+        with pytest.raises(KeyError, match=f"is not in {file}; did you mean {name!r}") as caught:
+            checkpoint[f"{name}x"]
+        assert caught.value.args == (f"{name}x",)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == repr(str(caught.value))
+        assert checkpoint.get("zzz") is None

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 import sluice
 from sluice.cli import main
-from sluice.testing._dcp_directory import chunk_metadata, distributed_metadata, index_key, place, tensor_metadata
 from support.distributed import item
+from support.distributed_metadata import chunk_metadata, distributed_metadata, index_key, place, tensor_metadata
 
 
 class Tagged(torch.Tensor):

@@ -190,13 +190,13 @@ def test_a_failing_system_call_keeps_the_old_checkpoint(
 
 
 def test_a_source_that_changes_fails_the_suite(tmp_path: Path) -> None:
-    torch.save({"w": torch.randn(1000)}, tmp_path / "in.pt")
+    torch.save({"w": torch.randn(1_000_000)}, tmp_path / "in.pt")
 
     def touch(_: sluice.ProgressEvent) -> None:
         os.utime(tmp_path / "in.pt", (1, 1))
 
     with pytest.raises(sluice.SourceChangedError):
-        sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt", progress=touch)
+        sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt", progress=touch, memory=MemoryLimits(staging="2MiB"))
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -29,10 +29,8 @@ from sluice import (
 from sluice.entries import tree as _tree
 from sluice.formats.distributed.metadata import read_metadata
 from sluice.testing import MemorySource
-from sluice.testing._archives import Call, Global, Raw, encode, pickled, torch_archive
-from sluice.testing._dcp_directory import (
-    StoredChunk,
-    StoredTensor,
+from support.distributed import StoredChunk, StoredTensor, chunks, item, rows, save, torch_loaded, write
+from support.distributed_metadata import (
     chunk_metadata,
     distributed_metadata,
     index_key,
@@ -40,7 +38,7 @@ from sluice.testing._dcp_directory import (
     tensor_metadata,
     value_metadata,
 )
-from support.distributed import chunks, item, rows, save, torch_loaded, write
+from support.hostile_archives import Call, Global, Raw, encode, pickled, torch_archive
 from support.oracles import same
 
 WHOLE = chunk_metadata((0, 0), (2, 3))

@@ -58,8 +58,10 @@ def test_a_bad_file_is_one_paragraph(directory: Path, make: Callable[[], None]) 
         ("--model", ":Net", "not of the form"),
         ("--model", "no_such_module:Net", "no module 'no_such_module'"),
         ("--model", "cli_model.deeper:Net", "no module 'cli_model.deeper'"),
-        ("--model", "cli_model:Missing", "no class or function 'Missing'"),
-        ("--model", "cli_model:constant", "no class or function 'constant'"),
+        ("--model", "cli_model:Missing", "cli_model has no 'Missing'"),
+        ("--model", "cli_model:Nett", "did you mean cli_model:Net?"),
+        ("--model", "torch.nn:Linera", "did you mean torch.nn:Linear?"),
+        ("--model", "cli_model:constant", "cli_model:constant is a int, not a class or function"),
         ("--model", "cli_model:number", "returned a int"),
         ("--model-args", "{", "not JSON"),
         ("--model-args", "7", "object or array"),
@@ -87,7 +89,7 @@ def test_a_wrong_command_line_is_exit_code_2(directory: Path, option: str, value
     ],
 )
 def test_a_module_that_fails_is_the_models_fault(directory: Path, source: str, message: str) -> None:
-    Path("cli_broken.py").write_text(source)
+    Path("cli_broken.py").write_text(f"{source}\nNet = None")
     result = run_command("load", "net.pth", "--model", "cli_broken:Net")
     assert result.exit_code == 1
     assert message in result.stderr
@@ -96,7 +98,7 @@ def test_a_module_that_fails_is_the_models_fault(directory: Path, source: str, m
 def test_a_factory_that_fails_is_the_models_fault(directory: Path) -> None:
     result = run_command("load", "net.pth", "--model", "cli_model:broken")
     assert result.exit_code == 1
-    assert "cli_model:broken raised RuntimeError: no such weights" in result.stderr
+    assert "cli_model:broken raised RuntimeError: no such weights; --model-args passes arguments to it" in result.stderr
     assert "Traceback" not in result.stderr
     assert "Traceback" in run_command("--debug", "load", "net.pth", "--model", "cli_model:broken").stderr
 
@@ -163,3 +165,24 @@ def test_version_and_help() -> None:
         assert f"  {code}" in text
     assert "Examples:" in run_command("inspect", "--help").stdout
     assert "Examples:" in run_command("load", "--help").stdout
+
+
+def test_a_misspelt_command_is_proposed() -> None:
+    result = run_command("inspct", "net.pth")
+    assert result.exit_code == 2
+    assert "No such command 'inspct'. Did you mean 'inspect'?" in result.stderr
+
+
+def test_what_is_no_file_is_not_called_damaged(directory: Path) -> None:
+    Path("empty").mkdir()
+    Path("empty/notes.txt").write_text("no checkpoint")
+    os.mkfifo("pipe")
+    for path, said in (
+        ("empty", "the directory holds no recognized checkpoint"),
+        ("/dev/null", "this is a character device, not a regular file"),
+        ("pipe", "this is a FIFO, not a regular file"),
+    ):
+        result = run_command("inspect", path)
+        assert result.exit_code == 1
+        assert said in result.stderr
+        assert "damaged" not in result.stderr

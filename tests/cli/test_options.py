@@ -74,7 +74,7 @@ def test_names_are_changed_on_load_plan_and_convert(directory: Path, options: tu
         ("--rename-regex", "(=x", 2, "unterminated subpattern"),
         ("--rename", "none.*=x.*", 1, "matches no tensor"),
         ("--rules", "cli_rules:number", 2, "is not a list of rules"),
-        ("--rules", "cli_rules:none", 2, "is not a list of rules"),
+        ("--rules", "cli_rules:mode", 2, "cli_rules has no 'mode'; did you mean cli_rules:made?"),
         ("--rules", "cli_rules:fails", 1, "raised OSError: no such list"),
         ("--rules", "no_such_rules:x", 2, "no module 'no_such_rules'"),
         ("--model", "cli_model.py:Net", 2, "is a path; write the module: cli_model:Net"),

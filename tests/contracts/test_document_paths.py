@@ -82,3 +82,19 @@ def test_the_first_screen_of_the_readme_has_the_two_commands_that_set_everything
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 130
+
+
+def test_the_pages_are_few_and_short_and_their_code_fits_80_columns() -> None:
+    log = ROOT / "docs" / "performance-log.md"
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "reference"]
+    assert len(pages) <= 26
+    assert sum(len(path.read_text(encoding="utf-8").split()) for path in pages if path != log) <= 30_000
+    blocks = [
+        (path.name, line)
+        for path in {*pages, ROOT / "README.md"} - {log}
+        for block in re.findall(
+            r"^```(?:python|bash)[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+        for line in block.splitlines()
+    ]
+    assert [(page, line) for page, line in blocks if len(line) > 80] == []

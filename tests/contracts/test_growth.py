@@ -65,7 +65,7 @@ def _most_bytes(case: Case, grown: Growth) -> int:
 @pytest.mark.parametrize("name", _marked(CASES))
 def test_growth_is_as_predicted_and_within_the_contract(name: str, grow: Callable[[str, str], Growth]) -> None:
     case, grown = CASES[name], grow("CASES", name)
-    print(grown)  # pytest -s: the table of docs/contracts.md
+    print(grown)  # pytest -s: the table of docs/performance-log.md
     if case.final_bytes:
         assert grown.final_bytes == case.final_bytes
     assert grown.measured_bytes >= 0.95 * grown.final_bytes  # the measurement sees the tensors

@@ -1,4 +1,4 @@
-"""Torch files are laid out batch by batch; where a batch ends changes nothing in the file."""
+"""Storages of converted torch files are shared as in the source, wherever a batch of reads ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_views_of_one_storage_stay_together(
 ) -> None:
     torch.save(views(), tmp_path / "in.pt")
     sluice.convert(tmp_path / "in.pt", tmp_path / "one batch.pt", dtype=to)
-    monkeypatch.setattr(defaults, "STREAM_FILLS", fills)
+    monkeypatch.setattr(defaults, "SCAN_BATCH_PIECES", fills)
     sluice.convert(tmp_path / "in.pt", tmp_path / "many.pt", dtype=to, manifest=tmp_path / "many.json")
     assert (tmp_path / "many.pt").read_bytes() == (tmp_path / "one batch.pt").read_bytes()
     found = torch.load(tmp_path / "many.pt", weights_only=True)
@@ -51,7 +51,7 @@ def test_views_of_one_storage_stay_together(
 
 
 def test_tensors_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "STREAM_FILLS", 3)
+    monkeypatch.setattr(defaults, "SCAN_BATCH_PIECES", 3)
     state = {f"w{i}": torch.randn(8, 3) for i in range(5)}
     source = distributed.write(tmp_path / "in", {name: distributed.rows(tensor, 4) for name, tensor in state.items()})
     sluice.convert(source, tmp_path / "out.pt")

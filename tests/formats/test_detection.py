@@ -32,7 +32,7 @@ from sluice._errors import (
 from sluice.formats.detection import FORMATS, detect
 from sluice.sources.local import LocalFile
 from sluice.testing import RecordingSource
-from sluice.testing._archives import ArchiveRecord, build_archive
+from support.hostile_archives import ArchiveRecord, build_archive
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 

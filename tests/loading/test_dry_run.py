@@ -186,7 +186,7 @@ def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monke
     monkeypatch.setattr("sluice.loading.devices.device_name", str)
     monkeypatch.setattr("sluice.loading.state_dict.device_name", str)
     monkeypatch.setattr("sluice.loading.devices.accelerators", lambda: ("fake:0",))
-    for module in ("reading.transfer", "loading.auto_devices"):
+    for module in ("reading.transfer", "loading.devices"):
         monkeypatch.setattr(f"sluice.{module}.device_facts", free.__getitem__)
     monkeypatch.setattr("sluice.engine.targets.accelerator", lambda _: FakeAccelerator())
     report = sluice.plan(empty(), file, device="fake:0")
@@ -197,7 +197,6 @@ def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monke
     naive = report.methods[0]
     assert naive.devices["fake:0"] >= 2 * FINAL
     assert not naive.fits
-    assert "fake:0" in report.headers
     assert "fake:0" in str(report)
 
 

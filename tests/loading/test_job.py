@@ -15,7 +15,8 @@ from sluice._options import TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
 from sluice.engine.running_plan import RunResult
-from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load, load_report, run
+from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load_report, run
+from sluice.loading.load import load
 from sluice.loading.module_request import EntriesRequest, ModuleRequest
 from sluice.loading.optimizer_job import OptimizerRequest
 from sluice.loading.state_dict import StateDictRequest

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import sluice
 from sluice.machine import filesystems
+from support.work import functions_entered
 
 MIB = 1 << 20
 
@@ -38,6 +40,21 @@ def test_a_second_small_load_opens_few_system_files_and_starts_no_thread(
     expected = ["/proc/self/clear_refs", "/proc/self/status", "/proc/meminfo", "/proc/self/status"]
     assert system == (expected if os.path.exists("/proc/self/clear_refs") else [])
     assert [path for path in opened if path.endswith(".pth")] == [str(tmp_path / "f.pth")]
+
+
+@pytest.mark.parametrize(("suffix", "files", "functions"), [(".safetensors", 83, 485), (".pth", 93, 575)])
+def test_a_second_load_of_eight_tensors_enters_few_functions(
+    tmp_path: Path, suffix: str, files: int, functions: int
+) -> None:
+    # The bounds are what such a load takes now, with a margin for other versions of Python. They are only lowered.
+    path = tmp_path / f"f{suffix}"
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    torch.save(model.state_dict(), path) if suffix == ".pth" else save_file(model.state_dict(), path)
+    sluice.load_into(model, path)
+    with functions_entered(Path(sluice.__file__).parent) as entered:
+        sluice.load_into(model, path)
+    assert len({file for file, _ in entered}) <= files
+    assert len(entered) <= functions
 
 
 def test_a_load_with_readers_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

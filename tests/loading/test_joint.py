@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,7 @@ import torch
 import sluice
 from support.divided_models import mesh_of
 from support.joint_loads import (
-    ROUND_STEPS,
     STEPS,
-    bytes_recorded,
     failing_load,
     live_failing_load,
     load,
@@ -25,6 +24,7 @@ from support.joint_loads import (
     truth,
     with_options,
 )
+from support.range_server import RangeServer
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,9 +44,8 @@ def test_every_rank_gets_the_figures_of_all(two_ranks: Ranks, checkpoint: str) -
     assert "rank 1 on" in str(first)
 
 
-@pytest.mark.parametrize("share", ["none", "once"])
-def test_packed_tensors_are_divided_and_shared(two_ranks: Ranks, tmp_path: Path, share: str) -> None:
-    assert two_ranks.run(load_packed, saved_packed(str(tmp_path / "model.gguf")), share) == [True, True]
+def test_packed_tensors_are_divided(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(load_packed, saved_packed(str(tmp_path / "model.gguf"))) == [True, True]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -140,59 +139,26 @@ def test_a_limit_of_the_host_counts_all_ranks(two_ranks: Ranks, checkpoint: str)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"dtype": torch.bfloat16}, {"memory": sluice.MemoryLimits(staging="2MiB")}])
-def test_shared_bytes_are_read_once(four_ranks: Ranks, checkpoint: str, arguments: dict[str, object]) -> None:
-    """Small tensors and their neighbors, replicated tensors and columns: no byte is read by two ranks."""
-    results = four_ranks.run(load_divided, checkpoint, "once", arguments)
+def test_each_rank_reads_for_itself(four_ranks: Ranks, checkpoint: str, arguments: dict[str, object]) -> None:
+    """Small tensors and their neighbors, replicated tensors and columns."""
+    results = four_ranks.run(load_divided, checkpoint, arguments)
     assert [right for _, right in results] == [True] * 4
-    reports = [report for report, _ in results]
-    assert sum(each.read_bytes for each in reports[0].ranks) <= 1.02 * sum(each.nbytes for each in truth().values())
-    assert all(each.received_bytes for each in reports[0].ranks)
-    assert any("are read once, in" in note for note in reports[0].notes)
 
 
-def test_sources_see_each_byte_once(four_ranks: Ranks, tmp_path: Path) -> None:
-    """The reads that reach the file, not those of the report."""
-    state_dict = truth()
-    file = tmp_path / "model.safetensors"
-    sluice.save(state_dict, file)
-    nbytes = sum(each.nbytes for each in state_dict.values())
-    samples = 4 * 16 * 4096  # that ranks compare
-    assert sum(four_ranks.run(bytes_recorded, str(file), "once")) <= 1.02 * nbytes + samples
-    assert sum(four_ranks.run(bytes_recorded, str(file), "none")) > 1.5 * nbytes
+def load_cached(url: str, directory: str) -> bool:
+    """Load from a server through a cache."""
+    return load_divided(sluice.Remote(url, cache=directory), {})[1]
 
 
-def test_each_rank_reads_for_itself_on_one_host(four_ranks: Ranks, checkpoint: str) -> None:
-    results = four_ranks.run(load_divided, checkpoint, "auto", {})
-    assert [right for _, right in results] == [True] * 4
-    assert not any(each.received_bytes for each in results[0][0].ranks)
-    assert any("all ranks are on one host" in note for note in results[0][0].notes)
-
-
-@pytest.mark.parametrize("step", ["first read", *ROUND_STEPS])
-@pytest.mark.parametrize("fault", ["error", "interrupt"])
-def test_a_rank_that_fails_while_ranks_read_for_each_other(
-    four_ranks: Ranks, checkpoint: str, step: str, fault: str
-) -> None:
-    """Every rank ends at the same round, and the group transfers the next load."""
-    culprit = 1 + ROUND_STEPS.index(step) if step in ROUND_STEPS else 0
-    outcomes = four_ranks.run(failing_load, checkpoint, step, fault, culprit, "once")
-    assert [usable for *_, usable in outcomes] == [True] * 4
-    kinds = ["RankError"] * 4
-    if fault == "interrupt":
-        kinds[culprit] = "KeyboardInterrupt"
-    assert [kind for kind, *_ in outcomes] == kinds
-    assert {tuple(outcome[2]) for outcome in outcomes if outcome[0] == "RankError"} == {(culprit,)}
-
-
-@pytest.mark.parametrize(("step", "culprit"), [("first read", 1), ("read of a round", 1), ("copy of a round", 0)])
-def test_a_rank_that_is_killed_while_ranks_read_for_each_other(checkpoint: str, step: str, culprit: int) -> None:
-    with Ranks(2) as ranks:
-        outcomes = ranks.outcomes(state_after, checkpoint, step, "kill", culprit, "once", timeout=60)
-    ok, (kind, text, failed, _) = outcomes[1 - culprit]
-    assert ok
-    assert kind == "RankError", text
-    assert set(failed) == {culprit}
-    assert "gone" in failed[culprit]
+def test_ranks_of_a_host_fetch_a_cached_file_once(four_ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    sluice.save(truth(), file)
+    with RangeServer({"/m.safetensors": file.read_bytes()}) as server:
+        loaded = four_ranks.run(load_cached, server.url("/m.safetensors"), str(tmp_path / "cache"))
+        ranges = [re.findall(r"\d+", request.headers.get("Range", "")) for request in server.requests]
+    assert loaded == [True] * 4
+    requested = sum(int(each[-1]) - int(each[0]) + 1 for each in ranges if len(each) == 2)
+    assert file.stat().st_size * 0.9 < requested <= file.stat().st_size * 1.1 + len(ranges) * 16384
 
 
 def refused_quantize(path: str) -> str:

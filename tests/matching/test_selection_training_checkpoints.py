@@ -457,3 +457,15 @@ def test_training_continues_from_a_loaded_module(tmp_path: Path) -> None:
         torch.manual_seed(1)
         trained(module)
     assert same(weights(target), weights(twin))
+
+
+@pytest.mark.parametrize("key", ["config", "hparams", "run.hyper_parameters"])
+def test_a_tensor_among_settings_is_no_state_dict(tmp_path: Path, key: str) -> None:
+    net = Net()
+    settings: dict[str, Any] = {"class_weights": torch.ones(10)}
+    for part in reversed(key.split(".")):
+        settings = {part: settings}
+    path = write(tmp_path / "run.pt", {**settings, "model_state_dict": net.state_dict()})
+    assert sluice.load_state_dict(path).keys() == net.state_dict().keys()
+    assert sluice.load_state_dict(path, key=key).keys() == {"class_weights"}
+    assert sluice.load_state_dict(write(tmp_path / "settings.pt", settings)).keys() == {"class_weights"}

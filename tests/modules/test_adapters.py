@@ -119,7 +119,7 @@ def test_a_base_checkpoint_is_loaded_through_the_wrappers(tmp_path: Path, part: 
                 assert torch.equal(after[f"base_model.{new}{name}"], saved[old + name])
     assert same({name: tensor for name, tensor in after.items() if "lora" in name}, before)
     assert (report.missing, report.unexpected) == ((), ())
-    assert "through the wrappers of peft; 3 tensors of adapters keep their values" in str(report)
+    assert "through the wrappers of peft, without 3 tensors of adapters" in str(report)
     if part == "model":
         again = Peft()
         torch.save(after, tmp_path / "whole.pth")

@@ -7,6 +7,7 @@ import pickle
 from contextlib import nullcontext
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -34,7 +35,8 @@ def test_operations_borrow_the_weights() -> None:
     parked.lend = lambda: nullcontext(weights)
     assert torch.equal(torch.stack([parked, parked])[1] + parked, 2 * weights)
     assert parked[1:].shape == (2, 2)
-    assert torch.equal(parked.detach(), weights)
+    assert torch.equal(parked.detach() + 0, weights)
+    assert isinstance(parked.detach(), ParkedParameter)  # as in state dicts
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,10 @@ def test_a_guarded_module_refuses_what_needs_all_weights_and_keeps_the_rest() ->
     guard = Guard(model)
     for refused in (
         model.half,
-        model.state_dict,
         lambda: model.load_state_dict({"1.weight": torch.ones(2, 2)}),
-        model[1].state_dict,
+        lambda: pickle.dumps(model.state_dict()),
+        lambda: copy.deepcopy(model[1].state_dict()),
+        lambda: safetensors.torch.save(model.state_dict()),
         lambda: model.to("cpu"),
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),

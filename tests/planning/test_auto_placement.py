@@ -181,8 +181,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeAccelerator]:
     def known(device: str) -> DeviceFacts:
         return DeviceFacts(device=device, free_bytes=40 * MIB)
 
-    monkeypatch.setattr("sluice.loading.auto_devices.accelerators", lambda: tuple(made))
-    monkeypatch.setattr("sluice.loading.auto_devices.device_facts", known)
+    monkeypatch.setattr("sluice.loading.devices.accelerators", lambda: tuple(made))
+    monkeypatch.setattr("sluice.loading.devices.device_facts", known)
     monkeypatch.setattr("sluice.reading.transfer.device_facts", known)
     monkeypatch.setattr("sluice.engine.targets.accelerator", made.__getitem__)
     return made
@@ -227,7 +227,7 @@ def test_free_memory_is_filled_except_for_a_reserve(file: Path, fakes: dict[str,
 def test_accelerators_with_unknown_free_memory_need_a_limit(
     file: Path, fakes: dict[str, FakeAccelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.loading.auto_devices.device_facts", lambda device: DeviceFacts(device=device))
+    monkeypatch.setattr("sluice.loading.devices.device_facts", lambda device: DeviceFacts(device=device))
     with pytest.raises(BudgetError, match=r"free memory of fake:0 is unknown; set it with MemoryLimits\(device=...\)"):
         sluice.load_into(empty(), file, device="auto")
     assert sluice.load_into(empty(), file, device="auto", memory=sluice.MemoryLimits(device="30MiB")).devices
@@ -241,7 +241,7 @@ def test_nothing_fits_anywhere(file: Path, fakes: dict[str, FakeAccelerator]) ->
 
 
 def test_without_accelerators_auto_is_the_cpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.loading.auto_devices.accelerators", tuple)
+    monkeypatch.setattr("sluice.loading.devices.accelerators", tuple)
     report = sluice.load_into(empty(), file, device="auto")
     assert (report.placement, report.devices) == ({"": "cpu"}, ("cpu",))
 

@@ -177,14 +177,29 @@ def test_what_cannot_be_quantized_while_loading_is_refused(
     assert model.wide.weight.is_meta
 
 
-def test_a_weight_that_is_tied_to_an_embedding_is_refused(trained: tuple[Net, Path]) -> None:
+@pytest.mark.parametrize("names", ["both", "embedding", "head"])
+def test_a_tied_head_is_untied_as_quantizing_a_loaded_model_does(tmp_path: Path, names: str) -> None:
+    torch.manual_seed(0)
+    expected = Net(tied=True)
+    state = expected.state_dict()
+    kept = {"both": {}, "embedding": {"head.weight"}, "head": {"words.weight"}}[names]
+    torch.save({name: value for name, value in state.items() if name not in kept}, tmp_path / "f.pth")
+    scale_modules()(expected)
+    found = _empty(tied=True)
+    report = sluice.load_into(found, tmp_path / "f.pth", quantize=scale_modules())
+    _assert_same(found, expected)
+    assert type(found.words.weight) is nn.Parameter
+    assert isinstance(found.head.weight.data, Scaled)
+    assert "'head.weight' is not tied any more: it is quantized" in str(report)
+    assert report.tied == ()
+
+
+def test_a_tied_head_that_is_left_out_stays_tied(trained: tuple[Net, Path]) -> None:
     _, path = trained
     model = _empty(tied=True)
-    with pytest.raises(ValueError, match="tied to a tensor that is not quantized"):
-        sluice.load_into(model, path, strict=False, quantize=scale_modules())
     report = sluice.load_into(model, path, strict=False, quantize=scale_modules(names=lambda name: name != "head"))
-    assert report.loaded
     assert model.head.weight is model.words.weight
+    assert report.tied == (("words.weight", "head.weight"),)
 
 
 def test_live_models_are_refused(trained: tuple[Net, Path]) -> None:

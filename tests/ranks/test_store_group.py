@@ -13,7 +13,7 @@ import pytest
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess
-from sluice.ranks.protocol import Ruling, Verdict
+from sluice.ranks.protocol import Ruling, StepOutcome
 from sluice.ranks.store_group import StoreGroup, _Contribution, _Turns
 
 
@@ -96,7 +96,7 @@ def group(
     return own
 
 
-def both(groups: list[StoreGroup], step: str, *, last: bool = False) -> list[Verdict]:
+def both(groups: list[StoreGroup], step: str, *, last: bool = False) -> list[StepOutcome]:
     with ThreadPoolExecutor(len(groups)) as pool:
         done = [pool.submit(each.decide, step, str(each.rank).encode(), joined, last=last) for each in groups]
         return [each.result() for each in done]
@@ -105,8 +105,8 @@ def both(groups: list[StoreGroup], step: str, *, last: bool = False) -> list[Ver
 def test_every_rank_gets_the_decision() -> None:
     store = FakeStore()
     groups = [group(store, rank) for rank in (0, 1)]
-    assert both(groups, "meet") == [Verdict(value=b"0,1")] * 2
-    assert both(groups, "done", last=True) == [Verdict(value=b"0,1")] * 2
+    assert both(groups, "meet") == [StepOutcome(value=b"0,1")] * 2
+    assert both(groups, "done", last=True) == [StepOutcome(value=b"0,1")] * 2
 
 
 def test_keys_of_past_calls_are_deleted() -> None:
@@ -124,7 +124,7 @@ def test_a_failure_that_a_rank_announced() -> None:
     groups[1].warn("no disk")
     groups[1].warn("a second failure, because of the first")
     assert [verdict.failed for verdict in both(groups, "read")] == [{1: "no disk"}] * 2
-    assert both([group(store, rank) for rank in (0, 1)], "read") == [Verdict(value=b"0,1")] * 2, "the next call"
+    assert both([group(store, rank) for rank in (0, 1)], "read") == [StepOutcome(value=b"0,1")] * 2, "the next call"
 
 
 def test_ranks_that_read_notice_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_sign_of_life_is_enough() -> None:
             store.set(other._key("read/1"), msgspec.msgpack.encode(contribution))
 
     own._sleep = sleep
-    assert own.decide("read", b"0", joined) == Verdict(value=b"0,1")
+    assert own.decide("read", b"0", joined) == StepOutcome(value=b"0,1")
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -207,11 +207,11 @@ def test_an_interrupt_after_the_verdict_does_not_change_it() -> None:
         nonlocal raised
         if not raised:
             raised = True
-            assert other.decide("read", b"0", joined) == Verdict(value=b"0,1")
+            assert other.decide("read", b"0", joined) == StepOutcome(value=b"0,1")
             raise KeyboardInterrupt
 
     own._sleep = interrupted
-    assert own.decide("read", b"1", joined) == Verdict(value=b"0,1")
+    assert own.decide("read", b"1", joined) == StepOutcome(value=b"0,1")
     assert own.interrupted
 
 
@@ -229,7 +229,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_begins_a_new_call() -> None:
     for late in (0, 1):
         store = FakeStore()
         assert group(store, 1 - late, clock=Clock()).decide("meet", b"", joined).failed
-        assert both([group(store, rank) for rank in (0, 1)], "meet") == [Verdict(value=b"0,1")] * 2
+        assert both([group(store, rank) for rank in (0, 1)], "meet") == [StepOutcome(value=b"0,1")] * 2
 
 
 def test_a_rank_that_died_between_two_calls_is_named_at_once() -> None:

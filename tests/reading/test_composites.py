@@ -12,7 +12,7 @@ import torch
 import sluice
 from sluice import FormatError, MismatchError, UnsupportedError
 from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice.testing._archives import Call, Global, storage, torch_archive
+from support.hostile_archives import Call, Global, storage, torch_archive
 from support.oracles import same
 from support.sparse_files import compressed, coo
 

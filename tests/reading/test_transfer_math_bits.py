@@ -13,7 +13,7 @@ import sluice
 from sluice._dtypes import dtype_name
 from sluice.records import Elements, FileRecord, MathBit
 from sluice.sources.local import LocalFile
-from sluice.testing._archives import storage, tensor_call, torch_archive
+from support.hostile_archives import storage, tensor_call, torch_archive
 from support.loaded_requests import load_to_fake
 from support.oracles import bits, same
 from support.plans import entry_of, index_of, request, write_storages

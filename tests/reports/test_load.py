@@ -38,7 +38,7 @@ def words(report: LoadReport) -> list[str]:
 
 def test_text_has_predicted_next_to_measured_memory() -> None:
     measured = Peaks(anon_bytes=6 << 20, file_bytes=0, shmem_bytes=0, total_bytes=6 << 20)
-    assert "growth of memory predicted measured" in words(_REPORT)
+    assert "growth of memory predicted, at most measured" in words(_REPORT)
     assert "host, total 5.00 MiB 6.00 MiB" in words(replace(_REPORT, measured=measured))
     assert "host, total 5.00 MiB not available" in words(_REPORT)
 

@@ -16,7 +16,7 @@ from torch import nn
 import sluice
 from sluice.cli import main
 from sluice.records import Entry, Index, Part, elements_of
-from sluice.reports.document import aligned
+from sluice.reports.document import Grid
 from sluice.reports.report_rows import Decided, _SourceNames, tensor_rows
 from sluice.reports.table import TensorRow, TensorTable
 
@@ -144,7 +144,7 @@ def test_text_is_aligned_and_safe_for_terminals() -> None:
     text = str(TensorTable([row, row]))
     header, first, second = text.splitlines()
     assert first == second
-    assert first.startswith("w\\x1b[31m[red]  float32 -> bfloat16  [3, 4]  24 B")
+    assert first.startswith("w\\x1b[31m[red]  float32 -> bfloat16  [3, 4]   24 B")
     assert header.index("how") == first.index("cast")
     assert header.endswith("from")
     console = Console(width=200)
@@ -155,7 +155,7 @@ def test_text_is_aligned_and_safe_for_terminals() -> None:
 
 
 def test_one_long_name_does_not_push_every_row_to_the_right() -> None:
-    lines = list(aligned(["name", "how"], [["x" * 4096, "cast"], ["y", "cast"]]))
+    lines = list(Grid(("name", "how"), [["x" * 4096, "cast"], ["y", "cast"]]).lines())
     assert [len(line) for line in lines] == [105, 4102, 106]
 
 
@@ -195,7 +195,7 @@ def test_the_command_prints_it(tmp_path: Path) -> None:
     command = ["load", str(tmp_path / "f.pth"), "--model", "torch.nn:Linear", "--model-args", "[2, 3]", "--table"]
     printed = CliRunner().invoke(main, command)
     assert printed.exit_code == 0, printed.output
-    assert "weight  float32  [3, 2]  24 B   cpu     through staging  weight" in printed.output
+    assert "weight  float32  [3, 2]   24 B  cpu     through staging  weight" in printed.output
     found = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["table"]
     assert [(row["name"], row["how"], row["source_names"]) for row in found] == [
         ("weight", "through staging", ["weight"]),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sluice.dtensors.description import region_held
+from sluice.sharding.dtensors import region_held
 from sluice.sharding.layouts import Mesh, divided_dim, mesh_of, sharding_on
 from sluice.sharding.regions import Region, region_of
 from support.ranks import Ranks

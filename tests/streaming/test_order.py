@@ -14,22 +14,22 @@ def _after(order: CallOrder, *calls: int) -> list[int]:
 
 
 def test_the_first_call_follows_the_definition_and_wraps_around() -> None:
-    assert _after(CallOrder([0, 1, 2, 3])) == [0, 1, 2, 3]
-    assert _after(CallOrder([0, 1, 2, 3]), 0, 1) == [2, 3, 0, 1]
+    assert _after(CallOrder([0, 1, 2, 3], 8)) == [0, 1, 2, 3]
+    assert _after(CallOrder([0, 1, 2, 3], 8), 0, 1) == [2, 3, 0, 1]
 
 
 def test_later_calls_follow_the_call_before() -> None:
-    order = CallOrder([0, 1, 2, 3])
+    order = CallOrder([0, 1, 2, 3], 8)
     assert _after(order, 3, 1, 0, 3, 1)[:3] == [0, 3, 1]
     assert _after(order, 2) == [3, 0, 1, 2]  # never seen after 1: the definition again
 
 
 def test_a_repeated_block_is_told_from_its_neighbours() -> None:
-    order = CallOrder([0, 1, 2])
+    order = CallOrder([0, 1, 2], 8)
     assert _after(order, 0, 1, 1, 2, 0, 1)[:2] == [1, 2]
 
 
 def test_old_calls_are_forgotten() -> None:
-    order = CallOrder([0, 1])
+    order = CallOrder([0, 1], 8)
     _after(order, 7, 8, *[0, 1] * 20, 7)
     assert _after(order, 8) == [0, 1]

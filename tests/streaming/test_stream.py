@@ -14,7 +14,7 @@ from torch import nn
 
 import sluice
 from sluice import _defaults as defaults
-from sluice._errors import BudgetError, ReadError, SluiceError, SourceChangedError, StreamError
+from sluice._errors import BudgetError, MismatchError, ReadError, SluiceError, SourceChangedError, StreamError
 from sluice._options import MemoryLimits
 from sluice.benchmark.cache import make_cold
 from sluice.modules.parked import ParkedParameter
@@ -142,6 +142,42 @@ def test_experts_are_read_when_they_are_called_and_kept_by_frequency(file: Path)
         before = stream.report.read_bytes
         running(x, 3)  # used most, so that it was kept
         assert stream.report.read_bytes == before
+
+
+def test_lists_inside_of_blocks_are_read_ahead_and_stay_until_a_member_is_skipped(file: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+            for part in self.parts[:count]:
+                x = torch.tanh(part(x))
+            return x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x: torch.Tensor, count: int = 3) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, count)
+            return x
+
+    model, running = saved(Net, file), empty(Net)
+    x = torch.randn(2, WIDTH)
+    with sluice.stream(running, file, memory=8 * block_bytes()) as stream:
+        for _ in range(2):
+            running(x)
+        before = stream.report
+        for _ in range(4):
+            assert torch.equal(running(x), model(x))
+        after = stream.report
+        assert after.misses == before.misses
+        assert after.read_bytes - before.read_bytes <= 4 * 6 * MIB + 2 * MIB  # of 12 MiB, 6 stay, 2 are read ahead
+        for count in (1, 1, 3, 1):
+            assert torch.equal(running(x, count), model(x, count))
 
 
 def test_a_block_that_is_called_again_is_not_read_again(file: Path) -> None:
@@ -346,6 +382,37 @@ def test_freezing_and_loading_other_weights_while_it_is_streamed(file: Path) -> 
         assert torch.equal(running(IDS), model(IDS))
         assert not any(parameter.requires_grad for parameter in running.layers.parameters())
     assert not any(parameter.requires_grad for parameter in running.layers.parameters())
+
+
+def test_parameters_that_the_checkpoint_does_not_have_stay_in_memory(file: Path) -> None:
+    model, running = saved(Layers, file), empty(Layers)
+    running.add_module("adapter", nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(MismatchError, match=r"adapter\.weight"):
+        sluice.stream(running, file, memory=3 * block_bytes())
+    own = running.get_parameter("adapter.weight").clone()
+    with sluice.stream(running, file, memory=3 * block_bytes(), strict=False):
+        state = running.state_dict()
+        running.load_state_dict({"adapter.bias": torch.ones(WIDTH)}, strict=False)
+        assert torch.equal(running(IDS), model(IDS))
+    assert torch.equal(running.get_parameter("adapter.weight"), own)
+    assert torch.equal(state["adapter.weight"], own)
+    with pytest.raises(StreamError, match="any more"):
+        state["layers.1.0.weight"].sum()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_of_torch_takes_its_fast_path(file: Path) -> None:
+    def make() -> nn.TransformerEncoder:
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+        return nn.TransformerEncoder(layer, 4)
+
+    model, running = saved(make, file), empty(make)
+    x, mask = torch.randn(2, 6, 256), torch.arange(6).expand(2, 6) > torch.tensor([[2], [5]])
+    with sluice.stream(running, file, memory="10MiB") as stream:
+        found = running(x, src_key_padding_mask=mask)
+        assert stream.report.call_bytes
+    assert torch.equal(found, model(x, src_key_padding_mask=mask))
+    assert not found[0, 3:].any()
 
 
 def test_an_own_forward_of_a_module_is_called_and_restored(file: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sluice._errors import SourceChangedError
-from sluice.sources.protocol import Source
+from sluice.sources.protocol import Source, is_caching
 from sluice.sources.remote.caching import cached_source
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
@@ -79,8 +79,16 @@ def read(source: Source, offset: int, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
+def filled(source: Source) -> Source:
+    """Return a source after its download."""
+    if is_caching(source):
+        source.fill(lambda: None)
+    return source
+
+
 def loaded(source: Source) -> bytes:
     """Return all bytes of a source, as a load that ends."""
+    filled(source)
     found = read(source, 0, source.identity.nbytes)
     source.check_unchanged()
     source.close()

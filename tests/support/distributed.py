@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,37 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from sluice._dtypes import dtype_name
-from sluice.testing._dcp_directory import StoredChunk, StoredTensor, write_distributed
+from support.distributed_metadata import (
+    chunk_metadata,
+    distributed_metadata,
+    index_key,
+    place,
+    tensor_metadata,
+    value_metadata,
+)
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+_FIRST_FILE = "__0_0.distcp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredChunk:
+    """A chunk of a tensor, stored as an item of its own: the bytes of a ``torch.save`` file."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    item: bytes
+    file: str = _FIRST_FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor and its chunks."""
+
+    shape: tuple[int, ...]
+    chunks: Sequence[StoredChunk]
+    dtype: str = "float32"
 
 
 def item(value: object) -> bytes:
@@ -53,8 +83,27 @@ def write(
     paths: Mapping[str, tuple[object, ...]] | None = None,
 ) -> Path:
     """Write a directory; values other than bytes are saved by torch."""
-    items = {name: value if isinstance(value, bytes) else item(value) for name, value in (values or {}).items()}
-    write_distributed(directory, tensors, items, paths=paths)
+    directory.mkdir(parents=True, exist_ok=True)
+    files: defaultdict[str, bytes] = defaultdict(bytes)
+    items: dict[object, object] = {}
+    stored: dict[object, object] = {}
+
+    def store(key: object, file: str, data: bytes) -> None:
+        stored[key] = place(file, len(files[file]), len(data))
+        files[file] += data
+
+    for name, value in (values or {}).items():
+        items[name] = value_metadata()
+        store(index_key(name), _FIRST_FILE, value if isinstance(value, bytes) else item(value))
+    for name, tensor in tensors.items():
+        boxes = [chunk_metadata(chunk.start, chunk.shape) for chunk in tensor.chunks]
+        items[name] = tensor_metadata(tensor.shape, boxes, dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            store(index_key(name, chunk.start), chunk.file, chunk.item)
+    for file, content in files.items():
+        (directory / file).write_bytes(content)
+    metadata = distributed_metadata(items, stored, paths=None if paths is None else dict(paths))
+    (directory / ".metadata").write_bytes(metadata)
     return directory
 
 

@@ -8,19 +8,20 @@ import struct
 import zipfile
 
 import sluice
-from sluice.testing._archives import (
+from support.hostile_archives import (
     ArchiveRecord,
     Call,
     Global,
     Raw,
     build_archive,
     encode,
+    legacy_file,
+    legacy_storage,
     pickled,
     storage,
     tensor_call,
     torch_archive,
 )
-from sluice.testing._legacy_file import legacy_file, legacy_storage
 
 __all__ = ["BOMBS", "CASES", "LEAVES", "doubled"]
 

@@ -14,17 +14,14 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.testing import record_reads
 from support.gguf_files import packed, plain, write
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
 
 __all__ = [
-    "ROUND_STEPS",
     "STEPS",
     "Net",
-    "bytes_recorded",
     "failing_load",
     "live_failing_load",
     "load",
@@ -42,9 +39,6 @@ __all__ = [
 
 #: Steps at which a fault can happen.
 STEPS = ("open", "plan", "first read", "later read", "before the vote", "install")
-
-#: Further steps of a load in which ranks read for each other.
-ROUND_STEPS = ("read of a round", "copy of a round")
 
 
 class Net(nn.Module):
@@ -114,12 +108,10 @@ def divided(device: str) -> nn.Module:
     return model
 
 
-def load_divided(
-    path: str, share: str, arguments: dict[str, Any], device: str = "meta"
-) -> tuple[sluice.LoadReport, bool]:
+def load_divided(path: str | sluice.Remote, arguments: dict[str, Any]) -> tuple[sluice.LoadReport, bool]:
     """Load a model that ranks hold in part together; return the report, and whether every tensor is right."""
-    model = divided(device)
-    report = sluice.load_into(model, path, share=share, **arguments)  # type: ignore[arg-type]
+    model = divided("meta")
+    report = sluice.load_into(model, path, **arguments)
     return replace(report, rows=tuple), is_loaded(model, arguments.get("dtype"))
 
 
@@ -133,12 +125,12 @@ def saved_packed(path: str) -> str:
     return path
 
 
-def load_packed(path: str, share: str) -> bool:
+def load_packed(path: str) -> bool:
     """Load a GGUF file; return whether every local tensor is the part of the whole one that is read alone."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     model = divided("meta")
-    sluice.load_into(model, path, share=share)  # type: ignore[arg-type]
+    sluice.load_into(model, path)
     with sluice.open(path) as checkpoint:
         whole = {name: checkpoint[name].read() for name in checkpoint}
     right = []
@@ -149,14 +141,6 @@ def load_packed(path: str, share: str) -> bool:
             value = value.to_local()  # noqa: PLW2901
         right.append(torch.equal(value, expected))
     return all(right)
-
-
-def bytes_recorded(path: str, share: str) -> int:
-    """Load in the same way; return the bytes of tensor data that this rank read from the file."""
-    with sluice.open(path) as checkpoint:
-        recordings = record_reads(checkpoint)
-        sluice.load_into(divided("meta"), checkpoint, share=share)  # type: ignore[arg-type]
-        return sum(recording.read_bytes for recording in recordings)
 
 
 def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -184,15 +168,13 @@ def is_loaded(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
     return all(torch.equal(found[name], tensor.to(dtype or tensor.dtype)) for name, tensor in expected.items())
 
 
-def state_after(
-    path: str, step: str, fault: str, culprit: int, share: str = "auto"
-) -> tuple[str, str, dict[int, str], str]:
+def state_after(path: str, step: str, fault: str, culprit: int) -> tuple[str, str, dict[int, str], str]:
     """Load with a fault on one rank; a rank that was stopped continues when another one has given up.
 
     Returns:
         Kind of the error, its text, failures by rank, and kind of its cause.
     """
-    model = divided("meta") if share == "once" else sharded("meta")
+    model = sharded("meta")
     processes: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(processes, os.getpid())
     fails = torch.distributed.get_rank() == culprit
@@ -202,7 +184,7 @@ def state_after(
         if fails:
             inject(patch, step, fault)
         try:
-            sluice.load_into(model, path, share=share)  # type: ignore[arg-type]
+            sluice.load_into(model, path)
         except BaseException as error:  # noqa: BLE001  the test judges it
             kind, text, cause = type(error).__name__, str(error), type(error.__cause__).__name__
             failed = getattr(error, "ranks", {})
@@ -213,17 +195,14 @@ def state_after(
     return kind, text, failed, cause
 
 
-def failing_load(
-    path: str, step: str, fault: str, culprit: int, share: str = "auto"
-) -> tuple[str, str, dict[int, str], str, bool]:
+def failing_load(path: str, step: str, fault: str, culprit: int) -> tuple[str, str, dict[int, str], str, bool]:
     """Load with a fault on one rank, and then once more without; the last value says whether that worked."""
-    result = state_after(path, step, fault, culprit, share)
-    return *result, load_divided(path, "once", {})[1] if share == "once" else load(path)[1]
+    return *state_after(path, step, fault, culprit), load(path)[1]
 
 
 def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
     """Make this process fail at a step of its next load."""
-    from sluice.engine import rounds, session
+    from sluice.engine import session
     from sluice.loading import joint, module_fill, module_job
 
     def fail(*_: object, **__: object) -> Any:
@@ -243,10 +222,6 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
         patch.setattr("sluice.checkpoint.open_checkpoint.open_layout", fail)
     elif step == "plan":
         patch.setattr(joint, "_proposal", fail)
-    elif step == "read of a round":
-        patch.setattr(rounds._Arrival, "fetch", fail)
-    elif step == "copy of a round":
-        patch.setattr(rounds._Arrival, "take", fail)
     elif "read" in step:
         patch.setattr(session.Session, "_fetch", nth_read)
     elif step == "before the vote":

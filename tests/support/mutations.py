@@ -38,8 +38,17 @@ from sluice.formats.detection import detect
 from sluice.records import Entry, Index
 from sluice.sources.protocol import Source
 from sluice.testing import MemorySource
-from sluice.testing._archives import ArchiveRecord, Global, build_archive, pickled, storage, tensor_call, torch_archive
-from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.hostile_archives import (
+    ArchiveRecord,
+    Global,
+    build_archive,
+    legacy_file,
+    legacy_storage,
+    pickled,
+    storage,
+    tensor_call,
+    torch_archive,
+)
 from support.oracles import bits, loaded, same
 
 __all__ = ["BEYOND", "FORMATS", "Verdicts", "judge_safetensors", "judge_torch", "run"]

@@ -8,7 +8,7 @@ from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.tree_limits import check_tree
-from sluice.testing._archives import Global, pickled
+from support.hostile_archives import Global, pickled
 
 LIMITS = Limits()
 

@@ -52,7 +52,7 @@ class Answer:
     #: Bytes of the body that are sent; None for all of it.
     sent: int | None = None
     #: How the answer ends.
-    end: Literal["keep", "close", "reset", "stall"] = "keep"
+    end: Literal["keep", "close", "reset", "stall", "drip"] = "keep"
     #: The object that was asked for.
     whole: bytes = b""
     #: Whether the body is sent without its size, in chunks.
@@ -68,8 +68,8 @@ def status(code: int, **headers: str) -> Fault:
     return lambda _: Answer(status=code, headers={"Content-Length": "0", **named})
 
 
-def cut(after: int, end: Literal["close", "reset", "stall"]) -> Fault:
-    """Return a fault: the body ends after some bytes."""
+def cut(after: int, end: Literal["close", "reset", "stall", "drip"]) -> Fault:
+    """Return a fault: the body ends after some bytes, or goes on with single bytes."""
     return lambda answer: replace(answer, sent=after, end=end)
 
 
@@ -241,6 +241,10 @@ class RangeServer:
             handler.wfile.write(b"0\r\n\r\n")
         if answer.end == "stall":
             self._stopped.wait()
+        if answer.end == "drip":
+            for at in range(len(body), len(answer.body)):
+                handler.wfile.write(answer.body[at : at + 1])
+                self._stopped.wait(0.05)
         if answer.end == "reset":
             handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if answer.end != "keep":

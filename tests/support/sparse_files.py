@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from sluice.testing._archives import Call, Global, storage, tensor_call, torch_archive
+from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
 
 
 def coo(indices: list[list[int]], shape: tuple[int, ...], *, coalesced: bool | None = False) -> bytes:

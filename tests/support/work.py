@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,3 +34,21 @@ def at_most(steps: int) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+@contextmanager
+def functions_entered(below: Path) -> Iterator[set[tuple[str, str]]]:
+    """Collect the functions of the files below a folder that this thread enters in the block: file and name of each."""
+    entered: set[tuple[str, str]] = set()
+    folder = f"{below}/"
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            entered.add((frame.f_code.co_filename.removeprefix(folder), frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(before)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import sluice
 from sluice import _defaults as defaults
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, parse_manifest, read_manifest
-from sluice.writing.durable.replacement import Replacement
 from sluice.writing.manifest import ManifestWriter
 from support.oracles import bits
 
@@ -155,33 +150,6 @@ def test_an_error_of_the_manifest_alone_states_that_the_data_is_saved(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["f.pt"]
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    cuts=st.lists(st.integers(0, 60), max_size=8),
-    order=st.randoms(use_true_random=False),
-    ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), min_size=1, max_size=5),
-)
-def test_pieces_may_come_in_any_order(
-    tmp_path: Path, cuts: list[int], order: random.Random, ranges: list[list[int]]
-) -> None:
-    content = bytes(range(60))
-    manifest = ManifestWriter(tmp_path / "m.json", "sha256", overwrite=True)
-    for number, (start, end) in enumerate(ranges):
-        manifest.expect(str(number), dtype="uint8", shape=[end - start], nbytes=end - start, stored=7, start=start)
-    edges = sorted({0, 60, *cuts})
-    pieces = list(itertools.pairwise(edges))
-    order.shuffle(pieces)
-    written = bytearray(60)
-    for first, last in pieces:
-        written[first:last] = content[first:last]
-        manifest.piece(7, first, memoryview(content)[first:last], lambda at, nbytes: bytes(written[at : at + nbytes]))
-    manifest.done(7)
-    manifest.commit()
-    made = read_manifest(str(tmp_path / "m.json"), sluice.Limits())
-    for number, (start, end) in enumerate(ranges):
-        assert made.tensors[str(number)].hash == hashlib.sha256(content[start:end]).hexdigest()
-
-
 def test_a_tensor_whose_bytes_were_not_written_is_not_in_the_manifest(tmp_path: Path) -> None:
     manifest = ManifestWriter(tmp_path / "m.json", "sha256", overwrite=True)
     manifest.expect("w", dtype="uint8", shape=[3], nbytes=3)
@@ -190,14 +158,6 @@ def test_a_tensor_whose_bytes_were_not_written_is_not_in_the_manifest(tmp_path: 
     with pytest.raises(sluice.SaveError, match="was not hashed completely"):
         manifest.commit()
     assert not list(tmp_path.iterdir())
-
-
-def test_what_was_written_can_be_looked_up(tmp_path: Path) -> None:
-    with Replacement(tmp_path / "f", overwrite=False) as file:
-        file.write_at(0, b"abcdef")
-        assert file.read_at(2, 3) == b"cde"
-        with pytest.raises(sluice.SaveError, match="could not be read back"):
-            file.read_at(6, 1)
 
 
 def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from torch import nn
 
 import sluice
 from sluice.records import Entry, elements_of
-from sluice.testing._archives import Call, Global, torch_archive
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_tensors import Geometry, dense
+from support.hostile_archives import Call, Global, torch_archive
 from support.oracles import same
 
 pytestmark = [
@@ -270,7 +270,7 @@ def test_a_pickle_takes_little_memory_for_each_tensor() -> None:
     try:
         walked = walk_object(tree, look)
         described = (
-            Described(content=Geometry(storage=i, elements=i, dtype="float32", start=0, shape=(i,), stride=(1,)))
+            dense(Geometry(storage=i, elements=i, dtype="float32", start=0, shape=(i,), stride=(1,)))
             for i in range(len(walked.tensors))
         )
         pickled = pickle_object(tree, walked, described)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import urllib.request
+import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ from safetensors.torch import load_file
 
 import sluice
 from sluice import _defaults as defaults
-from sluice.writing import uploads
+from sluice.writing.uploads import Upload
+from support import fresh_process
 from support.object_stores import Bucket, connections_closed, moto_bucket
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
@@ -57,7 +62,9 @@ def unfinished(bucket: Bucket) -> int:
         return int(answer.read().count(b"<Upload>"))
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        found, expected = {"": found}, {"": expected}
     assert found.keys() == expected.keys()
     assert all(found[name].dtype == expected[name].dtype and found[name].equal(expected[name]) for name in expected)
 
@@ -118,49 +125,140 @@ def test_an_existing_object_is_kept(bucket: Bucket, monkeypatch: pytest.MonkeyPa
     with pytest.raises(sluice.SaveError, match="already exists"):
         sluice.save(STATE, "s3://models/kept.safetensors")
     # Created by another process after the first look.
-    monkeypatch.setattr(uploads.Upload, "_mirror", lambda _: None)
+    exists = Upload.exists
     for part in (defaults.UPLOAD_PART_BYTES, 1):
+        looks = iter("12")
+        late = partial(lambda looks, self, name: not next(looks, "") and exists(self, name), looks)
+        monkeypatch.setattr(Upload, "exists", lambda *arguments, late=late: late(*arguments))
         monkeypatch.setattr(defaults, "UPLOAD_PART_BYTES", part)
-        large = {"w": torch.zeros(1_000_000)}
         with pytest.raises(sluice.SaveError, match="in the meantime"):
-            sluice.save(large, "s3://models/kept.safetensors")
+            sluice.save({"w": torch.zeros(1_000_000)}, "s3://models/kept.safetensors")
     assert obstore.get(bucket.store, "kept.safetensors").bytes().to_bytes() == b"kept"
-
-
-def test_a_failed_upload_leaves_nothing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = uploads._pieces
-
-    def interrupted(file: str) -> Iterator[bytes]:
-        pieces = read(file)
-        for _ in range(20):
-            yield next(pieces)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(uploads, "_pieces", interrupted)
-    state = {"first": torch.zeros(1000), "second": torch.zeros(7_000_000)}
-    with pytest.raises(KeyboardInterrupt):
-        sluice.save(state, "s3://models/failed", max_shard_size="5kB")
-    assert names(bucket, "failed/") == set()
     assert unfinished(bucket) == 0
+
+
+LARGE = {"first": torch.zeros(1000), "second": torch.zeros(14_000_000)}
+
+
+@pytest.mark.parametrize("name", ["failed", "failed.safetensors", "failed.pth", "failed-parameters"])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, sluice.SaveError("a reason")])
+def test_a_failed_upload_leaves_nothing(bucket: Bucket, name: str, failure: BaseException) -> None:
+    def interrupt(event: sluice.ProgressEvent) -> None:
+        if event.done_bytes > 4 * defaults.UPLOAD_PART_BYTES:
+            raise failure
+
+    how: dict[str, Any] = {"max_shard_size": "5kB"} if name == "failed" else {}
+    how |= {"format": "per-parameter"} if "parameters" in name else {}
+    with pytest.raises(failure if isinstance(failure, type) else type(failure)):
+        sluice.save(LARGE, f"s3://models/{name}", progress=interrupt, **how)
+    assert names(bucket, f"{name}/") == set()
+    assert name not in names(bucket, "")
+    assert unfinished(bucket) == 0
+
+
+def test_an_upload_that_the_store_ends_is_an_error(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(_store: object, _key: str, pieces: Iterator[bytes], **_: object) -> None:
+        next(pieces)
+        raise obstore.exceptions.GenericError("the connection was closed")
+
+    monkeypatch.setattr(obstore, "put", put)
+    with pytest.raises(sluice.SaveError):
+        sluice.save(LARGE, "s3://models/ended.safetensors")
+    assert names(bucket, "ended") == set()
 
 
 def test_an_interrupt_stays_one_if_the_upload_cannot_be_aborted(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_file: str) -> Iterator[bytes]:
-        yield bytes(100)
-        raise KeyboardInterrupt
-
     def put(_store: object, _key: str, pieces: Iterator[bytes], **_: object) -> None:
         try:
             list(pieces)
-        except KeyboardInterrupt:
+        except Exception:  # noqa: BLE001 - of any class
             raise obstore.exceptions.GenericError("the abort failed") from None
 
-    monkeypatch.setattr(uploads, "_pieces", interrupted)
+    def interrupt(event: sluice.ProgressEvent) -> None:
+        if event.done_bytes > 4 * defaults.UPLOAD_PART_BYTES:
+            raise KeyboardInterrupt
+
     monkeypatch.setattr(obstore, "put", put)
     with pytest.raises(KeyboardInterrupt):
-        sluice.save({"w": torch.zeros(7_000_000)}, "s3://models/interrupted.safetensors")
+        sluice.save(LARGE, "s3://models/interrupted.safetensors", progress=interrupt)
+
+
+KILLED = """
+import os, signal, sys, torch, sluice
+def kill(event):
+    if event.done_bytes > 20_000_000:
+        os.kill(os.getpid(), signal.SIGKILL)
+sluice.save({"w": torch.zeros(14_000_000)}, sys.argv[1], progress=kill)
+"""
+
+
+@pytest.mark.usefixtures("fresh_processes")
+@pytest.mark.parametrize("name", ["killed.pth", "killed.safetensors"])
+def test_a_killed_upload_leaves_no_files_and_no_object(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = fresh_process.run(KILLED, f"s3://models/{name}")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not list(tmp_path.iterdir())
+    assert name not in names(bucket, "")
+
+
+BOUNDED = """
+import sys, torch, sluice
+from sluice.testing import assert_peak
+state = {f"w{i}": torch.ones(1024, 4096) for i in range(16)}  # 256 MiB
+torch.save(state, sys.argv[2])
+sluice.save({"w": torch.ones(3_000_000, 3).t()}, sys.argv[1] + "warm.pth", dtype="float16")
+with assert_peak((16 + 48) << 20):
+    sluice.save(state, sys.argv[1] + "bounded.pth", dtype=torch.bfloat16)
+with assert_peak((64 + 32 + 48) << 20):
+    sluice.convert(sys.argv[2], sys.argv[1] + "bounded.safetensors")
+"""
+
+
+@pytest.mark.usefixtures("fresh_processes", "bucket")
+def test_an_upload_takes_a_few_parts_of_memory(tmp_path: Path) -> None:
+    done = fresh_process.run(BOUNDED, "s3://models/", tmp_path / "in.pt")
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_have_the_content_of_local_ones(bucket: Bucket, tmp_path: Path) -> None:
+    state = {
+        **STATE,
+        "empty": torch.empty(0),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "large": torch.randn(5_000_000),
+    }
+    torch.save({"model": state, "step": 3}, tmp_path / "in.pt")
+    for name in ("same.pth", "same.safetensors"):
+        sluice.convert(tmp_path / "in.pt", tmp_path / name, key="model")
+        report = sluice.convert(
+            tmp_path / "in.pt", f"s3://models/{name}", key="model", manifest=tmp_path / f"{name}.json"
+        )
+        content = obstore.get(bucket.store, name).bytes().to_bytes()
+        assert report.file_bytes == (len(content),)
+        (tmp_path / f"uploaded-{name}").write_bytes(content)
+        assert sluice.verify(tmp_path / f"uploaded-{name}", manifest=tmp_path / f"{name}.json").ok
+    assert content == (tmp_path / "same.safetensors").read_bytes()
+    with zipfile.ZipFile(tmp_path / "uploaded-same.pth") as archive:
+        assert archive.testzip() is None
+    found = torch.load(tmp_path / "uploaded-same.pth", weights_only=True, mmap=True)
+    assert_equal(found, state)
+
+
+def test_parameters_of_a_prefix(bucket: Bucket, tmp_path: Path) -> None:
+    state = {**STATE, "tied": STATE["a"]}
+    report = sluice.save(state, "s3://models/parameters", format="per-parameter")
+    assert report.tied == {"tied": "a"}
+    assert_equal(torch.load(download(bucket, "parameters/tied.pt", tmp_path), weights_only=True), STATE["a"])
+    with pytest.raises(sluice.SaveError, match="already contains parameters"):
+        sluice.save(state, "s3://models/parameters", format="per-parameter")
+    with pytest.raises(sluice.SaveError, match="would be removed"):
+        sluice.save(STATE, "s3://models/parameters", format="per-parameter", overwrite=True)
+    assert names(bucket, "parameters/") == {f"{name}.pt" for name in state} | {"sluice.tied_names.json"}
 
 
 def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:
@@ -194,8 +292,7 @@ def test_a_missing_bucket(bucket: Bucket) -> None:
         sluice.save(STATE, "s3://nowhere/a.safetensors")
 
 
-def test_manifests_and_ranks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="manifest="):
-        sluice.save(STATE, "s3://models/a.safetensors", manifest=tmp_path / "a.json")
+def test_ranks_are_refused() -> None:
+    remote = sluice.Remote("s3://models/a", options={"access_key_id": "a", "secret_access_key": "b"})
     with pytest.raises(sluice.SaveError, match="ranks"):
-        sluice.save(STATE, "s3://models/a", format="dcp")
+        sluice.save(STATE, remote, format="dcp")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sluice._arguments import check_load, device_name, dtype_argument, memory_limits
 from sluice._dtypes import DType, torch_dtype
 from sluice._keywords import explain_keywords
+from sluice._near_names import nearest_names
 from sluice._options import TEXT_ENCODING, Limits, Memory
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
@@ -117,6 +118,25 @@ class LazyTensor:
         return f"LazyTensor({self.name!r}, dtype={self._entry.dtype}, shape={self.shape})"
 
 
+class _UnknownNameError(KeyError):
+    """A name that is not in a checkpoint. The most similar one is searched when the text is shown."""
+
+    def __init__(self, name: str, checkpoint: Checkpoint) -> None:
+        super().__init__(name)
+        self._checkpoint = checkpoint
+
+    def __str__(self) -> str:
+        name = self.args[0]
+        close = (
+            nearest_names({name: None}, ((each, None) for each in self._checkpoint)) if isinstance(name, str) else {}
+        )
+        hint = "".join(f"; did you mean {each!r}?" for each in close.values())
+        return f"{name!r} is not in {self._checkpoint.path}{hint}"
+
+    def __reduce__(self) -> tuple[type[KeyError], tuple[str]]:
+        return KeyError, (str(self),)  # an open checkpoint is not pickled
+
+
 @public()
 class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
     """An open checkpoint: a mapping from dotted names to ``LazyTensor``, and a context manager.
@@ -156,7 +176,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
             return LazyTensor(self, name, entry)
         if name in self._not_built:
             raise trees.refusal(self._not_built[name], name, self.path)
-        raise KeyError(name)
+        raise _UnknownNameError(name, self)
 
     def __contains__(self, name: object) -> bool:
         return name in self.outlined

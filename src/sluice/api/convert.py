@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from sluice._arguments import check_load, dtype_argument, memory_limits, path_argument, size_or_none
@@ -13,8 +14,8 @@ from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache
 from sluice._progress import Progress
 from sluice._public import public
+from sluice.api.save import save_destination
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
-from sluice.converting.conversion import Conversion
 from sluice.converting.convert import convert_checkpoint
 from sluice.entries.rules import Rule
 from sluice.formats.manifest import HashAlgorithm
@@ -24,6 +25,8 @@ from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.sources.remote.location import Remote
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save_formats import ConvertFormat, choose_format
+from sluice.writing.save_job import SaveJob
+from sluice.writing.uploads import Upload
 
 __all__ = ["convert"]
 
@@ -100,49 +103,33 @@ def convert(
         >>> report = sluice.convert("run.pt", "hf-model", key="model", max_shard_size="5GB")
     """
     started = time.perf_counter()
-    if isinstance(destination, Remote) or (isinstance(destination, str) and "://" in destination):
-        from sluice.api.uploads import uploaded
-        from sluice.writing.uploads import upload_to
-
-        upload = upload_to(destination)
-        if upload is not None:
-
-            def write(path: str) -> SaveReport:
-                return convert(
-                    source,
-                    path,
-                    key=key,
-                    format=format,
-                    dtype=dtype,
-                    rename=rename,
-                    rules=rules,
-                    max_shard_size=max_shard_size,
-                    overwrite=overwrite,
-                    progress=progress,
-                    memory=memory,
-                    limits=limits,
-                    encoding=encoding,
-                    page_cache=page_cache,
-                    dry_run=dry_run,
-                )
-
-            return uploaded(upload, write, overwrite=overwrite, manifest=manifest)
-    path = Path(refuse_url(path_argument(destination, "destination"), advice=UPLOAD_ADVICE))
+    place = save_destination(destination, "destination")
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
-    chosen = choose_format(path, format, max_shard_size)
-    with borrow(source, limits=limits, encoding=encoding) as checkpoint:
-        conversion = Conversion(
-            checkpoint=checkpoint,
-            destination=path,
-            save_format=chosen,
+    chosen = choose_format(Path(place.name), format, max_shard_size)
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(borrow(source, limits=limits, encoding=encoding))
+        if isinstance(place, Upload):
+            stack.enter_context(place)
+        hashes = None if dry_run else manifest_writer(manifest_path, manifest_hash, str(place), overwrite=overwrite)
+        job = SaveJob(
+            destination=place,
             dtype=dtype_argument(dtype, auto_is_none=True),
             limit_bytes=size_or_none("max_shard_size", max_shard_size),
+            metadata={"format": "pt"},
             overwrite=overwrite,
             progress=progress,
-            memory=memory_limits(memory),
-            page_cache=page_cache,
-            manifest=None if dry_run else manifest_writer(manifest_path, manifest_hash, path, overwrite=overwrite),
+            manifest=hashes,
             dry_run=dry_run,
         )
-        return convert_checkpoint(conversion, key=key, rename=rename, rules=rules, started=started)
+        return convert_checkpoint(
+            checkpoint,
+            chosen,
+            job,
+            key=key,
+            rename=rename,
+            rules=rules,
+            memory=memory_limits(memory),
+            page_cache=page_cache,
+            started=started,
+        )

@@ -18,8 +18,10 @@ from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
-from sluice.loading.job import decide, load, run
+from sluice.loading.job import decide, run
+from sluice.loading.load import load
 from sluice.loading.module_request import ModuleRequest
+from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
 from sluice.modules.assembled import is_assembled_model
 from sluice.modules.unloaded import refusing
@@ -96,9 +98,8 @@ def load_into(
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
         page_cache: ``"auto"`` bypasses the page cache for data that is not in it, ``"keep"`` leaves the file cached
             for the next load, ``"bypass"`` leaves nothing in the cache.
-        share: For a model of DTensors: who reads bytes that several ranks need. ``"once"``: one of the ranks, which
-            hands them to the others through the process group. ``"none"``: each of them. ``"auto"``: each of them if
-            they are on one host or the files are on local disks, otherwise one. The report says which and why.
+        share: For a model of DTensors: who reads bytes that several ranks need. ``"auto"`` and ``"none"``: each of
+            them. Ranks of one host fetch remote files once with ``sluice.Remote(source, cache=directory)``.
 
     Returns:
         How many of the module's tensors came from the checkpoint, reads and their methods, missing, tied and cast
@@ -149,7 +150,6 @@ def load_into(
         allow_empty=allow_empty,
         ignore_mismatched=ignore_mismatched,
         quantize=quantize,
-        share=share,
         options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
@@ -209,9 +209,6 @@ def load_state_dict(
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
     check_load(key=key, limits=limits, rules=rules, page_cache=page_cache, progress=progress)
-    # Here, not above: load_into does not need it.
-    from sluice.loading.state_dict import StateDictRequest
-
     request = StateDictRequest(
         device="cpu" if device is None else device,
         dtype=dtype_argument(dtype, auto_is_none=True),

@@ -10,7 +10,7 @@ from sluice._options import TEXT_ENCODING, Limits, Memory, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource
-from sluice.loading.job import load
+from sluice.loading.load import load
 from sluice.loading.optimizer_job import OptimizerRequest
 from sluice.loading.optimizer_source import optimizer_checkpoint
 from sluice.matching.renaming import Rename

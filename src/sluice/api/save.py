@@ -6,13 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from sluice import _defaults as defaults
 from sluice._arguments import check_load, check_save, dtype_argument, path_argument, size_or_none, state_to_save
 from sluice._dtypes import DType
 from sluice._errors import SaveError
@@ -23,15 +22,13 @@ from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.sources.remote.location import Remote
-from sluice.writing.chunks import Staging
 from sluice.writing.manifest import manifest_writer
-from sluice.writing.save import SaveJob, save_state
+from sluice.writing.save import save_state
 from sluice.writing.save_formats import SaveFormat, choose_save_format
+from sluice.writing.save_job import SaveJob
+from sluice.writing.uploads import Upload, upload_to
 
-if TYPE_CHECKING:
-    from sluice.writing.uploads import Upload
-
-__all__ = ["save"]
+__all__ = ["save", "save_destination"]
 
 
 @public()
@@ -43,7 +40,7 @@ def save(
     format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
     dtype: DType | None = None,
     max_shard_size: int | str | None = None,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str | None] | None = None,
     manifest: str | os.PathLike[str] | None = None,
     manifest_hash: HashAlgorithm = "sha256",
     overwrite: bool = False,
@@ -61,8 +58,8 @@ def save(
     Args:
         obj: A module or an optimizer (its ``state_dict()`` is saved), a state dict, or a nested training state.
         path: A file or a directory. It may be the file that the weights were loaded from. The address of an object
-            store (``s3://``, ``gs://``, ``az://``), or a ``Remote`` with such an address and settings, gets the files
-            after they are complete in the temporary directory of this machine, which needs their size.
+            store (``s3://``, ``gs://``, ``az://``), or a ``Remote`` with such an address and settings, gets the bytes
+            while they are made, in uploads of several parts; no object is visible before it is complete.
         format: ``"torch"`` (``torch.load(weights_only=True)`` reads it), ``"safetensors"``, ``"huggingface"`` (a
             directory with ``model.safetensors``, or shards and an index), ``"per-parameter"`` (a directory with a
             file per tensor) or ``"dcp"`` (a directory that ``torch.distributed.checkpoint`` reads). None chooses by
@@ -71,8 +68,8 @@ def save(
         dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
             None keeps each dtype.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"`` (5 * 1000**3); only for ``"huggingface"``.
-        metadata: Text for the headers of safetensors files, such as ``checkpoint.metadata``. A torch file has no
-            header; put such text into ``obj``.
+        metadata: Text for the headers of safetensors files, such as ``checkpoint.metadata``. ``"format": "pt"`` is
+            added; ``{"format": None}`` leaves it out. A torch file has no header; put such text into ``obj``.
         manifest: File for the hash, dtype and shape of each tensor, for ``verify``. Tensors are hashed while they are
             written; the manifest is put in place after the data.
         manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
@@ -96,27 +93,12 @@ def save(
     started = time.perf_counter()
     state = state_to_save(obj, path)
     check_load(progress=progress)
-    remote = isinstance(path, Remote) or (isinstance(path, str) and "://" in path)
-    if remote and (upload := _upload(path, state, format)) is not None:
-        from sluice.api.uploads import uploaded
-
-        def write(local: str) -> SaveReport:
-            return save(
-                state,
-                local,
-                format=format,
-                dtype=dtype,
-                max_shard_size=max_shard_size,
-                metadata=metadata,
-                overwrite=overwrite,
-                progress=progress,
-            )
-
-        return uploaded(upload, write, overwrite=overwrite, manifest=manifest)
-    destination = Path(refuse_url(path_argument(path), advice=UPLOAD_ADVICE))
-    chosen = choose_save_format(destination, format, max_shard_size)
+    destination = save_destination(path)
+    chosen = choose_save_format(Path(destination.name), format, max_shard_size)
     check_save(metadata, chosen)
-    described: dict[str, str] = {}
+    if isinstance(destination, Upload):
+        _check_upload(destination, state, chosen)
+    default, described = {"format": "pt"}, dict[str, str]()
     if "torchao" in sys.modules and chosen in {"safetensors", "huggingface"}:  # otherwise nothing is quantized by it
         state, described = _flattened(state, dtype)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
@@ -124,17 +106,18 @@ def save(
         destination=destination,
         dtype=dtype_argument(dtype, auto_is_none=True),
         limit_bytes=size_or_none("max_shard_size", max_shard_size),
-        metadata={"format": "pt", **described, **(metadata or {})},
+        metadata={key: text for key, text in {**default, **described, **(metadata or {})}.items() if text is not None},
         overwrite=overwrite,
-        staging=Staging.make(defaults.SAVE_STAGING_BYTES),
-        manifest=manifest_writer(manifest_path, manifest_hash, destination, overwrite=overwrite),
+        manifest=manifest_writer(manifest_path, manifest_hash, str(destination), overwrite=overwrite),
         progress=progress,
     )
-    saved = save_state(state, chosen, job)
+    with destination if isinstance(destination, Upload) else nullcontext():
+        saved = save_state(state, chosen, job)
     return SaveReport(
         destination=str(destination),
         format=chosen,
-        files=tuple(map(str, saved.files)),
+        files=tuple(saved.files),
+        file_bytes=tuple(saved.files.values()),
         tensors=saved.tensors,
         taken=saved.tensors,
         total=saved.tensors,
@@ -142,8 +125,34 @@ def save(
         seconds=time.perf_counter() - started,
         tied=saved.tied,
         written_by_rank=saved.ranks,
-        file_bytes=tuple(os.path.getsize(file) for file in saved.files),
     )
+
+
+def save_destination(path: str | os.PathLike[str] | Remote, name: str = "path") -> Path | Upload:
+    """Return the destination of a save or a conversion.
+
+    Args:
+        path: The argument.
+        name: Its name.
+
+    Raises:
+        UnsupportedError: It is an address that is not that of an object store, or obstore is not installed.
+        TypeError: It is neither a path nor a ``Remote``.
+    """
+    if isinstance(path, Remote) or (isinstance(path, str) and "://" in path):
+        upload = upload_to(path)
+        if upload is not None:
+            return upload
+    return Path(refuse_url(path_argument(path, name), advice=UPLOAD_ADVICE))
+
+
+def _check_upload(upload: Upload, state: object, save_format: SaveFormat) -> None:
+    """Refuse to save by several ranks."""
+    from sluice.writing.ranks.held import dtensors_in
+
+    if save_format == "dcp" or ("torch.distributed.tensor" in sys.modules and dtensors_in(state)):
+        advice = "Save to a file system that all ranks share, and copy the files."
+        raise SaveError("ranks cannot save together to an object store", file=upload.url, advice=advice)
 
 
 def _flattened(state: object, dtype: DType | None) -> tuple[object, dict[str, str]]:
@@ -156,18 +165,3 @@ def _flattened(state: object, dtype: DType | None) -> tuple[object, dict[str, st
     if dtype is not None:
         raise SaveError("dtype= would cast the scales of quantized weights", found=str(dtype), advice="Leave it out.")
     return found
-
-
-def _upload(path: object, state: object, requested: SaveFormat | None) -> Upload | None:
-    """Return the upload for the address of an object store; None for a path."""
-    from sluice.writing.uploads import upload_to
-
-    upload = upload_to(path)
-    if upload is None:
-        return None
-    from sluice.writing.ranks.held import dtensors_in
-
-    if requested == "dcp" or ("torch.distributed.tensor" in sys.modules and dtensors_in(state)):
-        advice = "Save to a file system that all ranks share, and copy the files."
-        raise SaveError("ranks cannot save together to an object store", file=upload.url, advice=advice)
-    return upload

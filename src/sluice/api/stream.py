@@ -34,6 +34,7 @@ def stream(
     key: str | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
+    strict: bool = True,
     blocks: Sequence[str] | None = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
@@ -61,6 +62,7 @@ def stream(
         key: As in ``load_into``.
         rename: As in ``load_into``.
         rules: As in ``load_into``.
+        strict: As in ``load_into``. Parameters that the checkpoint does not have stay in memory.
         blocks: Names of modules to treat as blocks, with ``*`` for any name, as in ``["layers.*"]``. None finds
             them by the structure of the model.
         limits: Bounds for hostile files.
@@ -91,7 +93,7 @@ def stream(
     """
     check_model(model, source, "stream(model, source)")
     memory_limits(memory)  # raises for a value that is not a size
-    check_load(key=key, limits=limits, rename=rename, rules=rules, progress=progress)
+    check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, progress=progress)
     if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks or ()):
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
     load = ModuleRequest(
@@ -101,6 +103,7 @@ def stream(
         key=key,
         rename=rename,
         rules=rules,
+        strict=strict,
         options=TransferOptions(memory=memory if isinstance(memory, MemoryLimits) else None),
     )
     request = StreamRequest(load=load, memory=memory, blocks=None if blocks is None else tuple(blocks))

@@ -1,12 +1,11 @@
-"""Consumers of verified bytes: checksums, hashes, counters, and buffers that restore the order of elements."""
+"""Consumers of verified bytes: checksums, hashes and counters, behind what restores the elements."""
 
 from __future__ import annotations
 
 import dataclasses
 import struct
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,33 +14,27 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
-from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice._geometry import span_elements
+from sluice._errors import FormatError
 from sluice.checking.non_finite import NonFiniteCounter, WholeItems
-from sluice.checking.read_order import FileRange
 from sluice.engine.elementwise import cast
-from sluice.engine.host_copies import BITS, StridedBytes, copy_in_pieces
-from sluice.engine.host_memory import HostMemory
 from sluice.engine.packs import decode_packs
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
-from sluice.records import Entry, Packing, Part, Quantized
+from sluice.reading.sparse_indices import check_indices, index_lines
+from sluice.records import Entry, Packing, Quantized, Sparse
+from sluice.reports.verify import VerifyProblem
 
 __all__ = [
     "ByteStream",
     "ByteSwapped",
     "Consumer",
     "Decoded",
+    "IndexCheck",
     "RecordChecksum",
     "Tee",
-    "TensorAssembler",
     "TensorCheck",
     "bytes_of",
-    "feed",
 ]
-
-#: Held while tensors are assembled: that takes memory, so one thread does it at a time.
-_ASSEMBLING = threading.Lock()
 
 
 class Consumer(Protocol):
@@ -63,13 +56,16 @@ class Tee:
 
 
 class ByteStream(Struct, eq=False):
-    """Ranges of files that are consumed one after the other."""
+    """Bytes that a consumer receives in order: a range of a file, or the elements of a tensor that is read apart."""
 
-    #: Ranges in the order of consumption; empty if the bytes are read entry by entry instead.
-    ranges: tuple[FileRange, ...] = ()
-    #: Consumer of each range.
-    consumers: tuple[Consumer, ...] = ()
-    #: Whether a range could not be read.
+    #: Position of the file; -1 for a tensor that is read apart.
+    file: int = -1
+    #: First byte of the range, and byte after the last.
+    first: int = 0
+    end: int = 0
+    #: Receives the bytes of the range.
+    consumer: Consumer | None = None
+    #: Whether some could not be read.
     failed: bool = False
 
 
@@ -88,7 +84,7 @@ class RecordChecksum:
 
     def __post_init__(self) -> None:
         first = self.checksum.offset
-        self.stream = ByteStream((FileRange(self.file, first, first + self.checksum.nbytes),), (self,))
+        self.stream = ByteStream(self.file, first, first + self.checksum.nbytes, self)
 
     def update(self, data: memoryview) -> None:
         """Receive the next bytes."""
@@ -108,8 +104,11 @@ class TensorCheck(Struct, eq=False):
     counter: NonFiniteCounter | None = None
     #: Streams of its bytes, for the hash and for the counter; empty if a damaged header hides some of them.
     streams: tuple[ByteStream, ...] = ()
-    #: Whether it is read entry by entry, for its only stream.
-    apart: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is read entry by entry, for its only stream, because its elements are not in order in a file."""
+        return any(stream.file < 0 for stream in self.streams)
 
     @property
     def whole(self) -> bool:
@@ -132,10 +131,31 @@ class TensorCheck(Struct, eq=False):
                     self.hasher.update(struct.pack(f"<{len(numbers)}d", *numbers))
 
 
-def feed(pieces: Iterable[tuple[Consumer, memoryview]]) -> None:
-    """Pass each piece to its consumer, in order."""
-    for consumer, data in pieces:
-        consumer.update(data)
+class IndexCheck(Struct, eq=False):
+    """The indices of one sparse tensor."""
+
+    #: Its first name.
+    name: str
+    #: The tensor.
+    entry: Entry
+    #: Its components.
+    composite: Sparse
+
+    def problem(self, elements: Callable[[Entry, int], Iterable[torch.Tensor]], file: str) -> VerifyProblem | None:
+        """Return what is wrong with them.
+
+        Args:
+            elements: Reads the elements of a part in order, in pieces of at most a number of bytes.
+            file: The checkpoint, for messages.
+        """
+        lines = index_lines(self.composite)
+        limit_bytes = defaults.SCAN_BATCH_BYTES // max(1, len(lines))
+        try:
+            check_indices(self.entry, [elements(line, limit_bytes) for line in lines])
+        except FormatError as error:
+            error.file, error.tensor = file, self.name
+            return VerifyProblem.of(error)
+        return None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -143,141 +163,44 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.flatten().view(torch.uint8).numpy().data)
 
 
+def _pieces(items: WholeItems, data: memoryview, step: int) -> Iterator[memoryview]:
+    """Yield the complete items of bytes that may begin and end inside an item, in pieces of at most ``step`` bytes."""
+    for whole in items.take(data):
+        for first in range(0, len(whole), step):
+            yield whole[first : first + step]
+
+
 class ByteSwapped:
     """Passes big-endian items on as little-endian ones."""
 
     def __init__(self, consumer: Consumer, item_bytes: int) -> None:
-        """Start a stream.
-
-        Args:
-            consumer: Receives the swapped items.
-            item_bytes: Bytes of one item.
-        """
+        """Start a stream of items of ``item_bytes`` bytes for a consumer."""
         self._taker = consumer
         self._item = item_bytes
         self._items = WholeItems(item_bytes)
 
     def update(self, data: memoryview) -> None:
-        """Receive the next bytes, which may begin and end inside an item."""
-        step = defaults.MOVED_BYTES // self._item * self._item
-        for whole in self._items.take(data):
-            for first in range(0, len(whole), step):
-                swapped = np.frombuffer(whole[first : first + step], dtype=f"u{self._item}").byteswap()
-                self._taker.update(memoryview(swapped.view(np.uint8).data))
+        """Receive the next bytes."""
+        for piece in _pieces(self._items, data, defaults.MOVED_BYTES // self._item * self._item):
+            swapped = np.frombuffer(piece, dtype=f"u{self._item}").byteswap()
+            self._taker.update(memoryview(swapped.view(np.uint8).data))
 
 
 class Decoded:
     """Passes packs on as the bytes of their elements."""
 
     def __init__(self, consumer: Consumer, packing: Packing) -> None:
-        """Start a stream.
-
-        Args:
-            consumer: Receives the elements.
-            packing: The code of the packs.
-        """
+        """Start a stream of packs of some code for a consumer."""
         self._taker = consumer
         self._packing = replace(packing, taken=packing.elements)
         self._packs = WholeItems(packing.nbytes)
 
     def update(self, data: memoryview) -> None:
-        """Receive the next bytes, which may begin and end inside a pack."""
+        """Receive the next bytes."""
         packing = self._packing
         step = max(1, defaults.CAST_PIECE_ELEMENTS // packing.elements) * packing.nbytes
-        for whole in self._packs.take(data):
-            for first in range(0, len(whole), step):
-                packs = torch.frombuffer(bytearray(whole[first : first + step]), dtype=torch.uint8)
-                elements = torch.empty(len(packs) // packing.nbytes, packing.elements)
-                decode_packs(elements, packs.view(-1, packing.nbytes), packing, cast)
-                self._taker.update(bytes_of(elements))
-
-
-class TensorAssembler:
-    """Buffers the bytes of small tensors, then arranges each in the order of its elements."""
-
-    def __init__(
-        self,
-        components: Sequence[Entry],
-        locate: Callable[[Entry], FileRange],
-        swapped: Callable[[Entry], int],
-        done: Callable[[Sequence[torch.Tensor]], None],
-    ) -> None:
-        """Start with an empty buffer.
-
-        Args:
-            components: Dense tensors.
-            locate: Returns the file range of a view of a storage.
-            swapped: Returns the item size of a view that is stored big-endian, or 0.
-            done: Receives the tensors, row-major, after the last byte.
-        """
-        self._components = components
-        self._locate = locate
-        self._swapped = swapped
-        self._done = done
-        self._begins: dict[FileRange, int] = {}
-        # Separate mappings, because the heap often keeps freed memory.
-        self._buffer: HostMemory | None = None
-        self._received_bytes = 0
-        #: Bytes of ``ranges``.
-        self.nbytes = 0
-        pieces = [piece for component in components for piece in component.pieces if piece.numel]
-        #: Ranges of files that it receives, in order.
-        self.ranges = tuple(_joined(sorted(locate(piece) for piece in pieces)))
-        for each in self.ranges:
-            self._begins[each] = self.nbytes
-            self.nbytes += each.nbytes
-
-    def update(self, data: memoryview) -> None:
-        """Receive the next bytes."""
-        if not self._received_bytes and len(data) == self.nbytes:
-            self._finish(data)
-            return
-        if self._buffer is None:
-            self._buffer = HostMemory(self.nbytes, huge_pages=False)
-        self._buffer.view()[self._received_bytes : self._received_bytes + len(data)] = data
-        self._received_bytes += len(data)
-        if self._received_bytes == self.nbytes:
-            self._finish(self._buffer.view()[: self.nbytes])
-            self._buffer = None
-
-    def _finish(self, data: memoryview) -> None:
-        with _ASSEMBLING:
-            raw = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))
-            self._done([self._assembled(component, raw) for component in self._components])
-
-    def _assembled(self, entry: Entry, raw: torch.Tensor) -> torch.Tensor:
-        item = ITEM_BYTES[entry.dtype]
-        computed = any(piece.math_bits for piece in entry.pieces)
-        dtype = torch_dtype(entry.dtype) if computed else BITS[item]
-        if not entry.numel:
-            return torch.empty(entry.shape, dtype=dtype)
-        memory = HostMemory(entry.numel * item, huge_pages=False)
-        out = torch.frombuffer(memory.mapping, dtype=dtype, count=entry.numel, offset=memory.start).view(entry.shape)
-        for part in entry.parts or (Part(entry=entry, start=(0,) * len(entry.shape)),):
-            piece = part.entry
-            if not piece.numel:
-                continue
-            each = self._locate(piece)
-            whole = next(
-                whole for whole in self.ranges if whole.file == each.file and whole.first <= each.first < whole.end
-            )
-            first = self._begins[whole] + each.first - whole.first
-            own = raw[first : first + span_elements(piece.shape, piece.stride) * item]
-            swap_bytes = self._swapped(piece)
-            if swap_bytes:
-                own = torch.from_numpy(own.numpy().view(f"u{swap_bytes}").byteswap().view(np.uint8))
-            box = tuple(slice(start, start + size) for start, size in zip(part.start, piece.shape, strict=True))
-            copy_in_pieces(out[box], StridedBytes(own, dtype, piece.shape, piece.stride, piece.elements))
-        return out
-
-
-def _joined(ranges: Iterable[FileRange]) -> list[FileRange]:
-    """Return ascending ranges, with overlapping ones joined."""
-    joined: list[FileRange] = []
-    for each in ranges:
-        last = joined[-1] if joined else None
-        if last is not None and last.file == each.file and each.first <= last.end:
-            joined[-1] = FileRange(last.file, last.first, max(last.end, each.end))
-        else:
-            joined.append(each)
-    return joined
+        for piece in _pieces(self._packs, data, step):
+            packs = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            elements = torch.empty(len(packs) // packing.nbytes, packing.elements)
+            decode_packs(elements, packs.view(-1, packing.nbytes), packing, cast)
+            self._taker.update(bytes_of(elements))

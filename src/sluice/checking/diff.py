@@ -22,6 +22,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
+from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader
 from sluice.reading.scan import Batch, ScanItem, check_repeats, identity, in_batches, pipeline, work_through
 from sluice.records import Entry, Quantized
@@ -115,6 +116,7 @@ class _CheckpointDiff:
         distinct = list(dict.fromkeys(pair for pair in self.pairs.values() if pair.values))
         total = sum(pair.a.nbytes + pair.b.nbytes for pair in distinct)
         done = 0
+        fill_caches((*self._a.sources, *self._b.sources), progress=progress)
         with (
             byte_progress(progress, f"{self._a.path}, {self._b.path}", total) as report,
             CheckpointReader(self._a) as left,

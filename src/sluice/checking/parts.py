@@ -11,7 +11,7 @@ from sluice.entries.tree import unsupported, walk
 from sluice.matching.candidates import likely_state_dicts, names_by_state_dict
 from sluice.matching.selection import only_state_dict
 
-__all__ = ["Part", "named_part", "part_of", "parts_to_compare"]
+__all__ = ["ComparedPart", "named_part", "part_of", "parts_to_compare"]
 
 #: Names of the tensors in each state dict of a checkpoint, by its key.
 _Names = dict[str, set[str]]
@@ -20,7 +20,7 @@ _Names = dict[str, set[str]]
 _ARGUMENTS = (("key", "--key-a"), ("other_key", "--key-b"))
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class ComparedPart(Struct, frozen=True, kw_only=True):
     """A part of a checkpoint whose tensors have names."""
 
     #: The part, as a checkpoint that shares the files of the whole.
@@ -33,7 +33,7 @@ class Part(Struct, frozen=True, kw_only=True):
     outside: int
 
 
-def part_of(checkpoint: OpenCheckpoint, key: str) -> Part:
+def part_of(checkpoint: OpenCheckpoint, key: str) -> ComparedPart:
     """Return the part at a key; an empty key is the whole checkpoint.
 
     Raises:
@@ -41,10 +41,12 @@ def part_of(checkpoint: OpenCheckpoint, key: str) -> Part:
     """
     part = OpenCheckpoint.open(checkpoint, key=key) if key else checkpoint
     tensors, total = (_count(each.index.tree) for each in (part, checkpoint))
-    return Part(checkpoint=part, key=key or None, tensors=tensors, outside=total - tensors)
+    return ComparedPart(checkpoint=part, key=key or None, tensors=tensors, outside=total - tensors)
 
 
-def parts_to_compare(a: OpenCheckpoint, b: OpenCheckpoint, key: str | None, other_key: str | None) -> tuple[Part, Part]:
+def parts_to_compare(
+    a: OpenCheckpoint, b: OpenCheckpoint, key: str | None, other_key: str | None
+) -> tuple[ComparedPart, ComparedPart]:
     """Return the parts of two checkpoints to compare.
 
     Without keys, two checkpoints with their state dicts under the same keys are compared as a whole, so that no
@@ -95,7 +97,7 @@ def _full_names(names: _Names) -> set[str]:
     return {f"{key}.{name}" if key else name for key, part in names.items() for name in part}
 
 
-def named_part(checkpoint: OpenCheckpoint, key: str | None, expected: Collection[str] | None) -> Part:
+def named_part(checkpoint: OpenCheckpoint, key: str | None, expected: Collection[str] | None) -> ComparedPart:
     """Return the part of a checkpoint whose tensors are named in a verification.
 
     Args:

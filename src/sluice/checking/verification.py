@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import itemgetter
 
 import torch
 
@@ -18,16 +16,16 @@ from sluice._errors import FormatError, IncompleteCheckpointError, IntegrityErro
 from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
-from sluice.checking.consumers import ByteStream, Consumer, TensorCheck, bytes_of, feed
+from sluice.checking.consumers import ByteStream, Consumer, bytes_of
 from sluice.checking.parts import named_part
 from sluice.checking.problems import compare, wrong_checksum
-from sluice.checking.read_order import FileRange
-from sluice.checking.verification_plan import IndexCheck, VerificationPlan
+from sluice.checking.verification_plan import VerificationPlan
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
 from sluice.matching.candidates import likely_state_dicts
+from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader, PendingTensors
 from sluice.reading.scan import (
     Batch,
@@ -37,7 +35,6 @@ from sluice.reading.scan import (
     windows,
     work_through,
 )
-from sluice.reading.sparse_indices import index_lines
 from sluice.records import Entry
 from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
 from sluice.sources.opening import find_place, source_path
@@ -46,7 +43,6 @@ __all__ = ["Verification", "verify_checkpoint"]
 
 #: Parts of a piece: stream, consumer, first byte, and byte after the last, counted from the start of the piece.
 _Shares = list[tuple[ByteStream, Consumer, int, int]]
-
 
 #: Errors that mean damage. Other errors mean that the file is something else, or cannot be read at all.
 _DAMAGE = (FormatError, TruncatedError, IntegrityError, IncompleteCheckpointError)
@@ -139,6 +135,7 @@ class Verification:
         self._checkpoint = checkpoint
         self._reader = CheckpointReader(checkpoint)
         self._unreadable: list[VerifyProblem] = []
+        self._wrong_indices: list[VerifyProblem] = []
 
     @property
     def problems(self) -> list[VerifyProblem]:
@@ -148,8 +145,7 @@ class Verification:
             for record in self.plan.records
             if record.value != record.checksum.crc and not record.stream.failed
         ]
-        indices = [check.problem for check in self.plan.index_checks if check.problem is not None]
-        return list(dict.fromkeys([*self.plan.problems, *self._unreadable, *wrong, *indices]))
+        return list(dict.fromkeys([*self.plan.problems, *self._unreadable, *wrong, *self._wrong_indices]))
 
     @property
     def hashes(self) -> dict[str, TensorHash]:
@@ -175,9 +171,10 @@ class Verification:
 
     def run(self, progress: Progress) -> None:
         """Read the checkpoint and run all checks."""
-        total = sum(each.nbytes for each in self.plan.ranges)
-        total += sum(check.entry.nbytes for check in self._apart())
-        total += sum(one.nbytes for check in self._unchecked() for one in check.composite.indices)
+        total = sum(end - first for first, end in self._checkpoint.extents)
+        total += sum(check.entry.nbytes for check in self.plan.tensors if check.apart)
+        total += sum(one.nbytes for check in self.plan.index_checks for one in check.composite.indices)
+        fill_caches(self._checkpoint.sources, progress=progress)
         with (
             byte_progress(progress, self._checkpoint.path, total) as report,
             self._reader,
@@ -195,41 +192,35 @@ class Verification:
 
             pieces = (piece for some in (self._windows(), self._parts()) for piece in some)
             pipeline(in_batches(pieces, defaults.SCAN_BATCH_BYTES), self._start, use)
-            self._check_apart(advance)
+            self._check_indices(advance)
         if report and not total:
             report(0)
         for check in self.plan.tensors:
             check.finish()
 
-    def _apart(self) -> list[TensorCheck]:
-        """Return the tensors that are read entry by entry."""
-        return [check for check in self.plan.tensors if check.apart]
-
-    def _unchecked(self) -> list[IndexCheck]:
-        """Return the indices that are too many to be held."""
-        return [one for one in self.plan.index_checks if one.stream is not None and not one.stream.ranges]
-
     def _windows(self) -> Iterator[ScanItem[_Shares]]:
-        parts = [
-            (each, stream, consumer)
-            for stream in self.plan.streams()
-            for each, consumer in zip(stream.ranges, stream.consumers, strict=True)
-        ]
-        parts.sort(key=itemgetter(0))
-        for each in self.plan.ranges:
-            low, high = (bisect_left(parts, (each.file, at), key=_begin) for at in (each.first, each.end))
-            for first, last, shares in _shared(windows(each.first, each.end), parts[low:high]):
-                yield ScanItem(self._reader.window(each.file, first, last), shares)
+        """Yield the bytes of the files in order, each with the streams that consume parts of it."""
+        waiting = self.plan.streams[::-1]
+        for file, extent in enumerate(self._checkpoint.extents):
+            active: list[ByteStream] = []
+            for first, last in windows(*extent):
+                while waiting and (waiting[-1].file, waiting[-1].first) < (file, last):
+                    active.append(waiting.pop())
+                shares = [
+                    (stream, stream.consumer, max(stream.first, first) - first, min(stream.end, last) - first)
+                    for stream in active
+                    if stream.consumer is not None
+                ]
+                yield ScanItem(self._reader.window(file, first, last), shares)
+                active = [stream for stream in active if stream.end > last]
 
     def _parts(self) -> Iterator[ScanItem[_Shares]]:
-        for check in self._apart():
-            (stream,) = check.streams
-            for component in check.entry.components:
+        """Yield the elements of the tensors that are read apart, in their order."""
+        for check in self.plan.tensors:
+            for component in check.entry.components if check.apart else ():
                 consumer = check.consumer(component)
-                for key in boxes(component.shape, defaults.SCAN_BATCH_BYTES // ITEM_BYTES[component.dtype]):
-                    part = slice_entry(component, key)
-                    if part.numel:
-                        yield ScanItem(part, [(stream, consumer, 0, part.nbytes)])
+                for part in _pieces_of(component, defaults.SCAN_BATCH_BYTES):
+                    yield ScanItem(part, [(check.streams[0], consumer, 0, part.nbytes)])
 
     def _start(self, batch: Batch[_Shares]) -> Callable[[], list[torch.Tensor | ReadError]]:
         try:
@@ -266,44 +257,32 @@ class Verification:
             for stream, consumer, first, last in piece.payload:
                 if not stream.failed:  # bytes after a gap would be out of order
                     work.setdefault(id(stream), []).append((consumer, data[first:last]))
-        return [(sum(len(data) for _, data in pieces), partial(feed, pieces)) for pieces in work.values()]
+        return [(sum(len(data) for _, data in pieces), partial(_feed, pieces)) for pieces in work.values()]
 
-    def _check_apart(self, advance: Callable[[int], None]) -> None:
-        """Read and check the indices that were too large to buffer."""
-        for check in self._unchecked():
-            lines = index_lines(check.composite)
-            limit = defaults.SCAN_BATCH_BYTES // max(1, len(lines))
+    def _check_indices(self, advance: Callable[[int], None]) -> None:
+        """Read and check the indices of sparse tensors."""
+
+        def elements(line: Entry, limit_bytes: int) -> Iterator[torch.Tensor]:
+            for part in _pieces_of(line, limit_bytes):
+                yield self._reader.read([part])[0].flatten()
+                advance(part.nbytes)
+
+        for check in self.plan.index_checks:
             try:
-                check.run([self._elements(line, limit, advance) for line in lines])
+                problem = check.problem(elements, self._checkpoint.path)
             except ReadError as error:
                 self._unreadable.append(VerifyProblem.of(error))
-
-    def _elements(self, line: Entry, limit_bytes: int, advance: Callable[[int], None]) -> Iterator[torch.Tensor]:
-        for key in boxes(line.shape, limit_bytes // ITEM_BYTES[line.dtype]):
-            part = slice_entry(line, key)
-            yield self._reader.read([part])[0].flatten()
-            advance(part.nbytes)
+            else:
+                self._wrong_indices += [] if problem is None else [problem]
 
 
-def _begin(part: tuple[FileRange, ByteStream, Consumer]) -> tuple[int, int]:
-    return part[0].file, part[0].first
+def _feed(pieces: Iterable[tuple[Consumer, memoryview]]) -> None:
+    """Pass each piece to its consumer, in order."""
+    for consumer, data in pieces:
+        consumer.update(data)
 
 
-def _shared(
-    ranges: Iterable[tuple[int, int]], parts: Iterable[tuple[FileRange, ByteStream, Consumer]]
-) -> Iterator[tuple[int, int, _Shares]]:
-    """Yield each of ascending ranges with the parts of it that streams consume, counted from its first byte."""
-    waiting = list(parts)[::-1]
-    active: list[tuple[FileRange, ByteStream, Consumer]] = []
-    for first, last in ranges:
-        while waiting and waiting[-1][0].first < last:
-            active.append(waiting.pop())
-        yield (
-            first,
-            last,
-            [
-                (stream, consumer, max(each.first, first) - first, min(each.end, last) - first)
-                for each, stream, consumer in active
-            ],
-        )
-        active = [part for part in active if part[0].end > last]
+def _pieces_of(entry: Entry, limit_bytes: int) -> Iterator[Entry]:
+    """Yield parts of a dense tensor of at most ``limit_bytes``, which are its elements in order."""
+    parts = (slice_entry(entry, key) for key in boxes(entry.shape, limit_bytes // ITEM_BYTES[entry.dtype]))
+    return (part for part in parts if part.numel)

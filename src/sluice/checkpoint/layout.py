@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 from sluice.sources.directory import Directory, LocalDirectory
+from sluice.sources.opening import Place
 from sluice.sources.protocol import Source
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class CheckpointLayout(Struct, frozen=True, kw_only=True):
 
     #: Path of the file, directory or index file, or its address without credentials; for messages.
     path: str
+    #: Its location.
+    place: Place = Place(kind="local", title="")
     #: ``file``: one open file; ``whole``: one model file of a directory; ``shards``: parts with an index; ``parts``:
     #: state dicts without repetition; ``parameters``: one tensor each; ``distributed``: the files that the metadata
     #: file names.

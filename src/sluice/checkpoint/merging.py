@@ -25,8 +25,10 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
+from sluice.checkpoint.chunks import ChunkFile, alone, assemble_chunks, plain_metadata
 from sluice.checkpoint.layout import PARAMETER_SUFFIX, PLACES, CheckpointLayout
-from sluice.checkpoint.open_file import OpenFile, one_file
+from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.tied_names import Declaration, find_ties, linked_names, one_file
 from sluice.entries import tree as trees
 from sluice.formats.shard_index import ShardIndex
 from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
@@ -85,8 +87,6 @@ def merge(
     if layout.kind == "parts" and not problems and any(PLACES in file.index.metadata for file in found.values()):
         return _merge_chunks(layout, list(found.values()), limits)
     if any(PLACES in file.index.metadata for file in found.values()):  # of an index file, or next to missing files
-        from sluice.checkpoint.chunks import alone
-
         found = {name: replace(file, index=alone(file.index, limits)) for name, file in found.items()}
     parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
     tied, tied_notes = _find_ties(layout, found, parts.values(), problems, limits)
@@ -123,9 +123,6 @@ def _merge_chunks(
     layout: CheckpointLayout, files: Sequence[OpenFile], limits: Limits
 ) -> tuple[Index, tuple[OpenFile, ...]]:
     """Return the index of files that hold chunks of tensors; two files may have the same name."""
-    # Imported here: few checkpoints have chunks.
-    from sluice.checkpoint.chunks import ChunkFile, assemble_chunks, plain_metadata
-
     parts = [_part(layout, file.index.files[0].path, file.index.tree) or {} for file in files]
     unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
     joined, values = _join(files, unique, {})
@@ -160,9 +157,6 @@ def _find_ties(
     """Return the stored name of each tied name, and a note on those left out; ``parts`` are the state dicts."""
     if not any(file.index.tied for file in files.values()):
         return {}, ()
-    # Imported here: few files declare tied names.
-    from sluice.checkpoint.tied_names import Declaration, find_ties
-
     weight_map = layout.shard_index.weight_map if layout.shard_index else {}
     declarations = [
         Declaration(name, part or {}, file.index.tied) for (name, file), part in zip(files.items(), parts, strict=True)
@@ -191,9 +185,6 @@ def _linked(layout: CheckpointLayout, files: Mapping[str, OpenFile], limits: Lim
     identities = {name.removesuffix(PARAMETER_SUFFIX): file.index.files[0].identity for name, file in files.items()}
     if len(set(identities.values())) == len(identities):
         return {}
-    # Imported here: few directories have ties.
-    from sluice.checkpoint.tied_names import linked_names
-
     return linked_names(layout.directory, identities, limits)
 
 

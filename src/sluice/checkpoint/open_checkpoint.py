@@ -24,7 +24,7 @@ from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
-from sluice.sources.opening import PathOrAddress, Place, SourceLocation, find_place
+from sluice.sources.opening import PathOrAddress, Place, SourceLocation
 from sluice.sources.protocol import Source, source_notes
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
@@ -82,9 +82,9 @@ class OpenCheckpoint:
 
     @classmethod
     def _open_files(cls, source: SourceLocation | Sequence[PathOrAddress], limits: Limits, encoding: str) -> Self:
-        place = find_place(source)
-        layout = classify(place, limits)
+        layout = classify(source, limits)
         index, files = open_layout(layout, limits, encoding)
+        place = layout.place
         if place.stream is not None:
             place.stream.seek(files[0].end)
         return cls(place.title or layout.path, index, files, limits, place)

@@ -17,7 +17,7 @@ from sluice.sources.protocol import Source, checks_with_data
 from sluice.sources.read_ahead import read_ahead
 from sluice.sources.section import Section
 
-__all__ = ["OpenFile", "one_file", "open_alone", "open_file"]
+__all__ = ["OpenFile", "open_alone", "open_file"]
 
 
 class OpenFile(Struct, frozen=True, kw_only=True):
@@ -115,8 +115,13 @@ def open_alone(
 ) -> tuple[Index, tuple[OpenFile, ...]]:
     """Return the index of a checkpoint of one file, and the file; see ``open_file``."""
     file = open_file(source, limits, encoding, start=start)
+    index = file.index
     try:
-        index = one_file(file.index, limits)
+        if PLACES in index.metadata or index.tied:
+            # Here, not above: few checkpoints have chunks or declare tied names.
+            from sluice.checkpoint.tied_names import one_file
+
+            index = one_file(index, limits)
     except BaseException:
         source.close()
         raise
@@ -125,23 +130,3 @@ def open_alone(
         files = tuple(replace(each, identity=source.identity) for each in index.files)
         index = replace(index, storages=storages, files=files)
     return index, (file,)
-
-
-def one_file(index: Index, limits: Limits) -> Index:
-    """Return the index of a checkpoint of one file, with its tied names and without the places of its chunks.
-
-    Raises:
-        IncompleteCheckpointError: It holds chunks from the middle of tensors.
-        FormatError: It places its chunks in a malformed way.
-        LimitError: It has too many names.
-    """
-    if PLACES in index.metadata:
-        # Here, and below: few checkpoints have chunks or declare tied names.
-        from sluice.checkpoint.chunks import alone
-
-        index = alone(index, limits)
-    if not index.tied:
-        return index
-    from sluice.checkpoint.tied_names import with_ties
-
-    return with_ties(index, index.files[0].path, limits)

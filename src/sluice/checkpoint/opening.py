@@ -1,18 +1,19 @@
-"""Open a checkpoint: ``classify`` finds out what is at a place, ``open_layout`` opens the files that it names."""
+"""Open a checkpoint: ``classify`` finds out what is at a location, ``open_layout`` opens the files that it names."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from contextlib import closing
+from collections.abc import Sequence
 from typing import cast
+
+from msgspec.structs import replace
 
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile, open_alone
 from sluice.records import Index
-from sluice.sources.directory import Directory
-from sluice.sources.opening import Location, Place, find_place
+from sluice.sources.opening import Location, PathOrAddress, SourceLocation, find_place
 from sluice.sources.protocol import Source
 
 __all__ = ["classify", "open_layout"]
@@ -21,8 +22,8 @@ __all__ = ["classify", "open_layout"]
 _FIRST_PART = re.compile(r"-00001-of-(?!0000[01])([0-9]{5})\.gguf$")
 
 
-def classify(place: Place, limits: Limits) -> CheckpointLayout:
-    """Return what is at a place; reads no more than the listing of a directory and its index file.
+def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) -> CheckpointLayout:
+    """Return what is at a location; reads no more than the listing of a directory and its index file.
 
     A path or URL that ends in ``.json`` must be the index file of a sharded checkpoint; ``.metadata`` means its
     directory. Servers are not asked whether one of them is a directory.
@@ -32,30 +33,23 @@ def classify(place: Place, limits: Limits) -> CheckpointLayout:
         ReadError: It cannot be examined.
         UnsupportedError: The library of a URL is not installed.
         RemoteError: A server does not answer.
+        TypeError: It is not a location.
+        ValueError: It is an empty list, or a list that names a file twice.
     """
+    place = find_place(where)
     divided = _FIRST_PART.search(place.name)
     if divided is not None:
         place = find_place(_parts(place.location, place.name, int(divided[1])))
-    if place.kind == "list":
-        # Here, and below: most checkpoints are one file.
-        from sluice.checkpoint.survey import listed_layout
-
-        return listed_layout(place, limits)
     described = place.name.endswith(".json") or place.name == METADATA_FILE
-    found = place.parent() if described and place.kind == "remote" else place.open()
-    if not described and not hasattr(found, "entries"):
-        start = None if place.stream is None else place.stream.tell()
-        source = found
-        return CheckpointLayout(path=place.title or source.path, kind="file", source=source, start=start)
-    from sluice.checkpoint.survey import index_layout, survey
+    found = None if place.kind == "list" or described else place.open()
+    if found is None or hasattr(found, "entries"):
+        # Here, and below: most checkpoints are one file.
+        from sluice.checkpoint.survey import layout_of_several
 
-    if not described or (place.kind == "local" and hasattr(found, "entries")):
-        return survey(cast("Directory", found), limits)
-    directory = cast("Directory", found) if place.kind == "remote" else place.parent()
-    if place.name == METADATA_FILE:
-        return CheckpointLayout(path=place.title, directory=directory, kind="distributed", files=(METADATA_FILE,))
-    with closing(directory.open(place.name) if place.kind == "remote" else cast("Source", found)) as index_file:
-        return index_layout(index_file, directory, limits)
+        return replace(layout_of_several(place, found, limits), place=place)
+    source = cast("Source", found)
+    start = None if place.stream is None else place.stream.tell()
+    return CheckpointLayout(path=place.title or source.path, place=place, kind="file", source=source, start=start)
 
 
 def _parts(path: Location, name: str, count: int) -> list[Location]:
@@ -92,11 +86,6 @@ def open_layout(
     """
     if layout.source is not None:
         return open_alone(layout.source, limits, encoding, start=layout.start)
-    if layout.kind == "distributed":
-        # Here, and below: most checkpoints are one file, and few are distributed.
-        from sluice.checkpoint.distributed import open_distributed
-
-        return open_distributed(layout, limits)
     from sluice.checkpoint.several_files import open_files
 
     return open_files(layout, limits, encoding)

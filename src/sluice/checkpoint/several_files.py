@@ -24,6 +24,11 @@ __all__ = ["open_files"]
 
 def open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open the files of a layout and merge them; see ``opening.open_layout``."""
+    if layout.kind == "distributed":
+        # Here, not above: few directories are distributed checkpoints.
+        from sluice.checkpoint.distributed import open_distributed
+
+        return open_distributed(layout, limits)
     files: list[OpenFile | None] = [None] * len(layout.files)
     missing: list[int] = []
     storages = 0

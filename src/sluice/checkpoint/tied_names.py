@@ -27,12 +27,14 @@ from msgspec.structs import replace
 from sluice._errors import LimitError, SluiceError
 from sluice._messages import listed
 from sluice._options import Limits
+from sluice.checkpoint.chunks import alone
+from sluice.checkpoint.layout import PLACES
 from sluice.checkpoint.survey import open_member
 from sluice.formats.safetensors.header import parse_texts
 from sluice.records import FileIdentity, Index
 from sluice.sources.directory import Directory
 
-__all__ = ["TIES_FILE", "Declaration", "Ties", "find_ties", "linked_names", "with_ties"]
+__all__ = ["TIES_FILE", "Declaration", "Ties", "find_ties", "linked_names", "one_file", "with_ties"]
 
 #: File that declares the tied names of a directory of parameters.
 TIES_FILE = "sluice.tied_names.json"
@@ -58,6 +60,19 @@ class Ties(NamedTuple):
     contradictory: list[str]
     #: At most one note for the report.
     notes: tuple[str, ...]
+
+
+def one_file(index: Index, limits: Limits) -> Index:
+    """Return the index of a checkpoint of one file, with its tied names and without the places of its chunks.
+
+    Raises:
+        IncompleteCheckpointError: It holds chunks from the middle of tensors.
+        FormatError: It places its chunks in a malformed way.
+        LimitError: It has too many names.
+    """
+    if PLACES in index.metadata:
+        index = alone(index, limits)
+    return with_ties(index, index.files[0].path, limits) if index.tied else index
 
 
 def with_ties(index: Index, path: str, limits: Limits) -> Index:

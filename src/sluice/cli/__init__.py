@@ -45,6 +45,18 @@ class _Commands(click.Group):
         command: click.Command = getattr(import_module(f"sluice.cli.commands.{cmd_name}"), f"{cmd_name}_command")
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches  # here, not above: few commands are misspelt
+
+            close = get_close_matches(args[0], _SUMMARIES, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise click.UsageError(f"{error.message}{hint}", ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  as above
         with formatter.section("Commands"):
             formatter.write_dl(list(_SUMMARIES.items()))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 import sluice
-from sluice._arguments import device_name
-from sluice._dtypes import parse_dtype, torch_dtype
-from sluice._options import TEXT_ENCODING, MemoryLimits, Place
+from sluice._arguments import dtype_argument
+from sluice._dtypes import parse_dtype
+from sluice._options import TEXT_ENCODING, MemoryLimits, PageCache
 from sluice._units import parse_bytes
 from sluice.cli.failures import Failure, describe
 from sluice.cli.remote_options import with_settings
@@ -26,29 +28,24 @@ if TYPE_CHECKING:
     from sluice.sources.opening import Location
 
 __all__ = [
+    "Command",
     "DTypeName",
     "Size",
-    "allow_empty_option",
     "build_model",
     "changes_of",
-    "check_allow_empty",
-    "check_device",
+    "changes_options",
     "check_dtype",
-    "dtype_option",
     "encoding_option",
     "find_factory",
-    "ignore_mismatched_option",
-    "key_option",
-    "no_strict_option",
+    "memory_options",
+    "page_cache_option",
     "parse_arguments",
     "paths_argument",
-    "place_option",
-    "rename_option",
-    "rename_regex_option",
-    "rules_option",
     "source_of",
-    "staging_option",
+    "together",
 ]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class DTypeName(click.ParamType[str]):
@@ -61,9 +58,10 @@ class DTypeName(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            return parse_dtype(value, auto=self._auto, floats_only=True)
+            name = parse_dtype(value, auto=self._auto, floats_only=True)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        return name
 
 
 class Size(click.ParamType[int]):
@@ -93,22 +91,10 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
 
 def check_dtype(name: str | None) -> str | None:
     """Return the name of a ``--dtype`` option; refuse a dtype that the installed torch does not have."""
-    if name not in {None, "auto"}:
-        try:
-            torch_dtype(str(name))
-        except sluice.UnsupportedError as error:
-            raise click.BadParameter(f"the installed torch has no {name}", param_hint="--dtype") from error
-    return name
-
-
-def check_device(device: str | None, *, auto: bool = True) -> None:
-    """Refuse a device that torch cannot use, before a model is built."""
-    if device is None or (device == "auto" and auto):
-        return
     try:
-        device_name(device)
+        return dtype_argument(name)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--device") from error
+        raise click.BadParameter(str(error), param_hint="--dtype") from error
 
 
 def source_of(paths: Sequence[str]) -> Location | list[Location]:
@@ -122,13 +108,12 @@ def find_factory(spec: str) -> Callable[..., Any]:
     """Import the class or function of ``--model``; see ``_import_object``."""
     target = _import_object(spec, "--model")
     if not callable(target):
-        module, _, name = spec.partition(":")
-        raise click.BadParameter(f"{module} has no class or function {name!r}", param_hint="--model")
+        raise click.BadParameter(f"{spec} is a {type(target).__name__}, not a class or function", param_hint="--model")
     return target  # type: ignore[no-any-return]  # callable() narrows Any to a callable of anything
 
 
 def _import_object(spec: str, option: str) -> Any:
-    """Import ``package.module:name`` with the current directory on the path, as ``python -m`` does; None if missing."""
+    """Import ``package.module:name`` with the current directory on the path, as ``python -m`` does."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         module, dot, last = spec.rpartition(".")
@@ -139,16 +124,53 @@ def _import_object(spec: str, option: str) -> Any:
         raise click.BadParameter(f"{module_name!r} is a path; write the module: {hint}:{name}", param_hint=option)
     sys.path.insert(0, os.getcwd())
     try:
+        names = _names_in_source(module_name)
+        if names is not None and name.split(".")[0] not in names:
+            raise _undefined(module_name, name, names, option)
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise click.BadParameter(f"no module {error.name!r}", param_hint=option) from error
         raise Failure(f"{module_name} needs the module {error.name!r}, which is not installed") from error
+    except click.BadParameter:
+        raise
     except Exception as error:
         raise Failure(f"importing {module_name} raised {describe(error)}") from error
     for attribute in name.split("."):
-        target = getattr(target, attribute, None)
+        if not hasattr(target, attribute):
+            raise _undefined(module_name, name, dir(target), option)
+        target = getattr(target, attribute)
     return target
+
+
+def _names_in_source(module_name: str) -> set[str] | None:
+    """Return the names that the source of a module defines, without importing it, which may take seconds.
+
+    None if only an import can tell: there is no source, or it defines names in other ways.
+    """
+    found = importlib.util.find_spec(module_name)
+    if found is None or not (found.origin or "").endswith(".py"):
+        return None
+    with open(str(found.origin), "rb") as file:
+        source = file.read()
+    if re.search(rb"import \*|__getattr__|__dict__|globals\(|locals\(|vars\(|setattr\(|sys\.modules|exec\(", source):
+        return None
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name=name, asname=other):
+                names.add(other or name.partition(".")[0])
+    return names
+
+
+def _undefined(module: str, name: str, names: Iterable[str], option: str) -> click.BadParameter:
+    close = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {module}:{close[0]}?" if close else ""
+    return click.BadParameter(f"{module} has no {name!r}{hint}", param_hint=option)
 
 
 def changes_of(renames: Sequence[str], regexes: Sequence[str], lists: Sequence[str]) -> list[sluice.rules.Rule]:
@@ -198,7 +220,7 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
     except sluice.SluiceError:
         raise
     except Exception as error:
-        raise Failure(f"{spec} raised {describe(error)}") from error
+        raise Failure(f"{spec} raised {describe(error)}; --model-args passes arguments to it") from error
     if not isinstance(model, nn.Module):
         raise click.BadParameter(
             f"{spec} returned a {type(model).__name__}, not a torch.nn.Module", param_hint="--model"
@@ -206,41 +228,15 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
     return model
 
 
-dtype_option = click.option(
-    "--dtype", type=DTypeName(), help="bf16, half, float32, torch.bfloat16, ..., or auto: as in the file."
-)
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds several options, which the help shows in this order."""
 
-rename_option = click.option(
-    "--rename",
-    "renames",
-    multiple=True,
-    metavar="OLD=NEW",
-    help="Rename tensors; * is one part of a name, ** any text; OLD= drops it.",
-)
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
 
-rename_regex_option = click.option(
-    "--rename-regex", "regexes", multiple=True, metavar="REGEX=NEW", help=r"The same, for whole names; \1 is a group."
-)
-
-rules_option = click.option(
-    "--rules",
-    "rule_lists",
-    multiple=True,
-    metavar="MODULE:NAME",
-    help="A list of sluice.rules in a Python module, or a function that returns one; applied after --rename.",
-)
-
-paths_argument = click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
-
-staging_option = click.option(
-    "--staging",
-    type=Size(),
-    default=MemoryLimits().staging,
-    show_default=True,
-    help="Size of the staging buffers.",
-)
-
-key_option = click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
+    return add
 
 
 def _encoding(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -252,6 +248,8 @@ def _encoding(ctx: click.Context, param: click.Parameter, value: str) -> str:
         raise click.BadParameter(str(error), ctx, param) from None
 
 
+paths_argument = click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
+
 encoding_option = click.option(
     "--encoding",
     callback=_encoding,
@@ -260,32 +258,53 @@ encoding_option = click.option(
     help="Encoding of text that Python 2 wrote, such as latin1; bytes keeps it as bytes.",
 )
 
-no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names.")
-
-allow_empty_option = click.option(
-    "--allow-empty", is_flag=True, help="With --no-strict, allow that no tensor of the model is in the checkpoint."
-)
-
-
-ignore_mismatched_option = click.option(
-    "--ignore-mismatched", is_flag=True, help="Keep the model's own values of tensors whose shape differs."
-)
-
-
-def check_allow_empty(*, allow_empty: bool, no_strict: bool) -> None:
-    """Refuse ``--allow-empty`` if ``--no-strict`` is missing: it would have no effect.
-
-    Raises:
-        click.UsageError: The options are wrong.
-    """
-    if allow_empty and not no_strict:
-        raise click.UsageError("--allow-empty needs --no-strict: without it every missing name is an error")
-
-
-place_option = click.option(
-    "--place",
-    type=click.Choice(get_args(Place)),
-    default="copy",
+page_cache_option = click.option(
+    "--page-cache",
+    type=click.Choice(get_args(PageCache)),
+    default="auto",
     show_default=True,
-    help="map: unchanged CPU tensors become mapped pages of the file.",
+    help="keep: leave what is read in the page cache. bypass: do not change the cache.",
+)
+
+#: The options of ``changes_of``.
+changes_options = together(
+    click.option(
+        "--rename",
+        "renames",
+        multiple=True,
+        metavar="OLD=NEW",
+        help="Rename tensors; * is one part of a name, ** any text; OLD= drops it.",
+    ),
+    click.option(
+        "--rename-regex",
+        "regexes",
+        multiple=True,
+        metavar="REGEX=NEW",
+        help=r"The same, for whole names; \1 is a group.",
+    ),
+    click.option(
+        "--rules",
+        "rule_lists",
+        multiple=True,
+        metavar="MODULE:NAME",
+        help="A list of sluice.rules in a Python module, or a function that returns one; applied after --rename.",
+    ),
+)
+
+#: The options of ``memory_of``.
+memory_options = together(
+    click.option(
+        "--memory",
+        "--host-limit",
+        "host_limit",
+        type=Size(),
+        help="Limit on the growth of host memory, such as 4GiB. Default: control group or free memory.",
+    ),
+    click.option(
+        "--staging",
+        type=Size(),
+        default=MemoryLimits().staging,
+        show_default=True,
+        help="Size of the staging buffers.",
+    ),
 )

@@ -2,87 +2,180 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
+from msgspec.structs import replace
+
+from sluice import _defaults as defaults
 from sluice._dtypes import why_no_cast
-from sluice._errors import MismatchError, UnsupportedError
+from sluice._errors import BudgetError, MismatchError, SaveError, UnsupportedError
+from sluice._options import MemoryLimits, PageCache
+from sluice._units import format_bytes, parse_bytes
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.contents import flat_contents, whole_contents
-from sluice.converting.conversion import Conversion, Written
-from sluice.converting.destination import check_destination
-from sluice.converting.tensor_files import convert_to_directory, convert_to_safetensors
-from sluice.converting.torch_files import convert_to_parameters, convert_to_torch
+from sluice.converting.entries import Entries
 from sluice.entries.rules import Rule
 from sluice.entries.tree import every_entry, walk
 from sluice.matching.renaming import Rename
+from sluice.reading.caches import fill_caches
 from sluice.reports.save import SaveReport
+from sluice.writing.chunks import Staging
+from sluice.writing.formats import write_contents
 from sluice.writing.save_formats import ConvertFormat
+from sluice.writing.save_job import SaveJob
 
-__all__ = ["convert_checkpoint"]
+__all__ = ["check_destination", "convert_checkpoint"]
 
 #: Formats whose files are pickles, which can describe sparse and quantized tensors.
 _TORCH_FILES = frozenset({"torch", "per-parameter"})
 
-_WRITERS: Mapping[ConvertFormat, Callable[[Conversion, object], Written]] = {
-    "torch": convert_to_torch,
-    "safetensors": convert_to_safetensors,
-    "huggingface": convert_to_directory,
-    "per-parameter": convert_to_parameters,
-}
-
 
 def convert_checkpoint(
-    conversion: Conversion, *, key: str | None, rename: Rename | None, rules: Sequence[Rule], started: float
+    checkpoint: OpenCheckpoint,
+    save_format: ConvertFormat,
+    job: SaveJob,
+    *,
+    key: str | None,
+    rename: Rename | None,
+    rules: Sequence[Rule],
+    memory: MemoryLimits | None,
+    page_cache: PageCache,
+    started: float,
 ) -> SaveReport:
     """Convert a checkpoint; ``sluice.convert`` documents errors.
 
     Args:
-        conversion: Source, destination and options.
+        checkpoint: The source.
+        save_format: Format to write.
+        job: Destination and options.
         key: Part of the checkpoint; None for the whole object, or the only state dict in it.
         rename: New names.
         rules: Rules that transform tensors, by their new names.
+        memory: Limits of memory growth; None for the defaults.
+        page_cache: Use of the page cache when the source is read.
         started: ``time.perf_counter()`` at the start of the call.
     """
-    checkpoint, chosen = conversion.checkpoint, conversion.save_format
-    check_destination(checkpoint, conversion.destination, chosen)
-    read = whole_contents if chosen == "torch" else flat_contents
+    if isinstance(job.destination, Path):
+        check_destination(checkpoint, job.destination, save_format)
+    read = whole_contents if save_format == "torch" else flat_contents
     contents = read(checkpoint, key=key, rename=rename, rules=rules)
-    _check(conversion, contents.tree)
-    written = _WRITERS[chosen](conversion, contents.tree)
-    if conversion.manifest:
-        conversion.manifest.commit()
+    if "safetensors" in checkpoint.format:
+        job = replace(job, metadata={**job.metadata, **checkpoint.metadata})
+    memory = memory or MemoryLimits()
+    reading, writing, batch = _shares(parse_bytes(memory.staging))
+    entries = Entries(
+        checkpoint, contents.tree, job.dtype, batch_bytes=batch, staging_bytes=reading, page_cache=page_cache
+    )
+    with entries:
+        _check(entries, checkpoint, save_format, manifest=job.manifest is not None)
+        if not job.dry_run:
+            _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)))
+            if 2 * sum(entry.nbytes for entry in every_entry(contents.tree)) >= checkpoint.nbytes:
+                fill_caches(checkpoint.sources, progress=job.progress)
+        saved = write_contents(entries, save_format, replace(job, staging=Staging.make(writing)))
     return SaveReport(
-        destination=str(conversion.destination),
-        format=chosen,
-        files=tuple(str(file) for file in written.files),
-        file_bytes=tuple(written.files.values()),
-        replaced=written.replaced,
-        tensors=written.tensors,
+        destination=str(job.destination),
+        format=save_format,
+        files=tuple(saved.files),
+        file_bytes=tuple(saved.files.values()),
+        replaced=saved.replaced,
+        tensors=saved.tensors,
         source=checkpoint.path,
         source_format=checkpoint.format,
         key=contents.key or None,
         taken=contents.taken,
         total=contents.total,
-        nbytes=written.nbytes,
+        nbytes=saved.nbytes,
         seconds=time.perf_counter() - started,
-        tied=written.tied,
-        casts=written.casts,
+        tied=saved.tied,
+        casts=saved.casts,
         notes=(*checkpoint.index.notes, *contents.notes, *checkpoint.source_notes),
-        dry_run=conversion.dry_run,
+        dry_run=job.dry_run,
     )
 
 
-def _check(conversion: Conversion, tree: object) -> None:
+def _check(entries: Entries, checkpoint: OpenCheckpoint, save_format: str, *, manifest: bool) -> None:
     """Refuse data that the format cannot hold, before anything is written."""
-    chosen = conversion.save_format
-    names = {id(entry): name for name, entry in walk(tree)}
-    for entry in every_entry(tree):
+    names = {id(entry): name for name, entry in walk(entries.tree)}
+    for entry in every_entry(entries.tree):
         name = names.get(id(entry), "_metadata")
-        if entry.composite is not None and (conversion.manifest or chosen not in _TORCH_FILES):
-            where = "a manifest has no hash for it" if chosen in _TORCH_FILES else f"{chosen} files hold dense tensors"
-            raise UnsupportedError(
-                f"a {entry.layout} tensor cannot be written: {where}", file=conversion.checkpoint.path, tensor=name
-            )
-        why = why_no_cast(entry.dtype, conversion.finished(entry), requires_grad=entry.requires_grad)
+        if entry.composite is not None and (manifest or save_format not in _TORCH_FILES):
+            pickled = save_format in _TORCH_FILES
+            where = "a manifest has no hash for it" if pickled else f"{save_format} files hold dense tensors"
+            problem = f"a {entry.layout} tensor cannot be written: {where}"
+            raise UnsupportedError(problem, file=checkpoint.path, tensor=name)
+        why = why_no_cast(entry.dtype, entries.finished(entry), requires_grad=entry.requires_grad)
         if why:
-            raise MismatchError(why, file=conversion.checkpoint.path, tensor=name)
+            raise MismatchError(why, file=checkpoint.path, tensor=name)
+
+
+def _shares(staging_bytes: int) -> tuple[int, int, int]:
+    """Divide staging between reads, writes and each of two batches of tensors, in bytes.
+
+    Raises:
+        BudgetError: It cannot be divided.
+    """
+    least = 2 * defaults.SMALLEST_STAGING_BYTES
+    if staging_bytes < least:
+        problem = "staging is too small for a conversion"
+        raise BudgetError(problem, expected=f"at least {format_bytes(least)}", found=format_bytes(staging_bytes))
+    reading = max(defaults.SMALLEST_STAGING_BYTES, staging_bytes // 4)
+    writing = min((staging_bytes - reading) // 3, defaults.SAVE_STAGING_BYTES)
+    return reading, writing, (staging_bytes - reading - writing) // 2
+
+
+def _check_memory(entries: Entries, memory: MemoryLimits, tensors: int) -> None:
+    """Raise ``BudgetError`` if the conversion needs more than a limit."""
+    staging = parse_bytes(memory.staging)
+    needed = staging + defaults.OVERHEAD_BYTES + defaults.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
+    limit, origin = entries.host_headroom
+    if memory.host is not None:
+        limit, origin = parse_bytes(memory.host), "MemoryLimits(host=...)"
+    if needed > limit:
+        raise BudgetError(
+            f"the conversion needs {format_bytes(needed)} of host memory: {format_bytes(staging)} for staging and the "
+            "rest for the index and threads",
+            expected=f"at most {format_bytes(limit)} ({origin})",
+            found=format_bytes(needed),
+        )
+
+
+def check_destination(checkpoint: OpenCheckpoint, destination: Path, chosen: str) -> None:
+    """Refuse a destination that would damage the source, or change the content of its directory.
+
+    A file may replace the only file of the source, because it is renamed after everything is read. A model directory in
+    the Hugging Face layout may replace itself, because new shards have names of their own until the last step.
+
+    Args:
+        checkpoint: The source.
+        destination: The file or directory.
+        chosen: The format to write.
+
+    Raises:
+        SaveError: The destination is one of several files of the source, or its directory in a different format, or
+            inside that directory.
+    """
+    final = os.path.realpath(destination)
+    sources = {os.path.realpath(path) for path in checkpoint.files if os.path.exists(path)}
+    if chosen in {"torch", "safetensors"}:
+        if len(sources) > 1 and final in sources:
+            raise SaveError("the destination is one of the source files", file=str(destination))
+    elif chosen == "per-parameter" and any(_inside(path, final) for path in sources):
+        problem = "the destination directory contains source files that are still to be read"
+        raise SaveError(problem, file=str(destination))
+    if not os.path.isdir(checkpoint.path):  # also if it is remote
+        return
+    directory = os.path.realpath(checkpoint.path)
+    same = final == directory
+    if same and (chosen, checkpoint.format) == ("huggingface", "huggingface-safetensors"):
+        return
+    if same or _inside(final, directory):
+        problem = "the destination is inside the source directory and would change its content"
+        raise SaveError(problem, file=str(destination), found=f"source {checkpoint.path}")
+
+
+def _inside(path: str, directory: str) -> bool:
+    return path.startswith(directory.rstrip(os.sep) + os.sep)

@@ -6,6 +6,7 @@ gradients, and must not keep their arguments.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch
 
 from sluice.records import Arithmetic, Elements
 
-__all__ = ["ElementFunction", "cast", "computed", "element_function"]
+__all__ = ["ElementFunction", "cast", "computed", "element_function", "scratch"]
 
 
 class ElementFunction(Protocol):
@@ -43,3 +44,21 @@ def computed(arithmetic: Iterable[tuple[Arithmetic, float]]) -> ElementFunction:
 def element_function(elements: Elements) -> ElementFunction:
     """Return what fills a target from elements; conjugates and negatives are views, and packs are decoded, before."""
     return computed(elements.arithmetic) if elements.arithmetic else cast
+
+
+class _Scratch(threading.local):
+    """Memory of a thread that is used again for every copy; what was written is gone after the next use.
+
+    If each copy allocated its own, malloc kept 30 MiB of them in the arena of each thread.
+    """
+
+    bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of_at_least(self, nbytes: int) -> torch.Tensor:
+        """Return at least ``nbytes`` bytes."""
+        if self.bytes.numel() < nbytes:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self.bytes
+
+
+scratch = _Scratch()

@@ -18,9 +18,8 @@ from sluice import _defaults as defaults
 from sluice._dtypes import is_castable, torch_dtype
 from sluice._geometry import CopyPiece, collapse, cut, span_elements
 from sluice._private_torch import copy_each, neg_view
-from sluice.engine.elementwise import ElementFunction, cast, element_function
+from sluice.engine.elementwise import ElementFunction, cast, element_function, scratch
 from sluice.engine.packs import decode_packs
-from sluice.engine.scratch import scratch
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Arithmetic, Constant, Copy, Elements, Packing
 

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from sluice import _defaults as defaults
-from sluice.engine.elementwise import ElementFunction
-from sluice.engine.scratch import scratch
+from sluice.engine.elementwise import ElementFunction, scratch
 from sluice.entries.slicing import boxes
 from sluice.records import Packing
 

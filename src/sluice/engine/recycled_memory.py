@@ -15,7 +15,7 @@ from sluice import _defaults as defaults
 from sluice._geometry import round_up
 from sluice.engine.host_memory import HostMemory
 
-__all__ = ["Lease", "RecycledMemory"]
+__all__ = ["MemoryLease", "RecycledMemory"]
 
 
 class RecycledMemory:
@@ -80,7 +80,7 @@ class RecycledMemory:
                 del self._unused[size]
 
 
-class Lease:
+class MemoryLease:
     """The memory that one plan has taken."""
 
     def __init__(self, memory: RecycledMemory) -> None:

@@ -64,8 +64,6 @@ class RunResult(Struct, frozen=True, kw_only=True):
     stepped_down: int
     #: Bytes that were read through the page cache although the plan prefers direct reads, by reason.
     surprises: Mapping[Surprise, int]
-    #: Bytes that other ranks read and sent.
-    received_bytes: int = 0
 
 
 class FinishedRead(Struct, frozen=True):

@@ -7,38 +7,38 @@ Torch has no common interface for them. Everything else that ``StreamAccelerator
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["VENDORS", "OtherVendor", "Vendor", "stream_module", "vendor"]
+__all__ = ["VENDORS", "Vendor", "stream_module", "vendor"]
 
 #: ``cudaHostRegisterPortable``: page-locked for every device of the process.
 _PORTABLE = 1
 
 
-class Vendor(Protocol):
-    """The functions of one kind of device. Every method may be called from any thread."""
+class Vendor:
+    """The functions of one kind of device, for which torch has none that page-locks memory of the caller.
 
-    @property
-    def locks_pages(self) -> bool:
-        """Whether memory can be page-locked, so that copies from it may continue after the call."""
-        ...
+    Every method may be called from any thread.
+    """
+
+    #: Whether memory can be page-locked, so that copies from it may continue after the call.
+    locks_pages = False
 
     def event(self, device: torch.device) -> torch.Event:
         """Return a new event. Waiting for it should not take a core."""
-        ...
+        return torch.Event(device, enable_timing=False)
 
-    def lock_pages(self, device: torch.device, address: int, nbytes: int) -> bool:
+    def lock_pages(self, device: torch.device, address: int, nbytes: int) -> bool:  # noqa: ARG002
         """Page-lock host memory for all devices of the process; return whether the driver accepts it."""
-        ...
+        return False
 
     def unlock_pages(self, device: torch.device, address: int) -> None:
         """Release memory that was page-locked; do nothing if it is not."""
-        ...
 
 
-class CudaVendor:
+class CudaVendor(Vendor):
     """CUDA: ``cudaHostRegister`` and events with ``cudaEventBlockingSync``."""
 
     locks_pages = True
@@ -61,25 +61,10 @@ class CudaVendor:
             _forget_last_error()
 
 
-class OtherVendor:
-    """Any other device: torch has no public function that page-locks memory of the caller."""
-
-    locks_pages = False
-
-    def event(self, device: torch.device) -> torch.Event:
-        return torch.Event(device, enable_timing=False)
-
-    def lock_pages(self, device: torch.device, address: int, nbytes: int) -> bool:  # noqa: ARG002
-        return False
-
-    def unlock_pages(self, device: torch.device, address: int) -> None:
-        """Do nothing: nothing was locked."""
-
-
 #: Devices with functions of their own, by type.
 VENDORS: dict[str, Vendor] = {"cuda": CudaVendor()}
 
-_OTHER = OtherVendor()
+_OTHER = Vendor()
 
 
 def vendor(device: str) -> Vendor:

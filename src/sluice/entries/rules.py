@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -39,9 +39,6 @@ class Rule(ABC):
 
     def __post_init__(self) -> None:
         compile_pattern(self.pattern)
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__.removesuffix('Rule').lower()}({spell(self.pattern)})"
 
     @abstractmethod
     def apply(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -126,6 +123,17 @@ def apply_rules(entries: Mapping[str, Entry], rules: Sequence[Rule]) -> dict[str
 class EachRule(Rule):
     """A rule that applies to one tensor at a time."""
 
+    #: Name of the function that made it.
+    kind: str
+    #: Returns the names and entries that replace one entry, from ``arguments``, the name, the match of the pattern and
+    #: the entry. A ``ValueError`` says why the rule cannot be applied to it.
+    effect: Callable[..., Iterable[tuple[str, Entry]]]
+    #: Its first arguments.
+    arguments: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind}({spell(self.pattern)})"
+
     def apply(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Return the entries, with each matching entry replaced by its results."""
         pattern = compile_pattern(self.pattern).regex
@@ -135,7 +143,9 @@ class EachRule(Rule):
             matched = pattern.fullmatch(name)
             findings.matched |= matched is not None
             try:
-                replacements = [(name, entry)] if matched is None else list(self._results(name, matched, entry))
+                replacements = (
+                    [(name, entry)] if matched is None else list(self.effect(*self.arguments, name, matched, entry))
+                )
             except ValueError as error:
                 findings.refuse(name, str(error))
                 continue
@@ -143,12 +153,3 @@ class EachRule(Rule):
                 findings.add(result, new, replacement, name)
         findings.raise_if_any(entries)
         return result
-
-    @abstractmethod
-    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
-        """Yield the names and entries that replace one entry.
-
-        Raises:
-            ValueError: The rule cannot be applied to it; the message is the reason.
-        """
-        ...

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from msgspec import Struct
+from importlib import import_module
+from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, TruncatedError
 from sluice._options import TEXT_ENCODING
 from sluice.formats.archives.tar import is_tar, refuse_tar
 from sluice.formats.first_bytes import is_gguf, is_safetensors, is_torch_legacy, is_torch_zip
+from sluice.formats.foreign import recognise, recognise_npz
 from sluice.formats.protocol import Format
 from sluice.sources.protocol import Source
 
@@ -22,47 +23,33 @@ _HEAD_BYTES = 4096
 _SMALLEST_BYTES = 10
 
 
-class KnownFormat(Struct, frozen=True, kw_only=True):
-    """A format that sluice reads, and how to import it."""
+class KnownFormat(NamedTuple):
+    """A format that sluice reads. Its module is imported for the first such file: most programs need only one."""
 
     #: Its name, as in ``Format``.
     name: str
     #: Whether the first bytes of a file, up to 4096, indicate it.
     matches: Callable[[bytes], bool]
-    #: Returns the format for an encoding of text that Python 2 wrote. Imports it, because most files need only one.
-    load: Callable[[str], Format]
+    #: Module and name of its class, below ``sluice.formats``.
+    where: str
+    #: Whether its files may hold text of Python 2, whose encoding the class takes.
+    has_encoding: bool = False
 
-
-def _torch_zip(encoding: str) -> Format:
-    from sluice.formats.torch_save.zip_format import TorchZipFormat
-
-    return TorchZipFormat(encoding=encoding)
-
-
-def _torch_legacy(encoding: str) -> Format:
-    from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
-
-    return TorchLegacyFormat(encoding=encoding)
-
-
-def _safetensors(encoding: str) -> Format:  # noqa: ARG001  all its text is UTF-8
-    from sluice.formats.safetensors.reader import SafetensorsFormat
-
-    return SafetensorsFormat()
-
-
-def _gguf(encoding: str) -> Format:  # noqa: ARG001  all its text is UTF-8
-    from sluice.formats.gguf.reader import GgufFormat
-
-    return GgufFormat()
+    def load(self, encoding: str) -> Format:
+        """Return the format for an encoding of text that Python 2 wrote."""
+        module, _, name = self.where.rpartition(".")
+        made: Format = getattr(import_module(f"sluice.formats.{module}"), name)(
+            **{"encoding": encoding} if self.has_encoding else {}
+        )
+        return made
 
 
 #: The formats that sluice reads. Their first bytes exclude each other.
 FORMATS = (
-    KnownFormat(name="torch-zip", matches=is_torch_zip, load=_torch_zip),
-    KnownFormat(name="torch-legacy", matches=is_torch_legacy, load=_torch_legacy),
-    KnownFormat(name="safetensors", matches=is_safetensors, load=_safetensors),
-    KnownFormat(name="gguf", matches=is_gguf, load=_gguf),
+    KnownFormat("torch-zip", is_torch_zip, "torch_save.zip_format.TorchZipFormat", has_encoding=True),
+    KnownFormat("torch-legacy", is_torch_legacy, "torch_save.legacy_format.TorchLegacyFormat", has_encoding=True),
+    KnownFormat("safetensors", is_safetensors, "safetensors.reader.SafetensorsFormat"),
+    KnownFormat("gguf", is_gguf, "gguf.reader.GgufFormat"),
 )
 
 
@@ -89,7 +76,9 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
         problem = "the file is too short to be a checkpoint"
         raise TruncatedError(problem, file=source.path, expected=f"at least {_SMALLEST_BYTES} bytes", found=head)
     if is_torch_zip(head) and b".npy" in head:  # an npz file is a zip file too
-        _refuse_npz(head, source.path)
+        npz = recognise_npz(head, source.path)
+        if npz is not None:
+            raise npz
     # The first bytes of a pickle or gzip file can be a safetensors length: formats are tried before other kinds.
     for known in FORMATS:
         if known.matches(head):
@@ -97,18 +86,8 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
     raise _foreign(source, head)
 
 
-def _refuse_npz(head: bytes, path: str) -> None:
-    from sluice.formats.foreign import recognise_npz
-
-    error = recognise_npz(head, path)
-    if error is not None:
-        raise error
-
-
 def _foreign(source: Source, head: bytes) -> CheckpointError:
     """Return the error for a file that is of none of the formats."""
-    from sluice.formats.foreign import recognise
-
     error = refuse_tar(source) if is_tar(head) else recognise(head, source.path)
     if error is not None:
         return error

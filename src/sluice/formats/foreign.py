@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
 from sluice._messages import first_names
 
@@ -26,33 +24,37 @@ _AGAIN = "Download it again, or copy it again from a complete file."
 _GET = "Get the file itself: {}."
 
 
-class _Kind(Struct, frozen=True, kw_only=True):
+class _Kind(NamedTuple):
     """A kind of file that sluice recognizes but does not read."""
 
-    #: Pattern of its first bytes.
-    start: re.Pattern[bytes]
+    #: Pattern of its first bytes, compiled when a file is not recognized.
+    start: bytes
     #: Class of the error.
     error: type[CheckpointError]
     #: Text of the error.
     problem: str
     #: Advice; empty for the advice of the error class.
-    advice: str
+    advice: str = ""
     #: Whether it was a checkpoint and was damaged or not completed.
-    damaged: bool
+    damaged: bool = False
 
+    def error_for(self, head: bytes, file: str) -> CheckpointError | None:
+        """Return the error for a file with this head; None if it is of another kind."""
+        return self.as_error(file) if re.match(self.start, head, re.DOTALL) else None
 
-def _kind(
-    start: bytes, error: type[CheckpointError], problem: str, advice: str = "", *, damaged: bool = False
-) -> _Kind:
-    return _Kind(start=re.compile(start, re.DOTALL), error=error, problem=problem, advice=advice, damaged=damaged)
+    def as_error(self, file: str) -> CheckpointError:
+        """Return the error for a file of this kind."""
+        error = self.error(self.problem, file=file, advice=self.advice or None)
+        error.foreign = not self.damaged
+        return error
 
 
 def _unread(start: bytes, what: str, advice: str = "") -> _Kind:
-    return _kind(start, UnsupportedError, f"this is {what}, which sluice does not read", advice)
+    return _Kind(start, UnsupportedError, f"this is {what}, which sluice does not read", advice)
 
 
 def _pointer(start: bytes, what: str, how: str) -> _Kind:
-    return _kind(start, IncompleteCheckpointError, f"this is {what} in place of the file", _GET.format(how))
+    return _Kind(start, IncompleteCheckpointError, f"this is {what} in place of the file", _GET.format(how))
 
 
 #: Byte 30 is the name of a zip's first member.
@@ -77,13 +79,13 @@ _PLACEHOLDERS = (
     _pointer(
         rb"(?:md5: [0-9a-f]{32}|wdir: [^\n]*)?\s*outs:\s*\n- ", "a DVC pointer", "run 'dvc pull' in its repository"
     ),
-    _kind(
+    _Kind(
         rb"(?:\xef\xbb\xbf)?\s*(?:<!--.{0,2000}?-->\s*)?(?i:<!doctype|<html|<head|<body|<\?xml|<error>)",
         FormatError,
         "this is a web page in place of the file",
         "The address is wrong, or it requires a login or the acceptance of a license: download the file itself.",
     ),
-    _kind(
+    _Kind(
         rb'\s*\{\s*"(?:error|message|detail|code|status)"',
         FormatError,
         "this is the response of a server in place of the file",
@@ -102,9 +104,9 @@ _KINDS = (
     _unread(rb"BZh[1-9]1AY&SY|\xfd7zXZ\x00", "a bzip2- or xz-compressed file", "Unpack it with bunzip2 or unxz."),
     _unread(rb"\x04\x22\x4d\x18", "an lz4-compressed file", "Unpack it with lz4 -d."),
     _unread(rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", _UNPACK),
-    _kind(rb"PK\x05\x06", FormatError, "this is an empty zip archive", CheckpointError.advice),
+    _Kind(rb"PK\x05\x06", FormatError, "this is an empty zip archive", CheckpointError.advice),
     # The number of bytes of the magic number, 10, is a line feed.
-    _kind(
+    _Kind(
         rb"\x80[\x02\x03]\x8a\r\nl\xfc",
         FormatError,
         "this is a legacy torch.save file with converted line breaks: it was transferred as text",
@@ -116,14 +118,14 @@ _KINDS = (
         "a bare pickle, not written by torch.save",
         _UNPICKLE.format("the library that wrote it (pickle, joblib)"),
     ),
-    _kind(
+    _Kind(
         rb'\s*\{.*"weight_map"',
         UnsupportedError,
         "this is the index of a sharded checkpoint under a name that does not end in .json",
         "Rename it to end in .index.json, next to its shards.",
     ),
     _unread(rb"\s*[{\[]\s*[\"{\[\]}\d-]", "JSON text", "Look next to it for the weights that it describes."),
-    _kind(
+    _Kind(
         rb"\x00{64}|\x00+\Z",
         IncompleteCheckpointError,
         "the file starts with zeros: its download or copy was never completed",
@@ -145,7 +147,7 @@ _KINDS = (
         "Load it with Flax, or with transformers (from_flax=True), and save it as safetensors.",
     ),
     _unread(rb"PAR1|ARROW1", "a Parquet or Arrow table, a format of data sets"),
-    _kind(
+    _Kind(
         _ODD_HEADER,
         FormatError,
         "this looks like safetensors, but its header is not a JSON object in UTF-8 that starts at byte 8",
@@ -159,12 +161,12 @@ _TEXT = re.compile(r"[^\x00-\x08\x0e-\x1f\x7f]+")
 
 def recognise_npz(head: bytes, file: str) -> CheckpointError | None:
     """Return the error for a numpy archive, or None; tested before torch archives, which are zip files as well."""
-    return _error(_NPZ, file) if _NPZ.start.match(head) else None
+    return _NPZ.error_for(head, file)
 
 
 def recognise_placeholder(head: bytes, file: str) -> CheckpointError | None:
     """Return the error for the placeholder of a file that was not downloaded, or None; see ``recognise``."""
-    return next((_error(kind, file) for kind in _PLACEHOLDERS if kind.start.match(head)), None)
+    return next(filter(None, (kind.error_for(head, file) for kind in _PLACEHOLDERS)), None)
 
 
 def recognise(head: bytes, file: str) -> CheckpointError | None:
@@ -175,19 +177,14 @@ def recognise(head: bytes, file: str) -> CheckpointError | None:
         file: Its path, for the message.
     """
     for kind in (*_PLACEHOLDERS, *_KINDS):
-        if kind.start.match(head):
-            return _error(kind, file)
+        error = kind.error_for(head, file)
+        if error is not None:
+            return error
     text = _text(head)
     if text is None:
         return None
     line = text.strip()[:_SHOWN_CHARACTERS]
     return _foreign("this is text, not a checkpoint", file, repr(line), CheckpointError.advice)
-
-
-def _error(kind: _Kind, file: str) -> CheckpointError:
-    error = kind.error(kind.problem, file=file, advice=kind.advice or None)
-    error.foreign = not kind.damaged
-    return error
 
 
 def _foreign(problem: str, file: str, found: str, advice: str) -> FormatError:
@@ -225,7 +222,7 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
         advice = "If you trust it, import it with torch.package, and save the state dict of the model inside."
         return _unread_archive("a package of torch.package", file, advice)
     if any(name.endswith(".npy") for name in last):
-        return _error(_NPZ, file)
+        return _NPZ.as_error(file)
     if "model.weights.h5" in last:
         return _unread_archive("a Keras model", file, "Load it with Keras, and save its weights with safetensors.")
     if "data.pkl" in last:

@@ -42,7 +42,7 @@ from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_re
 from sluice.hf._quantization import Quantizer
 from sluice.hf._quantizer_choice import find_quantizer
 from sluice.loading.devices import Device
-from sluice.loading.job import load
+from sluice.loading.load import load
 from sluice.loading.module_request import EntriesRequest
 from sluice.modules.empty_init import empty_init
 from sluice.records import UnsupportedValue

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from sluice._errors import MismatchError
 from sluice._geometry import contiguous_stride, is_dense
-from sluice.dtensors.description import is_dtensor, local_of, region_held, with_local
-from sluice.entries.regions import select_region
 from sluice.records import Entry
+from sluice.sharding.dtensors import is_dtensor, local_of, region_held, with_local
+from sluice.sharding.regions import select_region
 
 __all__ = ["as_dtensors", "part_of_state", "stride_of_state"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError
-from sluice.dtensors.description import home
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
+from sluice.sharding.dtensors import home
 
 __all__ = ["check_devices", "padding_copies"]
 

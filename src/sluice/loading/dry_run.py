@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import local_of
 from sluice.loading.job import LoadJob, LoadRequest
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.read_probe import probe_rates
@@ -27,6 +26,7 @@ from sluice.reports.explanation import explain
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
 from sluice.reports.report_rows import casts
+from sluice.sharding.dtensors import local_of
 
 __all__ = ["plan_report"]
 

@@ -10,9 +10,7 @@ and the report are the same for all and are here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._errors import PartialLoadError
-from sluice._options import MemoryLimits, Share, TransferOptions
+from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -29,23 +27,21 @@ from sluice.engine.read_methods import Surprise
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.loading.request_meter import RequestMeter
-from sluice.machine.peaks import PeakMeter
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
-from sluice.records.bulk import collector_paused
-from sluice.reports.document import Subject
 from sluice.reports.load import LoadReport, RankReport
+from sluice.reports.load_figures import Subject
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
+from sluice.sources.protocol import is_caching
 
 if TYPE_CHECKING:
-    from sluice.engine.rounds import Transport
     from sluice.ranks.protocol import Group
 
-__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run", "with_reason"]
+__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load_report", "run"]
 
 
 class LoadRequest(Struct, frozen=True, kw_only=True):
@@ -53,9 +49,6 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
 
     #: How the bytes are moved.
     options: TransferOptions
-
-    #: Whether ranks that load together read for each other.
-    share: Share = "auto"
 
     #: Whether ``place="map"`` is possible.
     can_map: ClassVar[bool] = False
@@ -82,10 +75,6 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
     def group(self) -> Group | None:
         """Return the ranks that make this load together; None for a load of this process alone."""
         return None
-
-    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
-        """Return the process groups for transfers between the ranks of ``group``, by their ranks."""
-        return {}
 
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each mesh over which the tensors of this rank are divided."""
@@ -153,8 +142,6 @@ class LoadJob(Struct, frozen=True, kw_only=True):
 
     #: Called between two reads, in the thread of the caller; it may raise to end the load.
     look: Callable[[], None] | None = None
-    #: Transfers between ranks, if the plan has rounds.
-    transport: Transport | None = None
 
     def request_lines(self) -> Iterator[str]:
         """Yield a description of what is loaded that must be equal on all ranks of a group."""
@@ -184,6 +171,10 @@ class LoadJob(Struct, frozen=True, kw_only=True):
             completed: Called with the position of each target when it is complete.
         """
         plan = self.plan
+        if any(map(is_caching, self.checkpoint.sources)):
+            from sluice.reading.caches import fill_caches  # few files have a cache
+
+            fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
         with byte_progress(progress, self.checkpoint.path, plan.read_bytes) as report:
             return transfer.run(
                 self.checkpoint,
@@ -191,7 +182,6 @@ class LoadJob(Struct, frozen=True, kw_only=True):
                 Targets(plan) if targets is None else targets,
                 progress=_with_look(report, self.look),
                 completed=completed,
-                transport=self.transport,
             )
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
@@ -221,34 +211,6 @@ class Loaded(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], *, progress: Progress) -> LoadReport:
-    """Open a checkpoint, decide a load, run it and report it.
-
-    Args:
-        request: Arguments of the load.
-        opening: Opens the checkpoint, and closes it unless the caller opened it.
-        progress: As in ``sluice.load_into``.
-
-    Raises:
-        BudgetError: The memory limits cannot be kept; nothing was read.
-        RankError: Several ranks load together, and one of them failed.
-    """
-    started = time.perf_counter()
-    group = request.group()
-    if group is not None:
-        # Here, not above: most loads are those of one process.
-        from sluice.loading.joint import load_together
-
-        return load_together(request, opening, group, progress=progress, started=started)
-    with PeakMeter(sampling=False) as meter, opening as checkpoint:
-        with collector_paused():
-            job = decide(request, checkpoint)
-        if job.plan.readers:  # without readers the load takes less time than a thread
-            meter.sample()
-        loaded = run(job, progress=progress)
-    return load_report(job, loaded, seconds=time.perf_counter() - started, measured=meter.peaks)
-
-
 def decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
     """Decide a load and check that it keeps the memory limits. Nothing is touched.
 
@@ -266,12 +228,6 @@ def run(job: LoadJob, *, progress: Progress) -> Loaded:
     before, meter = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan)
     loaded = job.install(job.fetch(progress))
     return replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=meter.measured())
-
-
-def with_reason(job: LoadJob, reason: str) -> LoadJob:
-    """Return a job whose report gives a further reason."""
-    plan = replace(job.plan, reasons=(*job.plan.reasons, reason))
-    return replace(job, prepared=replace(job.prepared, plan=plan))
 
 
 def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | None) -> Callable[[int], None] | None:

@@ -18,16 +18,14 @@ from msgspec.structs import replace
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
-from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report, with_reason
+from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report
 from sluice.loading.request_meter import RequestMeter
-from sluice.machine.filesystems import LOCAL_FILESYSTEMS
 from sluice.machine.peaks import PeakMeter
 from sluice.machine.processes import this_process
 from sluice.planning.alternatives import check_budget
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
-from sluice.planning.sharing import with_room_for_rounds
 from sluice.ranks.agreement import Agreement
-from sluice.ranks.judgement import Proposal, SharingDecision, decide_sharing, judge_proposals
+from sluice.ranks.judgement import Proposal, judge_proposals
 from sluice.ranks.protocol import Group, Ruling
 from sluice.reading import transfer
 from sluice.records.bulk import collector_paused
@@ -38,7 +36,7 @@ __all__ = ["load_together"]
 #: Samples of all files together, but one of each file at least, and the bytes of one.
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
-#: Bytes at the end of a zip file in which the directory of 10,000 records fits.
+#: Most bytes at the end of a zip file that are compared: the directory of 10,000 records fits.
 _DIRECTORY_BYTES = 1 << 20
 
 
@@ -67,20 +65,12 @@ def load_together(
         request = replace(request, options=replace(request.options, host_ranks=len(neighbors)))
         job = agreement.attempt(lambda: _decide(request, stack.enter_context(opening)))
         proposal = agreement.attempt(lambda: _proposal(job, request) if job else None)
-        decision = agreement.settle("plan", msgspec.json.encode(proposal), partial(_judge, request.share))
-        sharing = msgspec.json.decode(decision, type=SharingDecision)
+        agreement.settle("plan", msgspec.json.encode(proposal), _judge)
         assert job is not None  # otherwise the step failed
         job = replace(job, look=agreement.look)
-        if sharing.once:
-            # Here, not above: most loads read for themselves.
-            from sluice.loading.sharing import share_reads
-
-            job = share_reads(job, request, agreement)
-        else:
-            job = with_reason(job, sharing.reason)
         if job.plan.readers:
             meter.sample()
-        before, requests = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan, group.rank)
+        before, requests = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan)
         fetched = agreement.attempt(job.fetch, progress)
         agreement.settle("read", changed=lambda: job.changed_by(fetched))
         loaded = agreement.attempt(job.install, fetched)
@@ -107,8 +97,6 @@ def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
     """Decide the load of this rank; its growth alone must keep the limits of the host."""
     with collector_paused():
         job = request.job(checkpoint)
-    if request.share != "none":
-        job = replace(job, prepared=replace(job.prepared, plan=with_room_for_rounds(job.plan)))
     replan = partial(request.replan, checkpoint)
     check_budget(for_whole_host(job.plan), request.memory, replan, file=checkpoint.path, offer=request.offers)
     return job
@@ -117,7 +105,6 @@ def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
 def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
     """Return what this rank is about to do, for the others to compare."""
     process = this_process()
-    files_read = {read.file for read in job.plan.reads}
     limits = find_limits(for_whole_host(job.plan).facts, request.memory)
     limit = next(limit for limit in limits if limit.where == HOST)
     return Proposal(
@@ -134,7 +121,6 @@ def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
         growth_bytes=plan_needs(job.plan)[HOST],
         limit_bytes=limit.nbytes,
         limit_origin=limit.origin,
-        local_files=all(job.plan.facts.files[file].filesystem in LOCAL_FILESYSTEMS for file in files_read),
     )
 
 
@@ -151,21 +137,30 @@ def _index_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
 def _samples(checkpoint: OpenCheckpoint) -> str:
     """Return a digest of samples of all files: copies of equal size and headers may be of different versions.
 
-    Of the end of a zip file enough is taken for its directory, which has the CRC-32 of every record.
+    Of a zip file also what follows the data is taken: its directory has the CRC-32 of every record.
     """
+    ends = _ends_of_data(checkpoint)
     digest = hashlib.blake2b(digest_size=16)
     count = max(1, _SAMPLES // len(checkpoint.sources))
     zipped = checkpoint.index.format == "torch-zip"
-    for file, source in zip(checkpoint.index.files, checkpoint.sources, strict=True):
+    for file, source, end in zip(checkpoint.index.files, checkpoint.sources, ends, strict=True):
         nbytes = file.identity.nbytes
         if file.identity.version is not None:  # compared by ``judge_proposals``
             continue
         ranges = [(nbytes * (2 * i + 1) // (2 * count), _SAMPLE_BYTES) for i in range(count)]
         if zipped:
-            ranges.append((max(0, nbytes - _DIRECTORY_BYTES), _DIRECTORY_BYTES))
+            ranges.append((max(end, nbytes - _DIRECTORY_BYTES), _DIRECTORY_BYTES))
         for offset, length in ranges:
             digest.update(source.read_at(offset, min(length, nbytes - offset)))
     return digest.hexdigest()
+
+
+def _ends_of_data(checkpoint: OpenCheckpoint) -> list[int]:
+    """Return where the last storage of each file ends."""
+    ends = [0] * len(checkpoint.sources)
+    for storage in checkpoint.index.storages:
+        ends[storage.file] = max(ends[storage.file], storage.offset + storage.nbytes)
+    return ends
 
 
 def _digest(lines: Iterator[str]) -> str:
@@ -176,10 +171,9 @@ def _digest(lines: Iterator[str]) -> str:
     return digest.hexdigest()
 
 
-def _judge(share: str, answers: Mapping[int, bytes]) -> Ruling:
+def _judge(answers: Mapping[int, bytes]) -> Ruling:
     proposals = {rank: msgspec.json.decode(answer, type=Proposal) for rank, answer in answers.items()}
-    decision = decide_sharing(share, proposals)
-    return Ruling(failed=judge_proposals(proposals), value=msgspec.json.encode(decision))
+    return Ruling(failed=judge_proposals(proposals))
 
 
 def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankReport:
@@ -187,7 +181,6 @@ def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankRep
         rank=rank,
         host=this_process().hostname,
         read_bytes=sum(loaded.result.read_bytes.values()),
-        received_bytes=loaded.result.received_bytes,
         final_bytes=job.plan.final_bytes,
         predicted_bytes=plan_needs(job.plan)[HOST],
         seconds=time.perf_counter() - started,

@@ -18,16 +18,18 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import local_of
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import every_entry
 from sluice.loading.job import Loaded
+from sluice.modules.initial_values import initial_values
 from sluice.modules.install import finish_loading, install, install_one
+from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request
 from sluice.records.bulk import collector_paused
+from sluice.sharding.dtensors import local_of
 
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
@@ -172,9 +174,6 @@ def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor
     slots = (*job.match.zeroed, *job.match.initialised)
     if not slots:
         return {}
-    # Here, not above: most checkpoints fill every tensor.
-    from sluice.modules.initial_values import initial_values
-
     try:
         targets.reserve()
         memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))
@@ -190,9 +189,6 @@ def _read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
     entries = list(every_entry(tree))
     if not entries:
         return tree
-    # Here, not above: only extra state and attributes with tensors need it.
-    from sluice.reading.composites import component_requests, with_tensors
-
     requests = [request for entry in entries for request in component_requests("extra state", entry, device="cpu")]
     prepared = prepare(checkpoint, requests, share_storages=True)
     tensors, _ = run(checkpoint, prepared, Targets(prepared.plan))

@@ -14,8 +14,8 @@ from sluice._errors import PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import is_dtensor, local_of
-from sluice.loading.devices import Device, check_prefixes, parse_placement
+from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
+from sluice.loading.divided_tensors import check_devices, padding_copies
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
 from sluice.matching.match import Match
@@ -23,12 +23,15 @@ from sluice.matching.placement import Placement, device_of
 from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
+from sluice.ranks.membership import local_rank_count
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
+    from sluice.loading.quantized import Quantized
     from sluice.quantizing.weights import QuantizedWeight
 
 __all__ = ["ModuleJob", "module_job"]
@@ -123,21 +126,17 @@ def module_job(
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
-    quantized: Mapping[int, QuantizedWeight] = {}
+    quantized: Quantized | None = None
     if quantize is not None:
         # Here, not above: most loads do not quantize.
-        from sluice.loading.quantized import quantized_weights, with_finishers
+        from sluice.loading import quantized as quantizing
 
-        quantized = quantized_weights(state, matched, quantize)
-        matched = with_finishers(matched, quantized)
+        quantized = quantizing.quantized(state, matched, quantize)
+        state, matched = quantized.state, quantized.match
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
     # A plan for ranks divides the description of a model of whole tensors.
     if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
-        # Here, not above: most models hold whole tensors.
-        from sluice.dtensors.local_ranks import local_rank_count
-        from sluice.loading.divided_tensors import check_devices, padding_copies
-
         check_devices(state, matched)
         options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         later_copies = list(padding_copies(state, matched))
@@ -152,17 +151,14 @@ def module_job(
         later_copies=later_copies,
         options=options,
     )
-    notes: tuple[str, ...] = ()
-    if quantized:
-        from sluice.loading.quantized import describe_quantized, with_transient
-
-        prepared, notes = with_transient(prepared, quantized), (describe_quantized(quantized),)
+    if quantized is not None:
+        prepared = quantizing.with_transient(prepared, quantized.weights)
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,
         prepared=prepared,
-        quantized=quantized,
-        notes=notes,
+        quantized={} if quantized is None else quantized.weights,
+        notes=() if quantized is None else quantized.notes,
         placement=placement,
         missing=matched.missing,
         unexpected=matched.unexpected,
@@ -181,9 +177,6 @@ def _placed(
     """Return the match on the requested devices, and these devices; choose them for ``"auto"``."""
     placement = parse_placement(device)
     if placement == "auto":
-        # Here, not above: most loads name their devices.
-        from sluice.loading.auto_devices import choose_placement
-
         placement = choose_placement(state, match_on(), memory)
     else:
         check_prefixes(placement, state)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from sluice._errors import MismatchError
 from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import is_dtensor, local_of
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
@@ -32,10 +31,13 @@ from sluice.modules.adapters import base_names, base_outline, through_wrappers
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
 from sluice.modules.following import follow_loading
+from sluice.modules.fully_sharded import reshard
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
+from sluice.ranks.membership import group_of, meshes_of
 from sluice.reading.transfer import changed
 from sluice.records import Entry, UnsupportedValue
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from sluice.ranks.protocol import Group
@@ -57,28 +59,17 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
     def group(self) -> Group | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
         if "torch.distributed.fsdp" in sys.modules:  # otherwise no module is divided by it
-            from sluice.modules.fully_sharded import reshard
-
             reshard(self.model)  # a gathered parameter is an ordinary tensor
+        if "torch.distributed.tensor" not in sys.modules:  # otherwise no tensor is divided
+            return None
         tensors = list(chain(self.model.parameters(), self.model.buffers()))
         if not any(map(is_dtensor, tensors)):
             return None
-        # Here, not above: most models are those of one process.
-        from sluice.ranks.membership import group_of
-
         return group_of(tensors)
 
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """See ``LoadRequest.meshes``."""
-        from sluice.ranks.membership import meshes_of
-
         return meshes_of(chain(self.model.parameters(), self.model.buffers()))
-
-    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
-        """See ``LoadRequest.process_groups``."""
-        from sluice.ranks.membership import process_groups_of
-
-        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
 
 
 class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
@@ -111,9 +102,8 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             "strict": str(self.strict),
             "ignore_mismatched": str(self.ignore_mismatched),
             "rename": "a function" if callable(self.rename) else repr(self.rename),
-            "rules": ", ".join(type(rule).__name__ for rule in self.rules),
+            "rules": ", ".join(map(str, self.rules)),
             "place": self.options.place,
-            "share": self.share,
         }
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
@@ -267,7 +257,9 @@ def _refuse_opaques(
 ) -> None:
     """Refuse values of the state dict that sluice does not build; without ``strict``, only tensors of the module."""
     opaques = trees.opaques(subtree(checkpoint.index.tree, selection.key or ""))
-    own = {unwrap(name) for slot in state.outline.slots for name in slot.names} if opaques else set()
+    if not opaques:
+        return
+    own = {unwrap(name) for slot in state.outline.slots for name in slot.names}
     renaming = Renaming(request.rename)
     for name, leaf in opaques.items():
         new_name = renaming.new_name(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -21,8 +21,6 @@ from sluice._messages import SHOWN, section
 from sluice._private_torch import is_traceable_wrapper_subclass
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import UndescribedError, is_dtensor, region_held
-from sluice.dtensors.local_ranks import local_rank_count
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
@@ -33,10 +31,12 @@ from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, Par
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard
 from sluice.planning.alternatives import Change
+from sluice.ranks.membership import group_of, local_rank_count, meshes_of
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
-from sluice.reports.document import Subject
+from sluice.reports.load_figures import Subject
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
 
 if TYPE_CHECKING:
     from sluice.ranks.protocol import Group
@@ -68,27 +68,16 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
         parameters = list(self._parameters())
         if not any(map(is_dtensor, parameters)):
             return None
-        # Here, not above: most optimizers are those of one process.
-        from sluice.ranks.membership import group_of
-
         return group_of(parameters)
 
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """See ``LoadRequest.meshes``."""
-        from sluice.ranks.membership import meshes_of
-
         return meshes_of(self._parameters())
-
-    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
-        """See ``LoadRequest.process_groups``."""
-        from sluice.ranks.membership import process_groups_of
-
-        return process_groups_of(self._parameters())
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
         rename = "a function" if callable(self.rename) else repr(self.rename)
-        return {"key": str(self.key), "device": str(self.device), "rename": rename, "share": self.share}
+        return {"key": str(self.key), "device": str(self.device), "rename": rename}
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         optimizer = _unwrapped(self.optimizer)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from itertools import chain
 
 from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice._options import TEXT_ENCODING, Limits
-from sluice._progress import Progress, byte_progress
+from sluice._progress import Progress
 from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
+from sluice.reading.caches import fill_caches
 from sluice.records import Traffic
 from sluice.reports.prefetch import PrefetchedFile, PrefetchReport
 from sluice.sources.protocol import Source
@@ -40,7 +40,7 @@ def prefetch(
     with OpenCheckpoint.open(source, limits=Limits(), encoding=encoding) as checkpoint:
         sources = checkpoint.sources
         _check_bound(sources, cache)
-        _fill(sources, progress)
+        fill_caches(sources, progress=progress)
         files = tuple(map(_row, sources))
     return PrefetchReport(
         source=checkpoint.path,
@@ -61,18 +61,6 @@ def _check_bound(sources: tuple[Source, ...], cache: str) -> None:
     if bounds and total > min(bounds):
         problem = f"the files have {format_bytes(total)}, and the bound of the cache is {format_bytes(min(bounds))}"
         raise SaveError(problem, file=cache, advice="Raise the bound (--cache-bytes).")
-
-
-def _fill(sources: tuple[Source, ...], progress: Progress) -> None:
-    """Download the files that are not complete, a few at once."""
-    files = [source for source in sources if isinstance(source, CachedFile)]
-    with byte_progress(progress, "prefetching", sum(file.identity.nbytes for file in files)) as report:
-        for position, file in enumerate(files):
-            for each in files[position : position + defaults.PREFETCH_FILES]:
-                each.start()
-            for _ in chain(file.fill(), (None,)):
-                if report is not None:
-                    report(sum(each.cached_bytes for each in files))
 
 
 def _row(source: Source) -> PrefetchedFile:

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 import torch
+from msgspec import Struct
 from msgspec.structs import replace
+from torch import nn
 
 from sluice._dtypes import torch_dtype
 from sluice._units import counted, format_bytes
-from sluice.dtensors.description import is_dtensor
 from sluice.matching.match import Match
-from sluice.modules.collect import ModuleState
+from sluice.modules.collect import ModuleState, Owner
 from sluice.quantizing.functions import quantize_function
 from sluice.quantizing.weights import QuantizedWeight, find_quantized
 from sluice.reading.transfer import Prepared
 from sluice.records import Finisher, Request
+from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["describe_quantized", "quantized_weights", "with_finishers", "with_transient"]
+__all__ = ["Quantized", "quantized", "with_transient"]
 
 
-def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> dict[int, QuantizedWeight]:
-    """Return the weights that are quantized, by the positions of their requests.
+class Quantized(Struct, frozen=True, kw_only=True):
+    """A match of which weights are quantized when they have arrived."""
+
+    #: The module, with slots of their own for weights that were tied to tensors that are not quantized.
+    state: ModuleState
+    #: The match, whose requests name what finishes them.
+    match: Match
+    #: The weights, by the positions of their requests.
+    weights: Mapping[int, QuantizedWeight]
+    #: Notes for the report, one sentence each.
+    notes: tuple[str, ...]
+
+
+def quantized(state: ModuleState, matched: Match, quantize: object) -> Quantized:
+    """Return the match of a load that quantizes.
 
     Raises:
         TypeError: ``quantize`` is neither a configuration of torchao nor a function.
@@ -38,47 +54,95 @@ def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> d
         id(state.tensors[slot]): (torch_dtype(request.dtype), torch.device(request.device))
         for slot, (_, request) in requests.items()
     }
-    slots = {(id(owner.module), owner.name): slot for slot, owners in enumerate(state.owners) for owner in owners}
-    found: dict[int, QuantizedWeight] = {}
-    quantized: dict[int, set[tuple[int, str]]] = {}
+    slots = {_key(owner): slot for slot, owners in enumerate(state.owners) for owner in owners}
+    found: dict[int, list[QuantizedWeight]] = {}
     for weight in find_quantized(state.module, quantize_function(quantize), forms):
-        place = (id(weight.single.module), weight.single.name)
-        slot = slots.get(place)
+        slot = slots.get((id(weight.single.module), weight.single.name))
         if slot is None or slot not in requests:
-            raise ValueError(f"quantize=: the checkpoint does not fill {weight.single.path}.{weight.single.name}")
-        position, request = requests[slot]
-        _check(request)
-        found[position] = weight
-        quantized.setdefault(slot, set()).add(place)
-    for slot, places in quantized.items():
-        owners = {(id(owner.module), owner.name) for owner in state.owners[slot]}
-        if owners != places or slot in state.aliases:
-            name = state.outline.slots[slot].names[0]
-            raise ValueError(
-                f"quantize=: {name!r} is tied to a tensor that is not quantized; leave it out, as with filter_fn of "
-                "quantize_"
-            )
-    return found
+            raise ValueError(f"quantize=: the checkpoint does not fill {weight.single.full_name}")
+        _check(requests[slot][1], state, slot)
+        found.setdefault(slot, []).append(weight)
+    untied: list[str] = []
+    for slot, weights in list(found.items()):
+        names = tuple(weight.single.full_name for weight in weights)
+        places = {(id(weight.single.module), weight.single.name) for weight in weights}
+        if places < {_key(owner) for owner in state.owners[slot]}:
+            state, matched = _untied(state, matched, slot, places, names)
+            found[len(state.tensors) - 1] = found.pop(slot)
+            untied.append(names[0])
+    positions = {slot: position for position, slot in enumerate(matched.slots)}
+    by_position = {positions[slot]: weights[-1] for slot, weights in found.items()}
+    return Quantized(
+        state=state,
+        match=replace(matched, requests=tuple(_with_finishers(matched.requests, by_position))),
+        weights=by_position,
+        notes=(_description(by_position), *map(_untied_note, untied)),
+    )
 
 
-def _check(request: Request) -> None:
+def _key(owner: Owner) -> tuple[int, str]:
+    return id(owner.module), owner.name
+
+
+def _check(request: Request, state: ModuleState, slot: int) -> None:
     if request.existing or request.replaces:
         raise ValueError(f"quantize=: {request.name!r} has memory already; build the model under sluice.empty_init()")
+    if slot in state.aliases:
+        raise ValueError(
+            f"quantize=: {request.name!r} shares its memory with another tensor; leave it out, as with filter_fn of "
+            "quantize_"
+        )
 
 
-def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Match:
-    """Return the match whose requests name what finishes them."""
-    return replace(
-        matched,
-        requests=tuple(
-            replace(
-                request, finisher=Finisher(name=request.name, shape=request.entry.shape, finished_sizes=found.sizes)
-            )
-            if (found := weights.get(i)) is not None
-            else request
-            for i, request in enumerate(matched.requests)
+def _untied(
+    state: ModuleState, matched: Match, slot: int, places: AbstractSet[tuple[int, str]], names: tuple[str, ...]
+) -> tuple[ModuleState, Match]:
+    """Give some owners of a tied tensor a slot and a request of their own, as quantizing unties them in a loaded model.
+
+    Args:
+        state: The module.
+        matched: Its match.
+        slot: The slot of the tied tensor.
+        places: These owners.
+        names: The names of the tensor in them.
+    """
+    owners, one = state.owners[slot], state.outline.slots[slot]
+    rest = tuple(owner for owner in owners if _key(owner) not in places)
+    slots = [*state.outline.slots, replace(one, names=names)]
+    slots[slot] = replace(one, names=tuple(name for name in one.names if name not in names))
+    divided = [*state.owners, tuple(owner for owner in owners if _key(owner) in places)]
+    divided[slot] = rest
+    own = nn.Parameter(torch.empty_like(state.tensors[slot]), requires_grad=state.tensors[slot].requires_grad)
+    request = matched.requests[matched.slots.index(slot)]
+    return (
+        replace(
+            state,
+            outline=replace(state.outline, slots=tuple(slots)),
+            tensors=(*state.tensors, own),
+            owners=tuple(divided),
+        ),
+        replace(
+            matched,
+            requests=(*matched.requests, replace(request, name=names[0])),
+            slots=(*matched.slots, len(state.tensors)),
+            tied=tuple(slot.names for slot in slots if len(slot.names) > 1),
         ),
     )
+
+
+def _with_finishers(requests: Iterable[Request], weights: Mapping[int, QuantizedWeight]) -> Iterator[Request]:
+    """Yield the requests, which name what finishes them."""
+    for position, request in enumerate(requests):
+        found = weights.get(position)
+        if found is None:
+            yield request
+        else:
+            finisher = Finisher(name=request.name, shape=request.entry.shape, finished_sizes=found.sizes)
+            yield replace(request, finisher=finisher)
+
+
+def _untied_note(name: str) -> str:
+    return f"{name!r} is not tied any more: it is quantized, and what it was tied to is not"
 
 
 def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -> Prepared:
@@ -96,7 +160,7 @@ def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -
     return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
 
 
-def describe_quantized(weights: Mapping[int, QuantizedWeight]) -> str:
+def _description(weights: Mapping[int, QuantizedWeight]) -> str:
     """Return a note on the weights that are quantized."""
     kinds = sorted({type(weight.template).__name__ for weight in weights.values()})
     before = sum(weight.whole_bytes for weight in weights.values())

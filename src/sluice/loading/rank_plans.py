@@ -7,7 +7,7 @@ one rank after the other, as ``sharding.layouts`` says.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,7 +23,6 @@ from sluice.modules.collect import ModuleState, collect
 from sluice.records import LoadPlan
 from sluice.reports.ranks import FileReads, HostLoad, RankLoad, RanksPlan
 from sluice.sharding.layouts import Mesh, divided_dim, sharding_on
-from sluice.sharding.reads import covered_bytes
 from sluice.sharding.regions import Region, region_of, shape_of
 
 __all__ = ["DividedRequest", "RankLayout", "plan_ranks", "tensor_parallel_dims"]
@@ -189,5 +188,14 @@ def _files(reads: Sequence[_Reads]) -> Iterator[FileReads]:
             path=path,
             ranks=readers[path],
             read_bytes=sum(stop - start for start, stop in found),
-            needed_bytes=covered_bytes(found),
+            needed_bytes=_covered_bytes(found),
         )
+
+
+def _covered_bytes(ranges: Iterable[tuple[int, int]]) -> int:
+    """Return the number of bytes that lie in at least one of the ranges ``(start, stop)``."""
+    covered = end = 0
+    for start, stop in sorted(ranges):
+        covered += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return covered

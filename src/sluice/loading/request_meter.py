@@ -12,20 +12,19 @@ __all__ = ["RequestMeter"]
 class RequestMeter:
     """The requests for the files of a checkpoint, before and after a plan was run."""
 
-    def __init__(self, checkpoint: OpenCheckpoint, plan: LoadPlan, rank: int | None = None) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, plan: LoadPlan) -> None:
         """Note the requests that were made so far.
 
         Args:
             checkpoint: The checkpoint, whose headers have been read.
             plan: The plan that will be run.
-            rank: Rank of this process in the rounds of the plan.
         """
         # Files of this machine have an inode: the comparison with a protocol takes longer.
         self._sources = [
             each for each in checkpoint.sources if not each.identity.inode and isinstance(each, RemoteSource)
         ]
         self._before = self._now()
-        self._planned = plan.traffic(rank)
+        self._planned = plan.traffic()
 
     def planned(self) -> RemoteReads | None:
         """Return the figures before the plan is run; None if no file is remote."""

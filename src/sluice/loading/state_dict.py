@@ -26,7 +26,7 @@ from sluice.planning.alternatives import Change
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
-from sluice.reports.document import Subject
+from sluice.reports.load_figures import Subject
 
 __all__ = ["StateDictJob", "StateDictRequest"]
 
@@ -42,11 +42,13 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
     key: str | None = None
     #: Rules to apply to the tensors.
     rules: Sequence[Rule] = ()
+    #: Whether the whole object of the file is wanted, in its own containers.
+    whole: bool = False
 
     def job(self, checkpoint: OpenCheckpoint) -> StateDictJob:
         """See ``LoadRequest.job``."""
         device = device_name(self.device)
-        tree, key = _find_state_dict(checkpoint, self.key)
+        tree, key = _whole_object(checkpoint) if self.whole else _find_state_dict(checkpoint, self.key)
         if self.rules:
             tree = _apply_rules(tree, self.rules, checkpoint)
         names = {id(entry): name for name, entry in trees.walk(tree)}
@@ -70,6 +72,7 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
             key=key or None,
             tree=tree,
             entries=entries,
+            whole=self.whole,
         )
 
     def changed(self, change: Change) -> StateDictRequest:
@@ -90,8 +93,10 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
 class StateDictJob(LoadJob, frozen=True, kw_only=True):
     """A decided load of a state dict."""
 
-    #: The state dict, with ``Entry`` leaves.
-    tree: Mapping[str, object]
+    #: The state dict or object, with ``Entry`` leaves.
+    tree: Any
+    #: See ``StateDictRequest.whole``.
+    whole: bool = False
     #: Every entry of it, once; ``requests`` are for their components.
     entries: tuple[Entry, ...]
 
@@ -115,7 +120,12 @@ class StateDictJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.install``; the value is the state dict."""
         tensors, result = fetched
         values = with_tensors(self.tree, self.entries, tensors, file=self.checkpoint.path)
-        return Loaded(result=result, value=_ordered(values, like=values))
+        return Loaded(result=result, value=values if self.whole else _ordered(values, like=values))
+
+
+def _whole_object(checkpoint: OpenCheckpoint) -> tuple[Any, str]:
+    trees.refuse_opaques(checkpoint.index.tree, checkpoint.path)
+    return checkpoint.index.tree, ""
 
 
 def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> tuple[Mapping[str, object], str]:

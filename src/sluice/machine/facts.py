@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -40,6 +41,9 @@ _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 #: Memory that programs can take without swapping, in KiB.
 _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+)", re.MULTILINE)
 
+#: When control groups are asked again for a limit.
+_unlimited_until = 0.0
+
 #: Facts for unread files and non-local sources: assume buffered reads.
 _UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=defaults.PROBE_STEP_BYTES)
 
@@ -54,7 +58,7 @@ def machine_facts(
         devices: Facts of the accelerators; collecting them needs torch.
         host_ranks: Processes of the host that load at the same time and share its memory.
     """
-    headroom = cgroup_headroom()
+    headroom = _headroom()
     return MachineFacts(
         cores=_cores(),
         memory_available_bytes=_available_bytes() // host_ranks,
@@ -106,6 +110,17 @@ def mappable(source: Source) -> bool:
     except ReadError:
         return False
     return True
+
+
+def _headroom() -> int | None:
+    """Return what control groups leave; that they have no limit holds for ``UNLIMITED_SECONDS``."""
+    global _unlimited_until  # noqa: PLW0603  of the process, as its control groups are
+    if time.monotonic() < _unlimited_until:
+        return None
+    headroom = cgroup_headroom()
+    if headroom is None:
+        _unlimited_until = time.monotonic() + defaults.UNLIMITED_SECONDS
+    return headroom
 
 
 def _cores() -> int:

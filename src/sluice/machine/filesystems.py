@@ -11,15 +11,7 @@ import os
 import re
 import sys
 
-__all__ = ["LOCAL_FILESYSTEMS", "filesystem_type"]
-
-#: File systems on disks or in memory of the host itself; ``"memory"`` for sources in memory.
-LOCAL_FILESYSTEMS = frozenset(
-    {
-        *("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "erofs", "overlay", "zfs", "bcachefs", "squashfs"),
-        *("apfs", "hfs", "ntfs", "ntfs3", "exfat", "vfat", "tmpfs", "ramfs", "memory"),
-    }
-)
+__all__ = ["filesystem_type"]
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 

@@ -27,6 +27,9 @@ __all__ = [
 #: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
 
+#: Keys of settings, which may hold a tensor such as the weights of classes.
+_SETTINGS = frozenset({"args", "cfg", "config", "hparams", "hyper_parameters"})
+
 
 def state_dict_candidates(tree: object) -> tuple[str, ...]:
     """Return the keys of parts that could be state dicts of models, the largest first; ``""`` is the whole tree.
@@ -54,11 +57,12 @@ def names_by_state_dict(tree: object) -> dict[str, set[str]]:
 
 def _likely(tree: object) -> dict[str, object]:
     parts = _candidates(tree)
-    return {key: part for key, part in parts.items() if _is_model(part)} or parts
+    models = {key: part for key, part in parts.items() if _is_model(part)} or parts
+    return {key: part for key, part in models.items() if key.rpartition(".")[2] not in _SETTINGS} or models
 
 
 def _is_model(part: object) -> bool:
-    """Return whether a candidate looks like weights: it has tensors with dimensions, and few other values."""
+    """Return whether a candidate looks like weights: it has tensors with dimensions, and few plain values."""
     values = list(part.values()) if isinstance(part, dict) else []
     others = sum(isinstance(value, (bool, int, float, str, NoneType)) for value in values)
     return any(entry.shape for entry in every_entry(part)) and 2 * others < len(values)
@@ -66,6 +70,8 @@ def _is_model(part: object) -> bool:
 
 def _candidates(tree: object) -> dict[str, object]:
     """Return the candidates by key, the largest first; see ``state_dict_candidates``."""
+    if isinstance(tree, dict) and not any(isinstance(child, CONTAINERS) for child in tree.values()):
+        return {} if _named_tensor_bytes(tree) is None else {"": tree}  # a flat state dict, as most are
     below = sizes(tree)
     candidates: dict[str, object] = {}
     seen: set[int] = set()
@@ -152,15 +158,14 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
                     versions[path] = version
         flat = flatten(part, self.limits)
         entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name or not _is_extra_state(name)}
-        renaming = Renaming(self.rename)
-        renamed, extra_state = renaming.apply(entries), renaming.apply(dict(_extra_state(part)))
-        renaming.check(name for name, _ in leaves(part))
-        return Candidate(
-            key=key or None,
-            entries=apply_rules(renamed, self.rules),
-            versions=versions,
-            extra_state=extra_state,
-        )
+        extra_state = dict(_extra_state(part))
+        if self.rename is not None:
+            renaming = Renaming(self.rename)
+            entries, extra_state = renaming.apply(entries), renaming.apply(extra_state)
+            renaming.check(name for name, _ in leaves(part))
+        if self.rules:
+            entries = apply_rules(entries, self.rules)
+        return Candidate(key=key or None, entries=entries, versions=versions, extra_state=extra_state)
 
     def read_all(self, keys: Sequence[str]) -> list[Candidate]:
         """Return the parts to which ``rename`` and rules apply; if there is none, raise the error of the first part."""

@@ -23,7 +23,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -31,13 +30,10 @@ from msgspec.structs import replace
 from sluice._dtypes import is_castable, why_no_cast
 from sluice._geometry import contiguous_stride, is_dense
 from sluice._messages import Findings, Shape
-from sluice.entries.regions import select_region
 from sluice.entries.slicing import slice_entry
 from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Request
-
-if TYPE_CHECKING:
-    from sluice.sharding.regions import Region
+from sluice.sharding.regions import Region, select_region, shape_of
 
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
@@ -80,11 +76,7 @@ class Slot(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def held_shape(self) -> tuple[int, ...]:
         """Size of each dimension of its memory, in elements."""
-        if self.region is None:
-            return self.shape
-        from sluice.sharding.regions import shape_of  # most models hold whole tensors
-
-        return shape_of(self.region)
+        return self.shape if self.region is None else shape_of(self.region)
 
 
 class Outline(Struct, frozen=True, kw_only=True):
@@ -165,8 +157,10 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
     Raises:
         MismatchError: They do not fit; the error lists every problem.
     """
+    origins = {name: entry.origin for name, entry in entries.items() if entry.origin}
     matcher = _Matcher(
-        entries,
+        entries=entries,
+        findings=Findings(origins=origins, report_names=strict),
         placement=placement or {},
         dtype=dtype,
         strict=strict,
@@ -197,71 +191,64 @@ def finished_dtype(of_entry: str, of_slot: str, requested: str | None) -> str:
     return of_slot
 
 
-class _Matcher:
-    """Collects requests and problems, slot by slot."""
+class _Matcher(Struct, kw_only=True):
+    """Collects requests and problems, slot by slot; see ``match`` for the first fields, and ``Match`` for the last."""
 
-    def __init__(
-        self,
-        entries: Mapping[str, Entry],
-        *,
-        placement: Placement,
-        dtype: str | None,
-        strict: bool,
-        versions: Mapping[str, int],
-        needs_values: bool,
-        ignore_mismatched: bool,
-    ) -> None:
-        origins = {name: entry.origin for name, entry in entries.items() if entry.origin}
-        self.findings = Findings(origins=origins, report_names=strict)
-        self._entries = entries
-        self._placement = placement
-        self._dtype = dtype
-        self._strict = strict
-        self._versions = versions
-        self._needs_values = needs_values
-        self._ignore_mismatched = ignore_mismatched
-        self._requests: list[Request] = []
-        self._slots: list[int] = []
-        self._comparisons: list[tuple[int, Request]] = []
-        self._absent: dict[str, list[int]] = {"zeroed": [], "initialised": [], "kept": []}
-        self._initial_dtypes: dict[int, str] = {}
-        self._present = 0  # slots with an entry
-        self._required = self._optional = 0  # slots without one that the state dict's version should have
-        self._missing: list[str] = []
-        self._unexpected: list[str] = []
-        self._mismatched: dict[str, tuple[Shape, Shape]] = {}
+    entries: Mapping[str, Entry]
+    placement: Placement
+    dtype: str | None
+    strict: bool
+    versions: Mapping[str, int]
+    needs_values: bool
+    ignore_mismatched: bool
+    findings: Findings
+    #: Number of slots with an entry.
+    present: int = 0
+    #: Number of slots without one that the state dict's version should have.
+    required: int = 0
+    optional: int = 0
+    requests: list[Request] = []
+    slots: list[int] = []
+    comparisons: list[tuple[int, Request]] = []
+    zeroed: list[int] = []
+    initialised: list[int] = []
+    kept: list[int] = []
+    initial_dtypes: dict[int, str] = {}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    mismatched: dict[str, tuple[Shape, Shape]] = {}
 
     def add(self, position: int, slot: Slot, *, optional: bool = False) -> None:
         """Match one slot."""
-        present = [name for name in slot.names if name in self._entries]
-        if self._ignore_mismatched and not slot.lazy:
-            others = {name: self._entries[name].shape for name in present if not _fits(self._entries[name], slot)}
-            self._mismatched.update({name: (slot.shape, shape) for name, shape in others.items()})
+        present = [name for name in slot.names if name in self.entries]
+        if self.ignore_mismatched and not slot.lazy:
+            others = {name: self.entries[name].shape for name in present if not _fits(self.entries[name], slot)}
+            self.mismatched.update({name: (slot.shape, shape) for name, shape in others.items()})
             present = [name for name in present if name not in others]
             if others and not present:
-                self._required += 1  # a checkpoint of which nothing fits fills nothing
+                self.required += 1  # a checkpoint of which nothing fits fills nothing
                 self._add_fate(position, slot)
                 return
         if not present:
             self._add_absent(position, slot, optional=optional)
             return
         if slot.lazy:
-            shape = self._entries[present[0]].shape
+            shape = self.entries[present[0]].shape
             slot = replace(slot, shape=shape, stride=contiguous_stride(shape))
-        self._present += 1
+        self.present += 1
         first = self._request(present[0], slot)
         for name in present[1:]:
-            if _viewed_bytes(self._entries[name]) != _viewed_bytes(self._entries[present[0]]):
+            if _viewed_bytes(self.entries[name]) != _viewed_bytes(self.entries[present[0]]):
                 other = self._request(name, slot)
                 if first is not None and other is not None:
-                    self._comparisons.append((len(self._requests), replace(other, existing=False)))
+                    self.comparisons.append((len(self.requests), replace(other, existing=False)))
         if first is not None:
-            self._requests.append(first)
-            self._slots.append(position)
+            self.requests.append(first)
+            self.slots.append(position)
 
     def _request(self, name: str, slot: Slot) -> Request | None:
         """Return the request for one name of a slot; note the problem and return None if there cannot be one."""
-        entry = self._entries[name]
+        entry = self.entries[name]
         if entry.composite is not None:
             self.findings.others.append(
                 f"{name!r} is a {entry.layout} tensor in the checkpoint and dense in the module: "
@@ -270,7 +257,7 @@ class _Matcher:
             return None
         if slot.shape == () and entry.shape == (1,):
             entry = slice_entry(entry, 0)
-        dtype = entry.cast or finished_dtype(entry.dtype, slot.dtype, self._dtype)
+        dtype = entry.cast or finished_dtype(entry.dtype, slot.dtype, self.dtype)
         if entry.shape != slot.shape:
             self.findings.shapes.append((name, slot.shape, entry.shape))
             return None
@@ -295,18 +282,18 @@ class _Matcher:
         )
 
     def _where(self, slot: Slot) -> str:
-        return device_of(slot.names[0], self._placement) or (slot.home if slot.on_meta else slot.device)
+        return device_of(slot.names[0], self.placement) or (slot.home if slot.on_meta else slot.device)
 
     def _add_absent(self, position: int, slot: Slot, *, optional: bool) -> None:
         added_later = slot.added_in is not None and self._version_of(slot) < slot.added_in
         if not added_later:
-            self._required += not optional
-            self._optional += optional
+            self.required += not optional
+            self.optional += optional
             has_value = not slot.on_meta or slot.lazy
             if not (optional and has_value):
-                self._missing.extend(slot.names)
+                self.missing.extend(slot.names)
                 self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
-                if self._strict or (optional and self._needs_values):
+                if self.strict or (optional and self.needs_values):
                     self.findings.report_names = True
                     return
         self._add_fate(position, slot, zero=added_later)
@@ -314,15 +301,15 @@ class _Matcher:
     def _add_fate(self, position: int, slot: Slot, *, zero: bool = False) -> None:
         """Decide which value a slot without an entry gets."""
         if not slot.on_meta or slot.lazy:
-            fate = "kept"
+            fate = self.kept
         elif zero:
-            fate = "zeroed"
+            fate = self.zeroed
         elif slot.resettable:
-            fate = "initialised"
+            fate = self.initialised
         else:
             self.findings.others.append(
                 f"{slot.names[0]!r} is on the meta device and not in the checkpoint"
-                f"{' in this shape' if slot.names[0] in self._mismatched else ''}, and "
+                f"{' in this shape' if slot.names[0] in self.mismatched else ''}, and "
                 + (
                     "none of its modules can initialise it with reset_parameters()"
                     if slot.region is None
@@ -331,12 +318,12 @@ class _Matcher:
                 )
             )
             return
-        self._absent[fate].append(position)
+        fate.append(position)
         if slot.on_meta:
-            self._initial_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self._dtype)
+            self.initial_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self.dtype)
 
     def _version_of(self, slot: Slot) -> int:
-        return self._versions.get(slot.names[0].rpartition(".")[0], 0)
+        return self.versions.get(slot.names[0].rpartition(".")[0], 0)
 
     def is_empty(self, *, takes_others: bool) -> bool:
         """Return whether the module has tensors and the state dict has none of them.
@@ -344,36 +331,38 @@ class _Matcher:
         Args:
             takes_others: Whether the state dict has other values for the module: attributes or extra state.
         """
-        return self._present == 0 and (self._required > 0 or (self._optional > 0 and not takes_others))
+        return self.present == 0 and (self.required > 0 or (self.optional > 0 and not takes_others))
 
     def add_extra_state(self, own: Sequence[str], saved: Collection[str]) -> None:
         """Note extra state that only the module or only the state dict has."""
         missing = [name for name in own if name not in saved]
-        self._missing += missing
+        self.missing += missing
         self.findings.missing += [((name,), None) for name in missing]
         unexpected = [name for name in saved if name not in own]
-        self._unexpected += unexpected
+        self.unexpected += unexpected
         self.findings.unexpected += [(name, None) for name in unexpected]
 
     def add_unexpected(self, outline: Outline) -> None:
         """Note the entries whose names the module does not have."""
         known = {name for slot in outline.slots for name in slot.names} | set(outline.refused)
-        for name, entry in self._entries.items():
+        for name, entry in self.entries.items():
             if name not in known:
-                self._unexpected.append(name)
+                self.unexpected.append(name)
                 self.findings.unexpected.append((name, entry.shape))
 
     def result(self, outline: Outline) -> Match:
         """Return the match."""
         return Match(
-            requests=tuple(self._requests),
-            slots=tuple(self._slots),
-            comparisons=tuple(self._comparisons),
-            **{fate: tuple(positions) for fate, positions in self._absent.items()},
-            initial_dtypes=self._initial_dtypes,
-            missing=tuple(self._missing),
-            unexpected=tuple(self._unexpected),
-            mismatched=self._mismatched,
+            requests=tuple(self.requests),
+            slots=tuple(self.slots),
+            comparisons=tuple(self.comparisons),
+            zeroed=tuple(self.zeroed),
+            initialised=tuple(self.initialised),
+            kept=tuple(self.kept),
+            initial_dtypes=self.initial_dtypes,
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            mismatched=self.mismatched,
             tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
         )
 

@@ -99,7 +99,7 @@ def through_wrappers(selection: Selection, outline: Outline, names: Mapping[str,
             entries.update({base: selection.entries[saved] for base in tied if base not in entries})
     copies = {name: entries[base] for name, base in pairs if base in entries}
     adapters = sum(base is None for base in names.values())
-    note = f"base weights were loaded through the wrappers of peft; {adapters} tensors of adapters keep their values"
+    note = f"base weights were loaded through the wrappers of peft, without {adapters} tensors of adapters"
     return replace(
         selection,
         entries=copies | others,

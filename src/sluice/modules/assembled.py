@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from sluice.dtensors.description import is_dtensor
+from sluice.sharding.dtensors import is_dtensor
 
 __all__ = ["is_assembled_model"]
 

@@ -15,13 +15,13 @@ from msgspec import Struct
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-__all__ = ["Block", "find_blocks", "smallest_blocks"]
+__all__ = ["ModuleBlock", "find_blocks", "smallest_blocks"]
 
 #: Modules that use the weights of their parts without calling them.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 
 
-class Block(Struct, frozen=True, kw_only=True, eq=False):
+class ModuleBlock(Struct, frozen=True, kw_only=True, eq=False):
     """A part of a module."""
 
     #: Its path in the module; empty for the module itself.
@@ -36,7 +36,7 @@ class Block(Struct, frozen=True, kw_only=True, eq=False):
     optional: bool = False
 
 
-def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> tuple[Block, ...]:
+def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> tuple[ModuleBlock, ...]:
     """Return the blocks of a module, in the order in which it defines them.
 
     Args:
@@ -57,7 +57,7 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> tup
     return _with_owners(module, chosen)
 
 
-def smallest_blocks(module: nn.Module) -> tuple[Block, ...]:
+def smallest_blocks(module: nn.Module) -> tuple[ModuleBlock, ...]:
     """Return one block for each module that holds parameters of its own."""
     return _with_owners(module, set())
 
@@ -67,9 +67,9 @@ def _fits(path: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _with_owners(module: nn.Module, chosen: set[str]) -> tuple[Block, ...]:
+def _with_owners(module: nn.Module, chosen: set[str]) -> tuple[ModuleBlock, ...]:
     """Return the chosen blocks, and one for each module outside of them that holds parameters."""
-    found: list[Block] = []
+    found: list[ModuleBlock] = []
     _collect(module, "", chosen, None, "", found, {}, inside=False)
     return tuple(found)
 
@@ -80,7 +80,7 @@ def _collect(
     chosen: set[str],
     parent: int | None,
     group: str,
-    found: list[Block],
+    found: list[ModuleBlock],
     seen: dict[int, None],
     *,
     inside: bool,
@@ -91,7 +91,7 @@ def _collect(
     seen[id(module)] = None
     is_block = path in chosen
     if is_block or (not inside and _holds_parameters(module)):
-        found.append(Block(path=path, module=module, parent=parent, group=group, optional=inside))
+        found.append(ModuleBlock(path=path, module=module, parent=parent, group=group, optional=inside))
         parent = len(found) - 1
     if not is_block and _is_whole(module):
         return

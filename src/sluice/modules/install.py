@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._errors import PartialLoadError
-from sluice.dtensors.description import is_dtensor, local_of
 from sluice.matching.match import Match
 from sluice.matching.placement import Placement, device_of
 from sluice.modules.collect import Holding, ModuleState, Owner
 from sluice.modules.leftovers import NESTING
 from sluice.modules.load_hooks import restore_extra_state, run_post_hooks
 from sluice.modules.swap import swap_data, with_data
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 __all__ = ["finish_loading", "hold", "install", "install_one", "registered"]
 

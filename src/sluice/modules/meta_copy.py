@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from sluice.dtensors.description import is_dtensor, local_of
 from sluice.modules.swap import is_plain, with_data
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values
 from sluice.records import Entry
+from sluice.sharding.dtensors import is_dtensor, local_of
 
 __all__ = ["CopyRecorder", "MetaCopy", "NotFollowedError", "reason_of", "untouched"]
 

@@ -2,8 +2,9 @@
 
 A parked parameter answers what it is (shape, dtype, the device that it runs on). If an operation needs its elements,
 because a part of the model uses weights of a different part without calling it, they are read for that operation; what
-would change them is refused. A model that holds parked parameters refuses what would need all weights at once: to be
-moved, cast, copied, pickled or saved.
+would change them, copy or pickle them, or use their storage is refused. State dicts have parked parameters as they are,
+so that names are found in them and nothing can be saved. A model that holds parked parameters refuses to be moved,
+cast, copied and pickled.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _DESCRIPTIONS = frozenset(
     | {"size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "storage_offset", "data_ptr"}
     | {"is_floating_point", "is_complex", "is_sparse", "is_quantized", "is_nested", "__hash__", "requires_grad_"}
 )
+
+#: Methods that return the memory of the elements.
+_STORAGES = frozenset({"untyped_storage", "storage", "_typed_storage", "__dlpack__"})
 
 #: Assignments that change no element.
 _SETTERS = (torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__)  # type: ignore[attr-defined, union-attr]
@@ -85,12 +89,16 @@ class ParkedParameter(nn.Parameter):
             return torch.device(args[0].runs_on)
         if name == "is_meta":
             return False
+        if name == "detach":  # as in state dicts
+            return args[0]
         if name in _DESCRIPTIONS or func in _SETTERS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
                 return func(*args, **(kwargs or {}))
         own = next(each for each in _leaves((args, kwargs)) if isinstance(each, cls))
         if _changes(name) or (kwargs and kwargs.get("out") is not None):
             own.refuse(f"change its weights, as {name} does")
+        if name in _STORAGES:  # as libraries that save tensors do
+            own.refuse("lend the storage of its weights")
         with ExitStack() as stack:
             return func(*_lent(args, stack), **_lent(kwargs or {}, stack))
 
@@ -138,18 +146,14 @@ class Guard:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        hooked: Any = module  # torch's hooks have no annotations
-        self._hooks = [hooked.register_load_state_dict_pre_hook(_refuse_loading)]
+        self._hook = module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
         for part in module.modules():
-            hooked = part
-            self._hooks.append(hooked.register_state_dict_pre_hook(_refuse_saving))
             vars(part)["_apply"] = partial(_apply, part, whole=part is module)
             vars(part)["__getstate__"] = _refuse_state
 
     def remove(self) -> None:
         """Let the module be an ordinary one again."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         for part in self._module.modules():
             vars(part).pop("_apply", None)
             vars(part).pop("__getstate__", None)
@@ -160,12 +164,6 @@ def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if prefix + name in state_dict and type(parameter) is ParkedParameter:
             parameter.refuse("be loaded into")
-
-
-def _refuse_saving(module: nn.Module, *_: object) -> None:
-    """Refuse the state dict of a module that has streamed weights."""
-    if _is_parked(module):
-        _refuse("be saved")
 
 
 def _is_parked(module: nn.Module) -> bool:

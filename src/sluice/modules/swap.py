@@ -15,7 +15,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from sluice._private_torch import make_subclass, swap_contents, use_count
-from sluice.dtensors.description import is_dtensor, local_of, with_local
+from sluice.sharding.dtensors import is_dtensor, local_of, with_local
 
 __all__ = ["is_plain", "swap_data", "with_data"]
 

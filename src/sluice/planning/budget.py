@@ -127,18 +127,17 @@ def for_whole_host(plan: LoadPlan) -> LoadPlan:
 
 
 def plan_needs(plan: LoadPlan) -> dict[str, int]:
-    """Return the predicted growth of each kind of memory, in bytes."""
-    return {
-        HOST: plan.predicted.total_bytes,
-        ADDRESS_SPACE: address_space_bytes(
+    """Return the predicted growth of each kind of memory, in bytes; of virtual memory only if it is limited."""
+    needs = {HOST: plan.predicted.total_bytes, **{device.device: device.predicted_bytes for device in plan.devices}}
+    if plan.facts.address_space_bytes is not None:
+        needs[ADDRESS_SPACE] = address_space_bytes(
             plan.targets,
             plan.blocks,
             [*plan.arenas, *(held.nbytes for held in plan.mapped_ranges)],
             staging_bytes=plan.staging_buffers * plan.staging_buffer_bytes,
             huge_pages=plan.facts.huge_pages,
-        ),
-        **{device.device: device.predicted_bytes for device in plan.devices},
-    }
+        )
+    return needs
 
 
 def shortages(plan: LoadPlan, memory: MemoryLimits) -> tuple[Shortage, ...]:

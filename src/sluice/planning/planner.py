@@ -76,7 +76,13 @@ def plan_load(
     if not any(target.finisher for target in targets):  # otherwise readers wait between two reads
         reads = list(join_requests(reads, facts.files))
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
-    threads = most_threads(facts, _address_space_bytes(targets, blocks, arenas, mapped, staging_bytes, facts))
+    needed_bytes = 0
+    if facts.address_space_bytes is not None:
+        shared = [*arenas, *(each.nbytes for each in mapped.ranges)]
+        needed_bytes = address_space_bytes(
+            targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_pages
+        )
+    threads = most_threads(facts, needed_bytes)
     readers = min(reader_count(reads, facts, serial_bytes=serial_bytes), threads)
     buffers = buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
     most_unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
@@ -143,19 +149,6 @@ def _narrows_on_device(target: Target) -> bool:
     """Return whether a target on an accelerator has a narrower dtype than any of its fills."""
     finished = ITEM_BYTES[target.dtype]
     return target.device != "cpu" and any(finished < ITEM_BYTES[fill.dtype] for fill in target.fills)
-
-
-def _address_space_bytes(
-    targets: Sequence[Target],
-    blocks: Sequence[Block],
-    arenas: Sequence[int],
-    mapped: Mapped,
-    staging_bytes: int,
-    facts: MachineFacts,
-) -> int:
-    """Return the virtual memory of the load without its threads, in bytes."""
-    shared = [*arenas, *(mapping.nbytes for mapping in mapped.ranges)]
-    return address_space_bytes(targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_pages)
 
 
 def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
@@ -242,6 +235,8 @@ def _device_plans(
     for target in targets:
         if target.device != "cpu":
             on_device[target.device].append(target)
+    if not on_device:
+        return
     # Casts, strided copies and computations on the device need scratch memory there.
     with_scratch = {
         targets[copy.target].device

@@ -35,7 +35,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
     #: Positions of the units that it uses at the same time.
     units: frozenset[int]
-    #: Whether the model may skip it, as it skips most experts; then it is not read ahead.
+    #: Whether the model may skip it, as it skips most experts.
     optional: bool = False
 
 
@@ -52,6 +52,8 @@ class Streaming(Struct, frozen=True, kw_only=True):
     smallest_bytes: int
     #: Whether the window holds the units of a step while those of the next are read.
     reads_ahead: bool
+    #: Positions of units of optional steps that stay in the window as long as no such step is skipped.
+    kept: frozenset[int] = frozenset()
 
     def fits(self, memory_bytes: int) -> bool:
         """Return whether ``memory_bytes`` are enough."""
@@ -94,12 +96,14 @@ def decide_streaming(
         if fitting:
             resident = max(fitting, key=lambda held: _bytes(units, held))
             resident_bytes = fixed_bytes + _bytes(units, resident)
+            always = [Step(units=step.units) for step in steps]
             return Streaming(
                 resident=resident,
                 resident_bytes=resident_bytes,
                 window_bytes=memory_bytes - resident_bytes,
                 smallest_bytes=smallest,
                 reads_ahead=ahead,
+                kept=_fill(units, always, resident, fixed_bytes, memory_bytes, ahead=ahead) - resident,
             )
     raise AssertionError("the smallest memory fits by its definition")
 

@@ -26,6 +26,11 @@ class SingleWeight(Struct, frozen=True, kw_only=True, eq=False):
     #: The function.
     quantize: Quantize
 
+    @property
+    def full_name(self) -> str:
+        """Name of the parameter in the model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return the quantized form of all or some rows; the module is unchanged."""
         twin = shell_of(self.module)

@@ -30,7 +30,7 @@ import msgspec
 from sluice._errors import PartialLoadError, RankError
 from sluice._messages import SHOWN, section
 from sluice.machine.processes import this_process
-from sluice.ranks.protocol import Group, Judge, Ruling, State, Verdict
+from sluice.ranks.protocol import Group, Judge, Ruling, State, StepOutcome
 
 __all__ = ["Agreement", "OtherRankError"]
 
@@ -158,7 +158,7 @@ def describe(error: BaseException) -> str:
     return f"{line} (because of {describe(error.__cause__)})" if error.__cause__ is not None else line
 
 
-def rank_error(verb: str, verdict: Verdict, ranks: tuple[int, ...], after: str | None = None) -> RankError:
+def rank_error(verb: str, verdict: StepOutcome, ranks: tuple[int, ...], after: str | None = None) -> RankError:
     """Return the error that every rank raises.
 
     Args:
@@ -189,7 +189,7 @@ def rank_error(verb: str, verdict: Verdict, ranks: tuple[int, ...], after: str |
 _MEANING: Mapping[State, str] = {"changed": "new", "torn": "new in part", "untouched": "unchanged"}
 
 
-def _states(verdict: Verdict, ranks: tuple[int, ...]) -> str:
+def _states(verdict: StepOutcome, ranks: tuple[int, ...]) -> str:
     """Return the states of the model on all ranks as a clause."""
     if set(verdict.states.values()) <= {"untouched"}:
         return "nothing was changed"

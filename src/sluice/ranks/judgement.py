@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from sluice._units import format_bytes
 
-__all__ = ["Proposal", "SharingDecision", "decide_sharing", "hosts_of", "judge_proposals"]
+__all__ = ["Proposal", "hosts_of", "judge_proposals"]
 
 
 class Proposal(Struct, frozen=True, kw_only=True):
@@ -39,17 +39,6 @@ class Proposal(Struct, frozen=True, kw_only=True):
     limit_bytes: int
     #: Origin of the limit.
     limit_origin: str
-    #: Whether all files that it reads are on local disks or in memory.
-    local_files: bool = True
-
-
-class SharingDecision(Struct, frozen=True, kw_only=True):
-    """Whether one rank reads the bytes that several ranks need."""
-
-    #: Whether one rank reads them for all.
-    once: bool
-    #: The reason, as a sentence without a full stop.
-    reason: str
 
 
 def judge_proposals(proposals: Mapping[int, Proposal]) -> dict[int, str]:
@@ -75,26 +64,6 @@ def models_of(proposals: Mapping[int, Proposal]) -> list[list[int]]:
             touching = [group for group in groups if not group.isdisjoint({rank, *mesh})]
             groups = [group for group in groups if group not in touching] + [set().union(*touching)]
     return sorted(sorted(group) for group in groups)
-
-
-def decide_sharing(share: str, proposals: Mapping[int, Proposal]) -> SharingDecision:
-    """Return who reads bytes that several ranks need.
-
-    Args:
-        share: The argument of the call.
-        proposals: The proposal of each rank.
-    """
-    if len(models_of(proposals)) > 1:
-        return SharingDecision(once=False, reason="each rank reads for itself, because ranks hold different models")
-    if share != "auto":
-        return SharingDecision(once=share == "once", reason=f"each rank reads for itself, because share={share!r}")
-    if len(hosts_of(proposals)) == 1:
-        why = "all ranks are on one host, whose page cache fetches once what several of them read"
-    elif all(proposal.local_files for proposal in proposals.values()):
-        why = "the files are on local disks of each host"
-    else:
-        return SharingDecision(once=True, reason="")
-    return SharingDecision(once=False, reason=f"each rank reads for itself, because {why}")
 
 
 def hosts_of(proposals: Mapping[int, Proposal]) -> dict[str, tuple[int, ...]]:

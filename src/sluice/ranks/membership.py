@@ -5,15 +5,20 @@ A plain model is none of this: without DTensors or without a process group nothi
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from sluice.dtensors.description import is_dtensor
 from sluice.ranks.protocol import Group
+from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["group_of", "meshes_of", "process_groups_of"]
+__all__ = ["group_of", "local_rank_count", "meshes_of"]
+
+#: Variables in which torchrun, Open MPI and Slurm give the number of processes that they started on this host.
+_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
@@ -45,22 +50,20 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted({tuple(sorted(map(int, mesh.mesh.flatten().tolist()))) for mesh in meshes.values()}))
 
 
-def process_groups_of(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, ...], Any]:
-    """Return the process groups that exist for a model and to which this rank belongs, by their ranks.
+def local_rank_count() -> int:
+    """Return how many ranks of the default process group are on this host; 1 without a group.
 
-    None is made, because that needs every rank of the default group.
+    If no launcher says it, all of them: too little staging is slow, too much does not fit.
     """
-    import torch.distributed as dist
-
-    meshes = {id(mesh): mesh for tensor in tensors if is_dtensor(tensor) for mesh in _with_whole(tensor)}
-    groups: list[Any] = [
-        mesh.get_group(dim) for mesh in meshes.values() if mesh.get_coordinate() is not None for dim in range(mesh.ndim)
-    ]
-    return {tuple(sorted(dist.get_process_group_ranks(group))): group for group in (*groups, dist.group.WORLD)}
-
-
-def _with_whole(tensor: Any) -> tuple[Any, Any]:
-    return tensor.device_mesh, _whole(tensor.device_mesh)
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 1
+    ranks: int = dist.get_world_size()
+    for name in _VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 0:
+            return min(int(value), ranks)
+    return ranks
 
 
 def _whole(mesh: Any) -> Any:

@@ -7,14 +7,14 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-__all__ = ["Group", "Judge", "Ruling", "State", "Verdict"]
+__all__ = ["Group", "Judge", "Ruling", "State", "StepOutcome"]
 
 
 #: State of the model on a rank: as before, filled in part, or filled.
 State = Literal["untouched", "torn", "changed"]
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class StepOutcome(Struct, frozen=True, kw_only=True):
     """The result of one step, the same on every rank."""
 
     #: Failures that end the call on every rank, by rank; empty if the step succeeded.
@@ -70,7 +70,9 @@ class Group(Protocol):
         """End the part of this rank in the call; other ranks may still wait for its verdict."""
         ...
 
-    def decide(self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched") -> Verdict:
+    def decide(
+        self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched"
+    ) -> StepOutcome:
         """Contribute to a step and return its verdict, when every rank has contributed or one has failed.
 
         Args:

@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess, state_of, this_process
-from sluice.ranks.protocol import Judge, State, Verdict
+from sluice.ranks.protocol import Judge, State, StepOutcome
 
 __all__ = ["Store", "StoreGroup"]
 
@@ -175,7 +175,9 @@ class StoreGroup:
         """See ``Group.leave``."""
         self._turns.lock.release()
 
-    def decide(self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched") -> Verdict:
+    def decide(
+        self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched"
+    ) -> StepOutcome:
         """See ``Group.decide``."""
         interrupted = False
         while True:
@@ -193,7 +195,7 @@ class StoreGroup:
                 self.warn("KeyboardInterrupt")
                 continue
             except RuntimeError as error:  # torch's errors of a store
-                return Verdict(failed=self._without_store(error), states={self.rank: state})
+                return StepOutcome(failed=self._without_store(error), states={self.rank: state})
             if last or verdict.failed:
                 with suppress(RuntimeError):  # the verdict holds without the store
                     self._forget()
@@ -221,7 +223,7 @@ class StoreGroup:
             self._announce(f"lost/{rank}", text)
         return bool(lost)
 
-    def _lead(self, step: str, judge: Judge, *, last: bool) -> Verdict:
+    def _lead(self, step: str, judge: Judge, *, last: bool) -> StepOutcome:
         """Collect the contributions and write the verdict, unless it was written before an interrupt."""
         known = self._known_verdict(step)
         if known is not None:
@@ -229,9 +231,9 @@ class StoreGroup:
         answers, failed = self._collect(step)
         if not failed:
             ruling = judge({rank: answer.value for rank, answer in answers.items()})
-            verdict = Verdict(failed=ruling.failed, value=b"" if ruling.failed else ruling.value)
+            verdict = StepOutcome(failed=ruling.failed, value=b"" if ruling.failed else ruling.value)
         if failed or verdict.failed:
-            verdict = Verdict(
+            verdict = StepOutcome(
                 failed=failed or verdict.failed,
                 states={rank: answer.state for rank, answer in answers.items()},
                 crowded=tuple(rank for rank, answer in sorted(answers.items()) if answer.crowded),
@@ -241,11 +243,11 @@ class StoreGroup:
         self._set("end" if verdict.failed else f"{step}/verdict", msgspec.json.encode(verdict))
         return verdict
 
-    def _known_verdict(self, step: str) -> Verdict | None:
+    def _known_verdict(self, step: str) -> StepOutcome | None:
         """Return the verdict of a step, or of the failure that ended the call at any step, if there is one."""
         for name in (f"{step}/verdict", "end"):
             if self._store.check([self._key(name)]):
-                return msgspec.json.decode(self._store.get(self._key(name)), type=Verdict)
+                return msgspec.json.decode(self._store.get(self._key(name)), type=StepOutcome)
         return None
 
     def _collect(self, step: str) -> tuple[dict[int, _Contribution], dict[int, str]]:
@@ -274,7 +276,7 @@ class StoreGroup:
         self._wait(step, complete)
         return answers, failed
 
-    def _follow(self, step: str, state: State) -> Verdict:
+    def _follow(self, step: str, state: State) -> StepOutcome:
         """Wait for the verdict."""
         leader = self.ranks[0]
         absent = ""
@@ -290,7 +292,7 @@ class StoreGroup:
             return known
         self._close()  # the leader comes too late for this call, and begins the next one
         self.warn(f"gave up waiting for rank {leader}, which {absent}")
-        return Verdict(failed={leader: absent}, states={self.rank: state})
+        return StepOutcome(failed={leader: absent}, states={self.rank: state})
 
     def _close(self) -> None:
         """End the call for all ranks, once."""

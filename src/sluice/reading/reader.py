@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._geometry import contiguous_stride
+from sluice._options import PageCache
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunningPlan, RunResult, SessionEndedError, TargetMemory
 from sluice.engine.session import Session
@@ -94,8 +95,19 @@ class CheckpointReader:
         """Return the tensors of entries and windows; see ``start``."""
         return self.start(entries).result()
 
-    def start(self, entries: Sequence[Entry]) -> PendingTensors:
+    def start(
+        self,
+        entries: Sequence[Entry],
+        *,
+        staging_bytes: int = defaults.SCAN_STAGING_BYTES,
+        page_cache: PageCache = "auto",
+    ) -> PendingTensors:
         """Begin to read entries and windows, each into a row-major tensor on the host.
+
+        Args:
+            entries: The entries.
+            staging_bytes: Most bytes of the staging buffers.
+            page_cache: Use of the page cache.
 
         Raises:
             FormatError: A header in front of the data is damaged.
@@ -109,7 +121,8 @@ class CheckpointReader:
             for entry in entries
         ]
         laid_out, views = single_targets(requests, self._index, offsets)
-        plan = plan_load(laid_out, self._index.files, self.facts, staging_bytes=defaults.SCAN_STAGING_BYTES)
+        files = self._index.files
+        plan = plan_load(laid_out, files, self.facts, staging_bytes=staging_bytes, page_cache=page_cache)
         targets = Targets(plan)
         return PendingTensors(self, entries, self.begin(plan, targets), targets, views)
 

@@ -1,6 +1,8 @@
-"""One tensor of an open checkpoint, read by itself."""
+"""Tensors of an open checkpoint, read by themselves."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -10,10 +12,11 @@ from sluice._options import MemoryLimits, TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.reading import transfer
+from sluice.reading.caches import fill_caches
 from sluice.reading.composites import assemble, component_requests
 from sluice.records import Entry, Request
 
-__all__ = ["read_tensor"]
+__all__ = ["read_into", "read_tensor"]
 
 
 def read_tensor(
@@ -37,8 +40,21 @@ def read_tensor(
             raise ValueError("out decides device and dtype: leave out the other two")
         requests, existing = [_request_into(name, entry, out)], {0: out}
     prepared = transfer.prepare(checkpoint, requests, options=TransferOptions(memory=memory))
+    fill_caches(checkpoint.sources, prepared.plan)
     tensors, _ = transfer.run(checkpoint, prepared, Targets(prepared.plan, existing))
     return assemble(name, entry, tensors, file=checkpoint.path)
+
+
+def read_into(checkpoint: OpenCheckpoint, wanted: Sequence[tuple[str, Entry, torch.Tensor]]) -> None:
+    """Read entries into tensors of the same shapes, with one plan.
+
+    Raises:
+        MismatchError: A tensor has a different shape, or an entry is sparse or quantized.
+    """
+    requests = [_request_into(name, entry, out) for name, entry, out in wanted]
+    prepared = transfer.prepare(checkpoint, requests)
+    fill_caches(checkpoint.sources, prepared.plan)
+    transfer.run(checkpoint, prepared, Targets(prepared.plan, {i: out for i, (_, _, out) in enumerate(wanted)}))
 
 
 def _request_into(name: str, entry: Entry, out: torch.Tensor) -> Request:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -20,14 +19,12 @@ from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
+from sluice.planning.later_copies import growth_of_copies, with_later_growth
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.reading.reader import CheckpointReader
 from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
-
-if TYPE_CHECKING:
-    from sluice.engine.rounds import Transport
 
 __all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
 
@@ -101,8 +98,6 @@ def plan_transfer(
         serial_bytes=serial_bytes,
     )
     if later_copies:
-        from sluice.planning.later_copies import growth_of_copies, with_later_growth  # rarely needed
-
         plan = with_later_growth(plan, growth_of_copies(later_copies))
     return Prepared(plan=plan, views=views, computed=computed_views)
 
@@ -152,7 +147,6 @@ def run(
     *,
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
-    transport: Transport | None = None,
 ) -> tuple[list[torch.Tensor], RunResult]:
     """Run a plan and return one tensor for each request.
 
@@ -162,17 +156,10 @@ def run(
         targets: The plan's final memory.
         progress: Called with the bytes read so far.
         completed: Called with the position of each target as soon as it is whole.
-        transport: Transfers between ranks, for a plan with rounds.
     """
     try:
-        if transport is not None:
-            # Here, not above: most loads are those of one process.
-            from sluice.reading.shared_reads import run_shared
-
-            result = run_shared(checkpoint, prepared.plan, targets, transport, progress=progress, completed=completed)
-        else:
-            with CheckpointReader(checkpoint) as reader:
-                result = reader.run(prepared.plan, targets, progress=progress, completed=completed)
+        with CheckpointReader(checkpoint) as reader:
+            result = reader.run(prepared.plan, targets, progress=progress, completed=completed)
         return targets.take(prepared.views), result
     except BaseException as error:
         _forget_tensors(error)

@@ -50,7 +50,6 @@ from sluice.records.plan import (
     Method,
     Read,
     Reservation,
-    Round,
     Swap,
     requests_of,
 )
@@ -93,7 +92,6 @@ __all__ = [
     "Request",
     "RequestRecord",
     "Reservation",
-    "Round",
     "Sparse",
     "Storage",
     "Swap",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from msgspec import Struct, field
 
@@ -40,12 +41,13 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
 
 
 def local_access() -> AccessFacts:
-    """Return the access facts of local files and of memory: the defaults of ``_options``."""
-    return AccessFacts(
-        request_bytes=defaults.READ_BYTES,
-        gap_bytes=defaults.COALESCE_GAP_BYTES,
-        parallel_requests=defaults.WAITING_READERS,
-    )
+    """Return the access facts of local files and of memory: the defaults, as one record."""
+    return _access(defaults.READ_BYTES, defaults.COALESCE_GAP_BYTES, defaults.WAITING_READERS)
+
+
+@cache
+def _access(request_bytes: int, gap_bytes: int, parallel_requests: int) -> AccessFacts:
+    return AccessFacts(request_bytes=request_bytes, gap_bytes=gap_bytes, parallel_requests=parallel_requests)
 
 
 def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
@@ -54,6 +56,8 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
     Without sources these are the facts of local files.
     """
     distinct = set(accesses) or {local_access()}
+    if len(distinct) == 1:
+        return distinct.pop()
     return AccessFacts(
         request_bytes=max(access.request_bytes for access in distinct),
         gap_bytes=max(access.gap_bytes for access in distinct),

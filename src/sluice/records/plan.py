@@ -24,7 +24,6 @@ __all__ = [
     "Method",
     "Read",
     "Reservation",
-    "Round",
     "Swap",
     "requests_of",
 ]
@@ -115,25 +114,6 @@ def requests_of(reads: Iterable[Read]) -> Iterator[list[Read]]:
         request.append(read)
     if request:
         yield request
-
-
-class Round(Struct, frozen=True, kw_only=True):
-    """One range of one file that a rank reads and hands to the other ranks that need it."""
-
-    #: Position of the file in ``LoadPlan.files``.
-    file: int
-    #: First byte in the file.
-    offset: int
-    #: Bytes of the range, which fit a staging buffer.
-    nbytes: int
-    #: Rank that reads it.
-    owner: int
-    #: Number of the process group that transfers it.
-    group: int
-    #: Whether this rank belongs to that group.
-    takes_part: bool
-    #: Parts that this rank needs, as reads within the range.
-    reads: tuple[Read, ...]
 
 
 class Block(Struct, frozen=True, kw_only=True, gc=False):
@@ -243,8 +223,6 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.
     mapped_ranges: tuple[MappedRange, ...] = ()
-    #: Ranges that several ranks need, in the order in which all ranks go through them after their own reads.
-    rounds: tuple[Round, ...] = ()
     #: Whether staging is on huge pages. For reads of less than one, zeroing it would take longer than the read.
     huge_staging: bool = False
 
@@ -253,14 +231,13 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
         """Bytes to read from files."""
         return sum(read.nbytes for read in self.reads)
 
-    def traffic(self, rank: int | None = None) -> Traffic:
-        """Return the requests for remote files; with ``rank`` also those of its rounds."""
+    def traffic(self) -> Traffic:
+        """Return the requests for remote files."""
         remote = {number for number, file in enumerate(self.facts.files) if file.filesystem == REMOTE_FILESYSTEM}
         if not remote:
             return Traffic()
         requests = (request for request in requests_of(self.reads) if request[0].file in remote)
         sizes = [request[-1].offset + request[-1].nbytes - request[0].offset for request in requests]
-        sizes += [each.nbytes for each in self.rounds if each.file in remote and each.owner == rank]
         return Traffic(len(sizes), sum(sizes))
 
     @property

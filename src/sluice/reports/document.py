@@ -1,15 +1,20 @@
-"""One description of a report, and what renders it: aligned text, a rich table, or plain values for JSON.
+"""One description of a report, and what renders it: lines of text, or plain values for JSON.
 
 A report describes itself once, as sections: lines, lines that stand out, and tables. ``str()``, the command line and
-notebooks render the same sections. Names and values come from files, so every renderer escapes what is not printable.
+notebooks show the same lines, which escape what is not printable: names and values come from files.
+
+A table that is wider than a terminal is folded between words. If that is not enough, the widest columns leave the table
+and follow each row as ``header: text``; the first column precedes it.
 """
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from itertools import islice, zip_longest
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Struct
 
@@ -17,24 +22,20 @@ from sluice._units import counted
 from sluice.reports.printable import printable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "Grid",
     "Report",
     "Section",
     "Strong",
-    "Subject",
-    "aligned",
-    "as_text",
     "cast_lines",
     "checkpoint_title",
-    "describe_mismatched",
-    "loaded_title",
+    "lines_of",
     "plain",
     "plain_fields",
-    "renderable",
 ]
 
 #: Rows of a table that lists what a report found.
@@ -43,9 +44,11 @@ ROWS_SHOWN = 40
 #: Widest column that is padded: one name of 4,096 characters must not push every other row to the right.
 _PADDED_COLUMNS = 100
 
+#: Columns between two columns of a table, and before rows whose first cell has a line of its own.
+_GAP = "  "
 
-#: Whose tensors a load counts.
-Subject: TypeAlias = Literal["model", "optimizer state", "checkpoint"]
+#: What is never folded: text without spaces, sizes with their units, and shapes.
+_WORD = re.compile(r"(?:\[[^\]]*\]|\d[\d.,]* [KMGT]?i?B\b|\S)+")
 
 
 class Strong(str):
@@ -67,9 +70,6 @@ class Grid(Struct, frozen=True):
     elsewhere: str = "to_json() and --json have all"
     #: Position of the row that stands out, or None.
     strong: int | None = None
-    #: Whether to print aligned columns on a terminal too: for many rows or very long cells. Rich needs a third of a
-    #: millisecond for each row.
-    aligned: bool = False
 
     @classmethod
     def first(cls, headers: tuple[str, ...], rows: Iterable[Sequence[str]], total: int) -> Grid:
@@ -77,9 +77,20 @@ class Grid(Struct, frozen=True):
         shown = list(islice(rows, ROWS_SHOWN))
         return cls(headers, shown, total - len(shown))
 
-    def lines(self) -> Iterator[str]:
-        """Yield headers and rows as aligned columns."""
-        yield from aligned([header.removeprefix(">") for header in self.headers], list(map(_cells, self.rows)))
+    def lines(self, width: int | None = None) -> Iterator[str]:
+        """Yield headers and rows as columns, folded to a width if there is one."""
+        headers = [header.removeprefix(">") for header in self.headers]
+        right = [header.startswith(">") for header in self.headers]
+        rows = [headers, *([printable(cell) for cell in row] for row in self.rows)]
+        whole = [min(_PADDED_COLUMNS, max(map(_columns, column))) for column in zip(*rows, strict=True)]
+        fits = width is None or _total(whole) <= width
+        layout = None if fits else _fold(rows, whole, width or 0)
+        strong = {0, None if self.strong is None else self.strong + 1}
+        for position, row in enumerate(rows):
+            lines: Iterable[str] = (
+                [_joined(row, whole, right)] if layout is None else layout.lines(rows, position, right)
+            )
+            yield from map(Strong, lines) if position in strong else lines
         yield from self.rest()
 
     def rest(self) -> Iterator[str]:
@@ -95,12 +106,88 @@ class Grid(Struct, frozen=True):
 
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for header in self.headers:
-            title, number = header.removeprefix(">"), header.startswith(">")
-            table.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number)
+            number = header.startswith(">")
+            table.add_column(header.removeprefix(">"), justify="right" if number else "left", no_wrap=number)
         for position, row in enumerate(self.rows):
             # Text: rich must not read markup such as "[red]" into names.
-            table.add_row(*map(Text, _cells(row)), style="bold" if position == self.strong else None)
+            cells = (Text(printable(cell)) for cell in row)
+            table.add_row(*cells, style="bold" if position == self.strong else None)
         return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        return _rich_lines([self], options.max_width)
+
+
+class _Folded(Struct, frozen=True):
+    """A layout of rows that are wider than a terminal."""
+
+    #: Most columns of a line.
+    width: int
+    #: Positions of the columns inside of the table, and their widths.
+    inside: list[int]
+    widths: list[int]
+
+    def lines(self, rows: list[list[str]], position: int, right: list[bool]) -> Iterator[str]:
+        """Yield a row: its first cell if that is outside of the table, the table's cells, and the other cells."""
+        headers, row = rows[0], rows[position]
+        indent = "" if 0 in self.inside else _GAP
+        if indent:
+            yield row[0]
+        cells = [_wrapped(row[column], width) for column, width in zip(self.inside, self.widths, strict=True)]
+        for line in zip_longest(*cells, fillvalue=""):
+            yield indent + _joined(line, self.widths, [right[column] for column in self.inside])
+        below = [f"{headers[n]}: {row[n]}" for n in range(1, len(row)) if n not in self.inside and row[n]]
+        if below and position:
+            yield from (f"{_GAP}{line}" for line in _wrapped("; ".join(below), self.width - len(_GAP)))
+
+
+def _fold(rows: list[list[str]], whole: list[int], width: int) -> _Folded:
+    """Return a layout of at most ``width`` columns, if no word is longer."""
+    columns = zip(*rows, strict=True)
+    least = [max((_columns(word) for cell in cells for word in _WORD.findall(cell)), default=0) for cells in columns]
+    inside = list(range(len(least)))
+    while len(inside) > 1 and _total(least[n] for n in inside) + (0 if 0 in inside else len(_GAP)) > width:
+        inside.remove(max(inside, key=least.__getitem__))
+    widths = [least[n] for n in inside]
+    spare = width - _total(widths) - (0 if 0 in inside else len(_GAP))
+    for position in sorted(range(len(inside)), key=lambda each: whole[inside[each]] - widths[each]):
+        more = max(0, min(spare, whole[inside[position]] - widths[position]))
+        widths[position] += more
+        spare -= more
+    return _Folded(width, inside, widths)
+
+
+def _total(widths: Iterable[int]) -> int:
+    widths = list(widths)
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _joined(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    padded = []
+    for cell, width, number in zip(cells, widths, right, strict=True):
+        space = " " * (width - _columns(cell))
+        padded.append(space + cell if number else cell + space)
+    return _GAP.join(padded).rstrip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return a text as lines that are broken between words; a longer word has a line of its own."""
+    if _columns(text) <= width:
+        return [text]
+    lines = [""]
+    for word in _WORD.findall(text):
+        if lines[-1] and _columns(lines[-1]) + 1 + _columns(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
+    return lines
+
+
+def _columns(text: str) -> int:
+    """Return the columns of a text on a terminal."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
 #: A line, a line that stands out, or a table.
@@ -121,12 +208,10 @@ class Report:
         return plain_fields(self)
 
     def __str__(self) -> str:
-        return as_text(self.sections())
+        return "\n".join(lines_of(self.sections()))
 
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-
-        return Group(*map(renderable, self.sections()))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        return _rich_lines(self.sections(), options.max_width)
 
 
 def checkpoint_title(path: str, format_name: str, key: str | None = None) -> str:
@@ -134,44 +219,27 @@ def checkpoint_title(path: str, format_name: str, key: str | None = None) -> str
     return f"{path} ({format_name}, key {key!r})" if key else f"{path} ({format_name})"
 
 
-def loaded_title(loaded: int, total: int, subject: Subject, source: str) -> str:
-    """Return how many of how many tensors came from a checkpoint: the start of the first line of a report."""
-    count = f"{loaded:,} of {counted(total, 'tensor')}"
-    return f"{count} of {source}" if subject == "checkpoint" else f"{count} of the {subject} from {source}"
-
-
 def cast_lines(casts: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each change of dtype with its number of tensors."""
     return (f"cast {change}: {counted(count, 'tensor')}" for change, count in casts.items())
 
 
-def describe_mismatched(mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[str, ...]:
-    """Return each name of a different shape with the shape in the model and in the checkpoint."""
-    return tuple(f"{name} {list(own)}, {list(saved)} in the checkpoint" for name, (own, saved) in mismatched.items())
+def lines_of(sections: Iterable[Section], width: int | None = None) -> Iterator[str]:
+    """Yield sections as lines without characters that a terminal could interpret, folded to a width if there is one."""
+    for section in sections:
+        if isinstance(section, Grid):
+            yield from section.lines(width)
+            continue
+        lines = [printable(section)]
+        if width is not None and _columns(lines[0]) > width:
+            lines = [f"{_GAP if n else ''}{line}" for n, line in enumerate(_wrapped(lines[0], width - len(_GAP)))]
+        yield from map(Strong, lines) if isinstance(section, Strong) else lines
 
 
-def as_text(sections: Iterable[Section]) -> str:
-    """Return sections as text: aligned columns, and no character that a terminal could interpret."""
-    return "\n".join(
-        "\n".join(section.lines()) if isinstance(section, Grid) else printable(section) for section in sections
-    )
-
-
-def renderable(section: Section) -> RenderableType:
-    """Return what rich prints for one section."""
-    from rich.console import Group
+def _rich_lines(sections: Iterable[Section], width: int) -> Iterator[Text]:
     from rich.text import Text
 
-    if not isinstance(section, Grid):
-        return Text(printable(section), style="bold" if isinstance(section, Strong) else "")
-    return Group(section.rich(), *map(Text, section.rest()))
-
-
-def aligned(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield headers and rows as lines of aligned columns."""
-    lines = [headers, *rows]
-    widths = [min(_PADDED_COLUMNS, max(map(len, column))) for column in zip(*lines, strict=True)]
-    return ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return (Text(line, "bold" if isinstance(line, Strong) else "") for line in lines_of(sections, width))
 
 
 def plain(value: object) -> Any:
@@ -191,7 +259,3 @@ def plain_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record as plain values, without those that its ``repr`` leaves out."""
     names = record.__struct_fields__ if isinstance(record, Struct) else [f.name for f in fields(record) if f.repr]
     return {name: plain(getattr(record, name)) for name in names}
-
-
-def _cells(row: Sequence[str]) -> list[str]:
-    return [printable(cell) for cell in row]

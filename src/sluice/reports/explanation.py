@@ -6,16 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from sluice._units import counted, format_bytes
 from sluice.records import LoadPlan, Read, Target
 from sluice.reports.document import Grid, Report, Section
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["Explanation", "TensorGroup", "explain"]
 
@@ -88,8 +84,9 @@ class Explanation(Report):
     #: Reasons for the decisions, one sentence each.
     reasons: tuple[str, ...] = field(default=())
 
-    def lines(self) -> Iterator[str]:
-        """Yield the sentences below the table: reads, staging, page cache, reasons."""
+    def sections(self) -> Iterator[Section]:
+        """Yield the groups, then the reads, staging and reasons."""
+        yield Grid(_HEADERS, [group.cells() for group in self.groups])
         by = (
             counted(self.readers, "reader")
             if self.readers
@@ -107,18 +104,6 @@ class Explanation(Report):
         if self.drop_behind:
             yield "file pages are dropped from the page cache after use"
         yield from self.reasons
-
-    def _groups(self) -> Grid:
-        return Grid(_HEADERS, [group.cells() for group in self.groups])
-
-    def table(self) -> Table:
-        """Return the groups as a rich table."""
-        return self._groups().rich()
-
-    def sections(self) -> Iterator[Section]:
-        """Yield the groups, then the reads, staging and reasons."""
-        yield self._groups()
-        yield from self.lines()
 
 
 def explain(plan: LoadPlan) -> Explanation:

@@ -7,26 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice._errors import Alternative
-from sluice._messages import listed
 from sluice._public import public
 from sluice._units import format_bytes
 from sluice.planning.budget import MemoryLimit
 from sluice.planning.other_methods import Rates
 from sluice.planning.recommendation import MethodVerdict
-from sluice.records import Peaks, RemoteReads
-from sluice.reports.document import (
-    Grid,
-    Report,
-    Section,
-    Strong,
-    Subject,
-    cast_lines,
-    checkpoint_title,
-    describe_mismatched,
-    loaded_title,
-    plain_fields,
-)
+from sluice.reports.document import Grid, Section, Strong, cast_lines, plain_fields
 from sluice.reports.explanation import Explanation
+from sluice.reports.load_figures import LoadFigures
 from sluice.reports.ranks import RanksPlan
 from sluice.reports.stream import StreamPlan
 
@@ -38,7 +26,7 @@ __all__ = ["PlanReport"]
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport(Report):
+class PlanReport(LoadFigures):
     """Result of a dry run: the reads, placement and memory of a load. Nothing was read and nothing was changed.
 
     ``str(report)`` is a summary to read, ``report.to_json()`` the complete record for programs, ``report.table()``
@@ -51,45 +39,10 @@ class PlanReport(Report):
         >>> groups = report.explain()
     """
 
-    #: Path of the checkpoint, as given.
-    source: str
-    #: Name of its format: ``"torch-zip"``, ``"safetensors"``, ...
-    format: str
-    #: Paths of its files.
-    files: tuple[str, ...]
-    #: Dotted path of the part that would be loaded; None for the whole checkpoint.
-    key: str | None = None
-    #: Prefix that would be stripped from the names of the file.
-    prefix: str = ""
-    #: Devices of the finished tensors, as torch writes them.
-    devices: tuple[str, ...]
-    #: Device for each name prefix, as requested or as ``device="auto"`` chose.
-    placement: Mapping[str, str] = field(default_factory=dict)
-    #: Whose tensors ``total`` counts: ``"model"``, ``"optimizer state"``, or ``"checkpoint"`` without a model.
-    subject: Subject = "model"
-    #: Number of tensors that the checkpoint would fill; tied names count once.
-    loaded: int
-    #: Number of tensors that it could fill: parameters and persistent buffers of the model, tensors of the state of the
-    #: optimizer in the checkpoint, or names of the checkpoint.
-    total: int
-    #: Bytes of the finished tensors that the checkpoint would fill.
-    loaded_bytes: int
-    #: Number of finished tensors, including those that are initialised; tied names count once.
-    tensors: int
-    #: F: bytes of the finished tensors.
-    final_bytes: int
     #: Bytes of tensor data in the checkpoint, including data that the load does not need.
     checkpoint_bytes: int
-    #: Bytes that would be read.
-    read_bytes: int
-    #: Requests for remote files and their bytes, which stores bill; None if no file is remote.
-    remote: RemoteReads | None = None
-    #: Bytes of finished tensors that would be mapped pages of the files.
-    mapped_bytes: int = 0
     #: Bytes of the staging buffers.
     staging_bytes: int
-    #: Predicted growth of host memory, from the call on.
-    predicted: Peaks
     #: Predicted growth of the memory reserved by the allocator of each accelerator, in bytes.
     device_bytes: Mapping[str, int]
     #: Limits on the growth of memory, each with its origin.
@@ -98,18 +51,6 @@ class PlanReport(Report):
     shortages: tuple[str, ...] = ()
     #: Changed arguments that would fit; empty if the load fits.
     alternatives: tuple[Alternative, ...] = ()
-    #: Number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``.
-    cast: Mapping[str, int] = field(default_factory=dict)
-    #: Names of the model that are not in the checkpoint.
-    missing: tuple[str, ...] = ()
-    #: Names of the checkpoint that are not in the model.
-    unexpected: tuple[str, ...] = ()
-    #: Names of a different shape, whose values the model keeps: the shape in the model, and in the checkpoint.
-    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    #: Groups of names that are one tensor.
-    tied: tuple[tuple[str, ...], ...] = ()
-    #: Missing names that the modules' own ``reset_parameters`` would fill.
-    initialised: tuple[str, ...] = ()
     #: Needs of sluice and of the usual ways to load, counted from before the model exists.
     methods: tuple[MethodVerdict, ...]
     #: The recommended method; None if nothing fits.
@@ -122,8 +63,6 @@ class PlanReport(Report):
     ranks: RanksPlan | None = None
     #: The model as a stream; None unless it was requested.
     stream: StreamPlan | None = None
-    #: Remarks, one sentence each.
-    notes: tuple[str, ...] = ()
     #: Builds the explanation. It keeps the records of the plan alive, about 2 KiB per tensor.
     explanation: Callable[[], Explanation] = field(repr=False, compare=False)
 
@@ -150,78 +89,50 @@ class PlanReport(Report):
             "fits": self.fits,
         }
 
-    def rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield the rows of ``table()`` as text."""
-        for each in self.methods:
-            devices = [format_bytes(each.devices.get(device, 0)) for device in self.device_bytes]
-            yield (
+    def _methods(self) -> Grid:
+        headers = ("method", ">host peak", ">anonymous", ">file pages", *(f">{device}" for device in self.device_bytes))
+        rows = [
+            (
                 each.method,
-                format_bytes(each.host.total_bytes),
-                format_bytes(each.host.anon_bytes),
-                format_bytes(each.host.file_bytes),
-                *devices,
+                *map(format_bytes, (each.host.total_bytes, each.host.anon_bytes, each.host.file_bytes)),
+                *(format_bytes(each.devices.get(device, 0)) for device in self.device_bytes),
                 "-" if each.seconds is None else f"{each.seconds:.2f}",
                 "yes" if each.fits else "no",
                 "; ".join(filter(None, (each.remark, each.needs))),
             )
-
-    @property
-    def headers(self) -> tuple[str, ...]:
-        """Titles of the columns of ``rows()``."""
-        return ("method", "host peak", "anonymous", "file pages", *self.device_bytes, "seconds", "fits", "remark")
-
-    def _methods(self) -> Grid:
-        left = {"method", "fits", "remark"}
-        headers = tuple(header if header in left else f">{header}" for header in self.headers)
+            for each in self.methods
+        ]
         recommended = [position for position, each in enumerate(self.methods) if each.method == self.recommended]
-        return Grid(headers, list(self.rows()), strong=recommended[0] if recommended else None)
+        return Grid((*headers, ">seconds", "fits", "remark"), rows, strong=recommended[0] if recommended else None)
 
     def table(self) -> Table:
         """Return the comparison of the ways to load as a rich table."""
         return self._methods().rich()
 
-    def lines(self) -> Iterator[str]:
-        """Yield the summary without the comparison, line by line."""
-        title = checkpoint_title(self.source, self.format, self.key)
-        where = f" finished on {', '.join(self.devices)}" if self.loaded else ""
-        yield (
-            f"would load {loaded_title(self.loaded, self.total, self.subject, title)}, "
-            f"{format_bytes(self.loaded_bytes)}{where}, {format_bytes(self.read_bytes)} to read"
+    def sections(self) -> Iterator[Section]:
+        """Yield the summary, names that do not match, the comparison of the ways to load, and the recommendation."""
+        yield Strong(
+            self.title("would load")
+            + (f" finished on {', '.join(self.devices)}" if self.loaded else "")
+            + f", {format_bytes(self.read_bytes)} to read"
             + (f", {format_bytes(self.mapped_bytes)} to map" if self.mapped_bytes else "")
         )
         if self.remote is not None:
             yield self.remote.describe()
         yield from cast_lines(self.cast)
-        yield f"predicted growth: {format_bytes(self.predicted.total_bytes)} of host memory" + "".join(
-            f", {format_bytes(nbytes)} of {device} memory" for device, nbytes in self.device_bytes.items()
+        grown = {"host": self.predicted.total_bytes, **self.device_bytes}
+        yield "predicted growth: at most " + ", ".join(
+            f"{format_bytes(n)} of {where} memory" for where, n in grown.items()
         )
         for limit in self.limits:
             yield f"limit of {limit.where}: {format_bytes(limit.nbytes)} ({limit.origin})"
         yield from self.shortages
-        for each in self.alternatives:
-            yield f"would fit: {each}"
-
-    def verdict(self) -> str:
-        """Return the recommendation, in one sentence."""
-        return f"recommended: {self.recommended or 'none'}, because {self.reason}"
-
-    def sections(self) -> Iterator[Section]:
-        """Yield the summary, names that do not match, the comparison of the ways to load, and the recommendation."""
-        title, *others = self.lines()
-        yield Strong(title)
-        yield from others
-        mismatched = describe_mismatched(self.mismatched)
-        for label, names in (
-            ("missing", self.missing),
-            ("unexpected", self.unexpected),
-            ("of a different shape, not loaded", mismatched),
-        ):
-            if names:
-                yield listed(label, names)
+        yield from (f"would fit: {each}" for each in self.alternatives)
+        yield from self.unmatched()
         if self.ranks is not None:
             yield from self.ranks.sections()
         if self.stream is not None:
             yield from self.stream.sections()
         yield self._methods()
-        yield Strong(self.verdict())
+        yield Strong(f"recommended: {self.recommended or 'none'}, because {self.reason}")
         yield from (f"note: {note}" for note in self.notes)

@@ -126,7 +126,7 @@ class RanksPlan:
         yield (
             f"{counted(len(self.ranks), 'rank')} ({shape}) on {counted(len(self.hosts), 'host')}: each holds "
             f"{format_bytes(min(held))} to {format_bytes(max(held))}; the fullest, rank {self.fullest.rank}, grows by "
-            f"{format_bytes(self.fullest.peak_bytes)}"
+            f"at most {format_bytes(self.fullest.peak_bytes)}"
         )
         times = self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
         yield (
@@ -137,7 +137,7 @@ class RanksPlan:
             (str(each.host), str(each.ranks), *map(format_bytes, (each.read_bytes, each.needed_bytes, each.peak_bytes)))
             for each in self.hosts
         ]
-        yield Grid.first((">host", ">ranks", ">read", ">needed", ">memory"), hosts, len(hosts))
+        yield Grid.first((">host", ">ranks", ">read", ">needed", ">memory, at most"), hosts, len(hosts))
         files = [
             (str(each.ranks), format_bytes(each.read_bytes), format_bytes(each.needed_bytes), each.path)
             for each in self.files

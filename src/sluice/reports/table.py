@@ -11,7 +11,8 @@ from sluice._units import format_bytes
 from sluice.reports.document import Grid, Section, plain
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 __all__ = ["TensorRow", "TensorTable"]
 
@@ -58,7 +59,7 @@ class TensorTable(Sequence[TensorRow]):
         ...                 how="cast", source_names=("module.bias",))
         >>> print(TensorTable([row]))
         name  dtype                shape  bytes  device  how   from
-        bias  float32 -> bfloat16  [3]    6 B    cpu     cast  module.bias
+        bias  float32 -> bfloat16  [3]      6 B  cpu     cast  module.bias
     """
 
     def __init__(self, rows: Iterable[TensorRow]) -> None:
@@ -81,7 +82,7 @@ class TensorTable(Sequence[TensorRow]):
         return [plain(row) for row in self._rows]
 
     def _grid(self) -> Grid:
-        return Grid(_HEADERS, [row.cells() for row in self._rows], aligned=True)
+        return Grid(_HEADERS, [row.cells() for row in self._rows])
 
     def sections(self) -> Iterator[Section]:
         """Yield the table as it is printed by the command line."""
@@ -93,5 +94,5 @@ class TensorTable(Sequence[TensorRow]):
     def __repr__(self) -> str:
         return f"<TensorTable of {len(self)} rows>"
 
-    def __rich__(self) -> Table:
-        return self._grid().rich()
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        return self._grid().__rich_console__(console, options)

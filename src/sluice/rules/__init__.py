@@ -33,22 +33,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sluice._dtypes import parse_dtype
+from sluice._dtypes import ITEM_BYTES, parse_dtype
 from sluice.entries.patterns import NamePattern
-from sluice.entries.rules import Rule
-from sluice.rules._kinds import (
-    ArithmeticRule,
-    CastRule,
-    CopyRule,
-    DropRule,
-    JoinRule,
-    PermuteRule,
-    RenameRule,
-    ReshapeRule,
-    ResizeRule,
-    SplitRule,
-    TransposeRule,
-)
+from sluice.entries.rules import EachRule, Rule
+from sluice.rules import _kinds as kinds
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +72,7 @@ def rename(pattern: NamePattern, new: str, *, optional: bool = False) -> Rule:
         >>> prefix = rename("transformer.**", "**")
         >>> exact = rename("wte.weight", "tok_emb.weight")
     """
-    return RenameRule(pattern=pattern, new=new, optional=optional)
+    return kinds.renaming(pattern, new, copy=False, optional=optional)
 
 
 def copy(pattern: NamePattern, new: str, *, optional: bool = False) -> Rule:
@@ -95,7 +83,7 @@ def copy(pattern: NamePattern, new: str, *, optional: bool = False) -> Rule:
     Example:
         >>> head = copy("wte.weight", "out_head.weight")
     """
-    return CopyRule(pattern=pattern, new=new, optional=optional)
+    return kinds.renaming(pattern, new, copy=True, optional=optional)
 
 
 def drop(pattern: NamePattern, *, optional: bool = False) -> Rule:
@@ -104,7 +92,7 @@ def drop(pattern: NamePattern, *, optional: bool = False) -> Rule:
     Example:
         >>> masks = drop("h.*.attn.bias", optional=True)
     """
-    return DropRule(pattern=pattern, optional=optional)
+    return EachRule(kind="drop", pattern=pattern, effect=kinds.dropped, optional=optional)
 
 
 def transpose(pattern: NamePattern, dim0: int = 0, dim1: int = 1, *, optional: bool = False) -> Rule:
@@ -113,7 +101,7 @@ def transpose(pattern: NamePattern, dim0: int = 0, dim1: int = 1, *, optional: b
     Example:
         >>> conv1d = transpose("h.*.mlp.c_fc.weight")
     """
-    return TransposeRule(pattern=pattern, dim0=dim0, dim1=dim1, optional=optional)
+    return kinds.changing("transpose", pattern, kinds.transposed, dim0, dim1, optional=optional)
 
 
 def permute(pattern: NamePattern, dims: Sequence[int], *, optional: bool = False) -> Rule:
@@ -122,7 +110,7 @@ def permute(pattern: NamePattern, dims: Sequence[int], *, optional: bool = False
     Example:
         >>> from_tensorflow = permute("conv.*.kernel", (3, 2, 0, 1))
     """
-    return PermuteRule(pattern=pattern, dims=tuple(dims), optional=optional)
+    return kinds.changing("permute", pattern, kinds.permuted, tuple(dims), optional=optional)
 
 
 def reshape(pattern: NamePattern, shape: Sequence[int], *, optional: bool = False) -> Rule:
@@ -133,7 +121,10 @@ def reshape(pattern: NamePattern, shape: Sequence[int], *, optional: bool = Fals
     Example:
         >>> patches = reshape("patch_embed.weight", (768, 3, 16, 16))
     """
-    return ReshapeRule(pattern=pattern, shape=tuple(shape), optional=optional)
+    shape = tuple(shape)
+    if shape.count(-1) > 1 or any(size < -1 for size in shape):
+        raise ValueError(f"shape {list(shape)} must hold sizes, and -1 at most once")
+    return kinds.changing("reshape", pattern, kinds.reshaped, shape, optional=optional)
 
 
 def split(
@@ -156,13 +147,10 @@ def split(
     Example:
         >>> grouped = split("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.kv.weight"), sizes=(4096, 2048))
     """
-    return SplitRule(
-        pattern=pattern,
-        into=_names(into),
-        dim=dim,
-        sizes=None if sizes is None else tuple(sizes),
-        optional=optional,
-    )
+    if isinstance(into, str):
+        raise TypeError("into must be a sequence of names, one for each piece, not a str")
+    sizes = None if sizes is None else tuple(sizes)
+    return kinds.splitting(pattern, tuple(into), dim, sizes, optional=optional)
 
 
 def concatenate(
@@ -203,7 +191,10 @@ def cast(pattern: NamePattern, dtype: torch.dtype | str, *, optional: bool = Fal
     Example:
         >>> norms = cast("**norm*.scale", "float32")
     """
-    return CastRule(pattern=pattern, dtype=parse_dtype(dtype, auto=False), optional=optional)
+    name = parse_dtype(dtype, auto=False)
+    if name not in ITEM_BYTES:
+        raise ValueError(f"{name!r} is not a dtype of strided tensors")
+    return kinds.changing("cast", pattern, kinds.with_cast, name, optional=optional)
 
 
 def scale(pattern: NamePattern, factor: float, *, optional: bool = False) -> Rule:
@@ -215,7 +206,7 @@ def scale(pattern: NamePattern, factor: float, *, optional: bool = False) -> Rul
     Example:
         >>> folded = scale("layers.*.q.weight", 128**-0.5)
     """
-    return ArithmeticRule(pattern=pattern, operation="mul", number=float(factor), optional=optional)
+    return kinds.changing("scale", pattern, kinds.computed, "mul", float(factor), optional=optional)
 
 
 def add(pattern: NamePattern, number: float, *, optional: bool = False) -> Rule:
@@ -226,7 +217,7 @@ def add(pattern: NamePattern, number: float, *, optional: bool = False) -> Rule:
     Example:
         >>> gemma_from_gguf = add("**_norm.weight", -1.0)
     """
-    return ArithmeticRule(pattern=pattern, operation="add", number=float(number), optional=optional)
+    return kinds.changing("add", pattern, kinds.computed, "add", float(number), optional=optional)
 
 
 def resize(pattern: NamePattern, rows: int, *, fill: float = 0.0, dim: int = 0, optional: bool = False) -> Rule:
@@ -242,12 +233,14 @@ def resize(pattern: NamePattern, rows: int, *, fill: float = 0.0, dim: int = 0, 
     Example:
         >>> rounded_up = resize("tok_emb.weight", 50304)
     """
-    return ResizeRule(pattern=pattern, size=rows, fill=fill, dim=dim, optional=optional)
+    if rows < 0:
+        raise ValueError(f"a tensor cannot have {rows} rows")
+    return kinds.changing("resize", pattern, kinds.resized, rows, dim, fill, optional=optional)
 
 
 def _join(patterns: NamePattern | Sequence[NamePattern], into: str, dim: int, *, optional: bool, new_dim: bool) -> Rule:
     several = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
-    return JoinRule(
+    return kinds.JoinRule(
         pattern=several[0] if several else "",
         patterns=several,
         into=into,
@@ -255,9 +248,3 @@ def _join(patterns: NamePattern | Sequence[NamePattern], into: str, dim: int, *,
         new_dim=new_dim,
         optional=optional,
     )
-
-
-def _names(into: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(into, str):
-        raise TypeError("into must be a sequence of names, one for each piece, not a str")
-    return tuple(into)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -16,17 +16,17 @@ from sluice.entries.rules import EachRule, Rule, RuleFindings
 from sluice.records import Arithmetic, Entry
 
 __all__ = [
-    "ArithmeticRule",
-    "CastRule",
-    "CopyRule",
-    "DropRule",
     "JoinRule",
-    "PermuteRule",
-    "RenameRule",
-    "ReshapeRule",
-    "ResizeRule",
-    "SplitRule",
-    "TransposeRule",
+    "changing",
+    "computed",
+    "dropped",
+    "permuted",
+    "renaming",
+    "reshaped",
+    "resized",
+    "splitting",
+    "transposed",
+    "with_cast",
 ]
 
 #: Maximum number of names in the description of a joined tensor; of more, the first two and the last are shown.
@@ -39,199 +39,137 @@ _COMPUTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 _DIMENSIONS = {(1, 0): "elements", (2, 0): "rows", (2, 1): "columns"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChangeRule(EachRule):
-    """A rule that changes one tensor at a time and keeps its name."""
+def changing(
+    kind: str, pattern: NamePattern, change: Callable[..., tuple[Entry, str]], *arguments: object, optional: bool
+) -> Rule:
+    """Return a rule that changes one tensor at a time and keeps its name.
 
-    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:  # noqa: ARG002
-        _check_dense(entry)
-        changed, how = self._change(entry)
-        return [(name, replace(changed, origin=f"{_origin(name, entry)}{how}"))]
-
-    @abstractmethod
-    def _change(self, entry: Entry) -> tuple[Entry, str]:
-        """Return the changed entry and a description of the change, which follows the name of the tensor."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenameRule(EachRule):
-    """See ``sluice.rules.rename``."""
-
-    #: The new name.
-    new: str
-
-    def __post_init__(self) -> None:
-        compile_template(self.new, compile_pattern(self.pattern))
-
-    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
-        return [(expand(matched, self.new, self.pattern), replace(entry, origin=_origin(name, entry)))]
+    Args:
+        kind: Name of the public function.
+        pattern: Names of the tensors.
+        change: Returns the changed entry and a description of the change, which follows the name of the tensor.
+        arguments: Its arguments before the entry.
+        optional: Whether it may match nothing.
+    """
+    return EachRule(kind=kind, pattern=pattern, effect=_changed, arguments=(change, *arguments), optional=optional)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRule(RenameRule):
-    """See ``sluice.rules.copy``."""
-
-    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
-        copied = replace(entry, origin=_origin(name, entry))
-        return [(name, entry), (expand(matched, self.new, self.pattern), copied)]
+def _changed(change: Callable[..., tuple[Entry, str]], *arguments: Any) -> Iterable[tuple[str, Entry]]:
+    *own, name, _, entry = arguments
+    _check_dense(entry)
+    changed, how = change(*own, entry)
+    return [(name, replace(changed, origin=f"{_origin(name, entry)}{how}"))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropRule(EachRule):
+def renaming(pattern: NamePattern, new: str, *, copy: bool, optional: bool) -> Rule:
+    """See ``sluice.rules.rename`` and ``sluice.rules.copy``."""
+    compile_template(new, compile_pattern(pattern))
+    kind, effect = ("copy", _copied) if copy else ("rename", _renamed)
+    return EachRule(kind=kind, pattern=pattern, effect=effect, arguments=(new, pattern), optional=optional)
+
+
+def _renamed(
+    new: str, pattern: NamePattern, name: str, matched: re.Match[str], entry: Entry
+) -> list[tuple[str, Entry]]:
+    return [(expand(matched, new, pattern), replace(entry, origin=_origin(name, entry)))]
+
+
+def _copied(new: str, pattern: NamePattern, name: str, matched: re.Match[str], entry: Entry) -> list[tuple[str, Entry]]:
+    return [(name, entry), *_renamed(new, pattern, name, matched, entry)]
+
+
+def dropped(name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
     """See ``sluice.rules.drop``."""
+    del name, matched, entry
+    return ()
 
-    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:  # noqa: ARG002
-        return ()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransposeRule(_ChangeRule):
+def transposed(dim0: int, dim1: int, entry: Entry) -> tuple[Entry, str]:
     """See ``sluice.rules.transpose``."""
-
-    #: First dimension.
-    dim0: int
-    #: Second dimension.
-    dim1: int
-
-    def _change(self, entry: Entry) -> tuple[Entry, str]:
-        order = list(range(len(entry.shape)))
-        first, second = _dim(self.dim0, entry), _dim(self.dim1, entry)
-        order[first], order[second] = second, first
-        plain = {first, second} == {0, 1} and len(order) == 2
-        return permute(entry, order), " transposed" if plain else f" transposed in dimensions {first} and {second}"
+    order = list(range(len(entry.shape)))
+    first, second = _dim(dim0, entry), _dim(dim1, entry)
+    order[first], order[second] = second, first
+    plain = {first, second} == {0, 1} and len(order) == 2
+    return permute(entry, order), " transposed" if plain else f" transposed in dimensions {first} and {second}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PermuteRule(_ChangeRule):
+def permuted(dims: Sequence[int], entry: Entry) -> tuple[Entry, str]:
     """See ``sluice.rules.permute``."""
-
-    #: Old dimension at each position.
-    dims: tuple[int, ...]
-
-    def _change(self, entry: Entry) -> tuple[Entry, str]:
-        order = [_dim(dim, entry) for dim in self.dims]
-        if sorted(order) != list(range(len(entry.shape))):
-            raise ValueError(f"dims {list(self.dims)} must name each of the {len(entry.shape)} dimensions once")
-        return permute(entry, order), f" permuted to {order}"
+    order = [_dim(dim, entry) for dim in dims]
+    if sorted(order) != list(range(len(entry.shape))):
+        raise ValueError(f"dims {list(dims)} must name each of the {len(entry.shape)} dimensions once")
+    return permute(entry, order), f" permuted to {order}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshapeRule(_ChangeRule):
+def reshaped(shape: tuple[int, ...], entry: Entry) -> tuple[Entry, str]:
     """See ``sluice.rules.reshape``."""
-
-    #: The new shape; one size may be -1.
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        compile_pattern(self.pattern)
-        if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
-            raise ValueError(f"shape {list(self.shape)} must hold sizes, and -1 at most once")
-
-    def _change(self, entry: Entry) -> tuple[Entry, str]:
-        changed = reshape(entry, self.shape)
-        return changed, f" reshaped to {list(changed.shape)}"
+    changed = reshape(entry, shape)
+    return changed, f" reshaped to {list(changed.shape)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CastRule(_ChangeRule):
+def with_cast(dtype: str, entry: Entry) -> tuple[Entry, str]:
     """See ``sluice.rules.cast``."""
-
-    #: Name of the finished dtype.
-    dtype: str
-
-    def __post_init__(self) -> None:
-        compile_pattern(self.pattern)
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"{self.dtype!r} is not a dtype of strided tensors")
-
-    def _change(self, entry: Entry) -> tuple[Entry, str]:
-        reason = why_no_cast(entry.dtype, self.dtype, requires_grad=entry.requires_grad)
-        if reason:
-            raise ValueError(reason)
-        return replace(entry, cast=self.dtype), f" cast to {self.dtype}"
+    reason = why_no_cast(entry.dtype, dtype, requires_grad=entry.requires_grad)
+    if reason:
+        raise ValueError(reason)
+    return replace(entry, cast=dtype), f" cast to {dtype}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArithmeticRule(_ChangeRule):
+def computed(operation: Arithmetic, number: float, entry: Entry) -> tuple[Entry, str]:
     """See ``sluice.rules.scale`` and ``sluice.rules.add``."""
-
-    #: Operation of every element with the number.
-    operation: Arithmetic
-    #: The number.
-    number: float
-
-    def __str__(self) -> str:
-        return f"{'scale' if self.operation == 'mul' else 'add'}({spell(self.pattern)})"
-
-    def _change(self, entry: Entry) -> tuple[Entry, str]:
-        dtypes = {part.entry.dtype for part in entry.parts} or {entry.dtype}
-        if not dtypes <= _COMPUTABLE:
-            how = "multiplied" if self.operation == "mul" else "added to"
-            raise ValueError(f"{', '.join(sorted(dtypes))} cannot be {how}: only {', '.join(sorted(_COMPUTABLE))}")
-        sign = "times" if self.operation == "mul" else "plus"
-        return compute(entry, self.operation, self.number), f" {sign} {self.number}"
+    dtypes = {part.entry.dtype for part in entry.parts} or {entry.dtype}
+    if not dtypes <= _COMPUTABLE:
+        how = "multiplied" if operation == "mul" else "added to"
+        raise ValueError(f"{', '.join(sorted(dtypes))} cannot be {how}: only {', '.join(sorted(_COMPUTABLE))}")
+    return compute(entry, operation, number), f" {'times' if operation == 'mul' else 'plus'} {number}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizeRule(_ChangeRule):
+def resized(size: int, dim: int, fill: float, entry: Entry) -> tuple[Entry, str]:
     """See ``sluice.rules.resize``."""
-
-    #: Size of the dimension afterwards.
-    size: int
-    #: The dimension.
-    dim: int
-    #: Value of new elements.
-    fill: float
-
-    def __post_init__(self) -> None:
-        compile_pattern(self.pattern)
-        if self.size < 0:
-            raise ValueError(f"a tensor cannot have {self.size} rows")
-
-    def _change(self, entry: Entry) -> tuple[Entry, str]:
-        dim = _dim(self.dim, entry)
-        extent = f"{self.size} {_DIMENSIONS.get((len(entry.shape), dim), f'elements in dimension {dim}')}"
-        if entry.shape[dim] >= self.size:
-            return narrow(entry, dim, 0, self.size), f" cut to {extent}"
-        _check_constant(self.fill, entry.dtype)
-        return pad(entry, dim, self.size, self.fill), f" padded with {self.fill:g} to {extent}"
+    dim = _dim(dim, entry)
+    extent = f"{size} {_DIMENSIONS.get((len(entry.shape), dim), f'elements in dimension {dim}')}"
+    if entry.shape[dim] >= size:
+        return narrow(entry, dim, 0, size), f" cut to {extent}"
+    _check_constant(fill, entry.dtype)
+    return pad(entry, dim, size, fill), f" padded with {fill:g} to {extent}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRule(EachRule):
+def splitting(
+    pattern: NamePattern, into: tuple[str, ...], dim: int, sizes: tuple[int, ...] | None, *, optional: bool
+) -> Rule:
     """See ``sluice.rules.split``."""
+    for new in into:
+        compile_template(new, compile_pattern(pattern))
+    if not into or (sizes is not None and len(sizes) != len(into)):
+        raise ValueError("split needs a name for each piece, and a size for each name if sizes are given")
+    if sizes is not None and min(sizes) < 0:
+        raise ValueError("sizes cannot be negative")
+    arguments = (pattern, into, dim, sizes)
+    return EachRule(kind="split", pattern=pattern, effect=_split, arguments=arguments, optional=optional)
 
-    #: Name of each piece.
-    into: tuple[str, ...]
-    #: The dimension that is cut.
-    dim: int
-    #: Size of each piece in it; None for equal ones.
-    sizes: tuple[int, ...] | None
 
-    def __post_init__(self) -> None:
-        pattern = compile_pattern(self.pattern)
-        for new in self.into:
-            compile_template(new, pattern)
-        if not self.into or (self.sizes is not None and len(self.sizes) != len(self.into)):
-            raise ValueError("split needs a name for each piece, and a size for each name if sizes are given")
-        if self.sizes is not None and min(self.sizes) < 0:
-            raise ValueError("sizes cannot be negative")
-
-    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterator[tuple[str, Entry]]:
-        _check_dense(entry)
-        dim = _dim(self.dim, entry)
-        whole, count = entry.shape[dim], len(self.into)
-        sizes = (whole // count,) * count if self.sizes is None else self.sizes
-        if sum(sizes) != whole:
-            expected = f"{count} equal sizes" if self.sizes is None else f"sizes {list(self.sizes)}"
-            raise ValueError(f"{whole} elements in dimension {dim} of {list(entry.shape)} do not split into {expected}")
-        start = 0
-        for new, size in zip(self.into, sizes, strict=True):
-            unit = _DIMENSIONS.get((len(entry.shape), dim), f"dimension {dim},")
-            origin = f"{_origin(name, entry)}, {unit} {start}:{start + size}"
-            yield expand(matched, new, self.pattern), replace(narrow(entry, dim, start, size), origin=origin)
-            start += size
+def _split(
+    pattern: NamePattern,
+    into: tuple[str, ...],
+    dim: int,
+    given: tuple[int, ...] | None,
+    name: str,
+    matched: re.Match[str],
+    entry: Entry,
+) -> Iterator[tuple[str, Entry]]:
+    _check_dense(entry)
+    dim = _dim(dim, entry)
+    whole, count = entry.shape[dim], len(into)
+    sizes = (whole // count,) * count if given is None else given
+    if sum(sizes) != whole:
+        expected = f"{count} equal sizes" if given is None else f"sizes {list(sizes)}"
+        raise ValueError(f"{whole} elements in dimension {dim} of {list(entry.shape)} do not split into {expected}")
+    start = 0
+    for new, size in zip(into, sizes, strict=True):
+        unit = _DIMENSIONS.get((len(entry.shape), dim), f"dimension {dim},")
+        origin = f"{_origin(name, entry)}, {unit} {start}:{start + size}"
+        yield expand(matched, new, pattern), replace(narrow(entry, dim, start, size), origin=origin)
+        start += size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

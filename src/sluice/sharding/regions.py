@@ -1,4 +1,4 @@
-"""The region of a sharded tensor that one rank holds.
+"""The region of a sharded tensor that one rank holds, and its elements as an entry of a checkpoint.
 
 A tensor is divided over a mesh of ranks by one placement for each dimension of the mesh, as
 ``torch.distributed.tensor.DTensor`` describes it. Three placements leave a rank with elements of its own:
@@ -25,7 +25,10 @@ from math import prod
 
 from msgspec import Struct
 
-__all__ = ["Region", "Sharding", "Split", "region_of", "shape_of"]
+from sluice.entries.assembly import join, narrow
+from sluice.records import Entry
+
+__all__ = ["Region", "Sharding", "Split", "region_of", "select_region", "shape_of"]
 
 #: For each dimension of a tensor ascending intervals ``(start, stop)`` of indices that are not empty; no interval where
 #: a rank holds nothing.
@@ -78,6 +81,37 @@ def region_of(shape: Sequence[int], sharding: Sharding) -> Region:
 def shape_of(region: Region) -> tuple[int, ...]:
     """Return the shape of the tensor that holds the elements of a region."""
     return tuple(sum(stop - start for start, stop in intervals) for intervals in region)
+
+
+def select_region(entry: Entry, region: Sequence[Sequence[tuple[int, int]]]) -> Entry:
+    """Return the entry that holds the positions of every interval, in their order.
+
+    It equals ``tensor[numpy.ix_(positions of dimension 0, positions of dimension 1, ...)]``. Only the bytes of these
+    positions are read.
+
+    Args:
+        entry: The whole tensor.
+        region: For each dimension ascending intervals ``(start, stop)``, as indices; they may be empty.
+
+    Raises:
+        UnsupportedError: The tensor is sparse or quantized.
+        ValueError: The intervals overlap, leave the tensor, or are not one list per dimension.
+    """
+    if len(region) != len(entry.shape):
+        raise ValueError(f"{len(region)} lists of intervals for a tensor of {len(entry.shape)} dimensions")
+    for dim, intervals in enumerate(region):
+        end = 0
+        for start, stop in intervals:
+            if not end <= start <= stop <= entry.shape[dim]:
+                raise ValueError(
+                    f"interval ({start}, {stop}) leaves dimension {dim} of {entry.shape[dim]} positions, "
+                    "or overlaps another interval"
+                )
+            end = stop
+        held = [(start, stop) for start, stop in intervals if start < stop] or [(0, 0)]
+        parts = [narrow(entry, dim, start, stop - start) for start, stop in held]
+        entry = parts[0] if len(parts) == 1 else join(parts, dim)
+    return entry
 
 
 def _check(shape: Sequence[int], sharding: Sharding) -> None:

@@ -15,6 +15,9 @@ __all__ = ["read_ranges"]
 #: Most bytes of one read for several ranges, 8 MiB over all threads.
 _SPAN_BYTES = 1 << 20
 
+#: Most bytes of a read into memory of its own.
+_SMALL_BYTES = 64 << 10
+
 #: Fewest reads for which threads pay: starting them takes about as long as reading eight cold pages.
 _READS_FOR_THREADS = 8
 
@@ -38,7 +41,8 @@ def read_ranges(
     """
 
     def read(some: Sequence[range]) -> list[bytes]:
-        return [piece for span in some for piece in _read_span(source, span, starts, sizes)]
+        room = bytearray()
+        return [piece for span in some for piece in _read_span(source, span, starts, sizes, room)]
 
     access = source.access
     spans = list(_spans(starts, sizes, access.gap_bytes if gap_bytes is None else gap_bytes))
@@ -47,8 +51,9 @@ def read_ranges(
     fewest, alone = (2, 0.0) if requests else (_READS_FOR_THREADS, _ALONE_SECONDS)
     alone_until = time.perf_counter() + alone
     done = 0
+    room = bytearray()
     while done < len(spans) and (len(spans) - done < fewest or time.perf_counter() < alone_until):
-        pieces += read(spans[done : done + 1])
+        pieces += _read_span(source, spans[done], starts, sizes, room)
         done += 1
     left = spans[done:]
     # Each thread waits for one cold page: more threads than cores pay.
@@ -74,7 +79,24 @@ def _spans(starts: Sequence[int], sizes: Sequence[int], gap_bytes: int) -> Itera
         yield range(first, len(starts))
 
 
-def _read_span(source: Source, span: range, starts: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+def _read_span(
+    source: Source, span: range, starts: Sequence[int], sizes: Sequence[int], room: bytearray
+) -> list[bytes]:
+    """Return the ranges of one read.
+
+    Args:
+        source: The source of all ranges.
+        span: Positions of these ranges.
+        starts: First byte of each range.
+        sizes: Bytes of each range.
+        room: Memory for large reads, used again: zeroing new memory takes longer than the copy out of the page cache.
+    """
     origin = starts[span[0]]
-    data = source.read_at(origin, starts[span[-1]] + sizes[span[-1]] - origin)
-    return [data[(start := starts[position] - origin) : start + sizes[position]] for position in span]
+    nbytes = starts[span[-1]] + sizes[span[-1]] - origin
+    if nbytes > _SMALL_BYTES and not checks_with_data(source):
+        if len(room) < nbytes:
+            room.extend(bytes(nbytes - len(room)))
+        if source.read_into(origin, memoryview(room)[:nbytes]) == nbytes:
+            return [bytes(room[(at := starts[each] - origin) : at + sizes[each]]) for each in span]
+    data = source.read_at(origin, nbytes)
+    return [data[(at := starts[each] - origin) : at + sizes[each]] for each in span]

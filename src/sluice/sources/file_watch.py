@@ -13,6 +13,8 @@ import struct
 import weakref
 from typing import Self
 
+from sluice.sources.page_counts import cached_bytes
+
 __all__ = ["FileWatch"]
 
 #: The locked byte. No file is this large; only locks of a whole file overlap with it.
@@ -56,8 +58,6 @@ class FileWatch:
 
     def cached_share(self, offset: int, nbytes: int) -> float:
         """Return the cached share of a range, from 0 to 1."""
-        from sluice.sources.page_counts import cached_bytes
-
         return min(1.0, cached_bytes(self._descriptor, offset, nbytes) / nbytes)
 
     def close(self) -> None:

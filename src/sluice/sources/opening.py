@@ -17,6 +17,8 @@ from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
+from sluice.sources.remote_names import download_advice, is_url, path_of_file_url, without_credentials
+from sluice.sources.remote_names import missing_advice as similar_names
 
 if TYPE_CHECKING:
     from sluice.sources.remote.location import Remote
@@ -123,8 +125,6 @@ def find_place(where: object) -> Place:
         path = source_path(where)
         if not is_remote(path):
             return Place(kind="local", title=path, name=os.path.basename(path), location=path)
-        from sluice.sources.remote_names import without_credentials
-
         return _remote_place(path, without_credentials(path))
     if isinstance(where, (list, tuple)):
         return _listed(where)
@@ -173,21 +173,13 @@ def source_path(where: str | os.PathLike[str]) -> str:
     """Return a path as text, with ``~`` expanded unless that name exists; ``file://`` URLs are paths as well."""
     path = os.fsdecode(where)
     if path.startswith("file://") and not os.path.lexists(path):
-        # Here, not above: a path needs no URL.
-        from sluice.sources.remote_names import path_of_file_url
-
         return path_of_file_url(path)
     return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
 
 def is_remote(path: str) -> bool:
     """Return whether a text is a URL that is not the name of a local file or directory."""
-    if "://" not in path:
-        return False
-    # Here, not above: a path of a file does not need it.
-    from sluice.sources.remote_names import is_url
-
-    return is_url(path) and not os.path.lexists(path)
+    return "://" in path and is_url(path) and not os.path.lexists(path)
 
 
 def open_source(where: SourceLocation) -> Source:
@@ -246,9 +238,6 @@ def refuse_url(path: str, *, advice: str | None = None) -> str:
         UnsupportedError: It is a URL.
     """
     if is_remote(path):
-        # Here, not above: a path of a file does not need it.
-        from sluice.sources.remote_names import download_advice, without_credentials
-
         problem = "a local path is needed here, not a URL"
         raise UnsupportedError(problem, file=without_credentials(path), advice=advice or download_advice(path))
     return path
@@ -258,10 +247,7 @@ def missing_advice(path: str) -> str:
     """Return what to check about a local path at which there is nothing."""
     if os.path.islink(path):
         return f"It is a symbolic link to {os.readlink(path)!r}, which does not exist."
-    # Here, not above: only errors need it.
-    from sluice.sources.remote_names import missing_advice as advice
-
-    return advice(path)
+    return similar_names(path)
 
 
 def _instead(value: object) -> str:

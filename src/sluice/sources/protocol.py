@@ -11,6 +11,7 @@ from sluice.records import AccessFacts, FileIdentity, Traffic
 from sluice.sources.file_watch import FileWatch
 
 __all__ = [
+    "CachingSource",
     "CheckingSource",
     "DirectIOUnavailable",
     "JoiningSource",
@@ -19,6 +20,7 @@ __all__ = [
     "Source",
     "WatchableSource",
     "checks_with_data",
+    "is_caching",
     "joins_reads",
     "source_notes",
 ]
@@ -139,6 +141,22 @@ class JoiningSource(Source, Protocol):
 def joins_reads(source: Source) -> TypeGuard[JoiningSource]:
     """Return whether a source is a ``JoiningSource``."""
     return hasattr(source, "request")
+
+
+class CachingSource(Source, Protocol):
+    """A source that can be downloaded as a whole, so that reads need no more requests."""
+
+    #: Bytes that were downloaded.
+    cached_bytes: int
+
+    def fill(self, report: Callable[[], object]) -> None:
+        """Download what is missing; call ``report`` whenever ``cached_bytes`` has changed."""
+        ...
+
+
+def is_caching(source: Source) -> TypeGuard[CachingSource]:
+    """Return whether a source is a ``CachingSource``."""
+    return hasattr(source, "fill")
 
 
 @runtime_checkable

@@ -24,10 +24,10 @@ class ReadAhead(ForwardingSource):
         super().__init__(source)
         #: Offset and bytes of each piece. Replaced as a whole, so that any thread may read it.
         self._pieces: tuple[tuple[int, bytes], ...] = ()
+        self._nbytes, self._access = source.identity.nbytes, source.access
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        size = self.identity.nbytes
-        piece_bytes, first_bytes = self.access.header_bytes, self.access.first_bytes
+        size, piece_bytes, first_bytes = self._nbytes, self._access.header_bytes, self._access.first_bytes
         if offset < 0 or not 0 <= nbytes < piece_bytes or offset + nbytes > size:
             return self._source.read_at(offset, nbytes)
         for start, data in self._pieces:

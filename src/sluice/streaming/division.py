@@ -15,14 +15,14 @@ from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import round_up
 from sluice._options import TransferOptions
 from sluice.loading.module_job import ModuleJob
-from sluice.modules.blocks import Block
+from sluice.modules.blocks import ModuleBlock
 from sluice.modules.collect import Owner
 from sluice.modules.parked import ParkedParameter
 from sluice.planning.streaming import Step, StreamedUnit, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
 from sluice.records import LoadPlan, Request
 from sluice.streaming.lookup import looks_up_rows
-from sluice.streaming.units import UnitPlan, Weight
+from sluice.streaming.units import StreamedWeight, UnitPlan
 
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
@@ -49,7 +49,7 @@ class Division(Struct, frozen=True, kw_only=True, eq=False):
     """The units of a model, and which of them stay in memory."""
 
     #: The blocks of the model.
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModuleBlock, ...]
     #: The blocks that use each unit, by their positions.
     used_by: tuple[tuple[int, ...], ...]
     #: The requests of each unit, by their positions in the job.
@@ -103,7 +103,11 @@ def _path_of(inner: str, weight: OpenedWeight) -> str:
 
 
 def divide(
-    job: ModuleJob, held: Sequence[HeldParameter], blocks: Sequence[Block], memory_bytes: int, transfer: TransferOptions
+    job: ModuleJob,
+    held: Sequence[HeldParameter],
+    blocks: Sequence[ModuleBlock],
+    memory_bytes: int,
+    transfer: TransferOptions,
 ) -> Division:
     """Return the units of a model with these blocks, and which of them stay in memory.
 
@@ -114,7 +118,7 @@ def divide(
         memory_bytes: Bytes for all weights.
         transfer: How bytes are moved.
     """
-    nearest = _nearest_blocks(blocks)
+    nearest = _nearest_blocks(blocks, job.state.module)
     groups = _groups(job, held, nearest, defaults.STREAMED_BYTES)
     members = [_positions(group) for group in groups.values()]
     small_bytes = _bytes(job.requests) - sum(_bytes(job.requests[i] for i in each) for each in members)
@@ -139,11 +143,15 @@ def divide(
     )
 
 
-def _nearest_blocks(blocks: Sequence[Block]) -> dict[int, int]:
+def _nearest_blocks(blocks: Sequence[ModuleBlock], model: nn.Module) -> dict[int, int]:
     """Return the innermost block around each module, by the identity of the module."""
     found: dict[int, int] = {}
     for number, block in enumerate(blocks):  # outer blocks come before those inside of them
         found.update((id(part), number) for part in block.module.modules())
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoder):  # it takes its fast path if the first layer has plain parameters
+            for first in part.layers[0].modules():
+                found.pop(id(first), None)
     return found
 
 
@@ -186,7 +194,9 @@ def _plan_unit(job: ModuleJob, name: str, group: Sequence[HeldParameter], transf
         parked = ParkedParameter.of(nn.Parameter(finished, each.tensor.requires_grad), each.path, first.device)
         parts = tuple(places[position] for position in each.positions)
         weights.append(
-            Weight(parts=parts, assembled=each.assembled, owners=each.owners, original=each.tensor, parked=parked)
+            StreamedWeight(
+                parts=parts, assembled=each.assembled, owners=each.owners, original=each.tensor, parked=parked
+            )
         )
     return UnitPlan(name=name, nbytes=_memory_bytes(prepared.plan), prepared=prepared, weights=tuple(weights))
 
@@ -199,7 +209,7 @@ def _memory_bytes(plan: LoadPlan) -> int:
     return sum(round_up(nbytes, step) for nbytes in (*own, *plan.arenas))
 
 
-def _steps(blocks: Sequence[Block], groups: Sequence[tuple[int, ...]]) -> Iterator[Step]:
+def _steps(blocks: Sequence[ModuleBlock], groups: Sequence[tuple[int, ...]]) -> Iterator[Step]:
     """Yield what each block needs together with the blocks around it, in the order of the blocks."""
     own: list[set[int]] = [set() for _ in blocks]
     for unit, used_by in enumerate(groups):

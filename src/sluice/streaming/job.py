@@ -21,15 +21,15 @@ from sluice._errors import BudgetError, StreamError
 from sluice._options import Memory, MemoryLimits, TransferOptions
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import is_dtensor
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import ModuleRequest
 from sluice.modules.assembled import is_assembled_model
-from sluice.modules.blocks import Block, find_blocks, smallest_blocks
+from sluice.modules.blocks import ModuleBlock, find_blocks, smallest_blocks
 from sluice.modules.parked import ParkedParameter
 from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming, choose_resting
 from sluice.reports.stream import StreamPlan
+from sluice.sharding.dtensors import is_dtensor
 from sluice.streaming.division import Division, divide, held_parameters
 from sluice.streaming.host_weights import resting_bytes
 from sluice.streaming.lookup import Lookup, looks_up_rows
@@ -62,7 +62,7 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     #: The load of what stays in memory.
     resident: ModuleJob
     #: The blocks of the model.
-    blocks: tuple[Block, ...]
+    blocks: tuple[ModuleBlock, ...]
     #: The units that pass through memory.
     units: tuple[UnitPlan, ...]
     #: Positions of the units that each block uses.
@@ -75,6 +75,8 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     device: str
     #: Positions of the units whose bytes rest in host memory.
     resting: frozenset[int] = frozenset()
+    #: Positions of the units that stay in the window as long as every call uses them.
+    kept: frozenset[int] = frozenset()
     #: The quantized weights of the model, which are on the meta device again after the stream.
     quantized: tuple[OpenedWeight, ...] = ()
 
@@ -260,4 +262,5 @@ def _stream_job(job: ModuleJob, division: Division, transfer: TransferOptions, h
         decision=division.decision,
         device=_device(job),
         resting=choose_resting(sizes, host_bytes),
+        kept=frozenset(unit for unit, number in enumerate(streamed) if number in division.decision.kept),
     )

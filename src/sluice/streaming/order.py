@@ -16,11 +16,11 @@ __all__ = ["CallOrder"]
 class CallOrder:
     """The calls of blocks, by their positions."""
 
-    def __init__(self, defined: Sequence[int]) -> None:
-        """Know the order in which the model defines the blocks that every call needs."""
+    def __init__(self, defined: Sequence[int], blocks: int) -> None:
+        """Know the order in which the model defines the blocks that every call needs, and the number of all blocks."""
         self._defined = tuple(defined)
         self._place = {block: place for place, block in enumerate(self._defined)}
-        self._calls: deque[int] = deque(maxlen=max(16, 4 * len(self._defined)))
+        self._calls: deque[int] = deque(maxlen=max(16, 4 * blocks))
         #: Number of all calls, of which ``_calls`` has the last.
         self._number = 0
         #: Number of the last call of the second block of a pair, by pair.

@@ -24,6 +24,7 @@ from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.parked import Guard
 from sluice.modules.unloaded import refuse_calls, refusing
+from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused
 from sluice.reports.stream import StreamReport
@@ -47,7 +48,9 @@ class Stream:
         self._units = [Unit(plan) for plan in job.units]
         facts = job.whole.plan.facts
         self._window = Window(self._units, reader, most_bytes=job.decision.window_bytes, huge_pages=facts.huge_pages)
-        self._order = CallOrder([i for i, block in enumerate(job.blocks) if job.uses[i] and not block.optional])
+        self._window.kept.update(job.kept)
+        always = [i for i, block in enumerate(job.blocks) if job.uses[i] and not block.optional]
+        self._order = CallOrder(always, len(job.blocks))
         self._calls = [0] * len(job.blocks)
         self._groups = _optional_blocks(job)
         #: Groups whose members were called equally often when the block around them was called last.
@@ -221,8 +224,11 @@ class Stream:
     def _note_regularity(self, group: str, members: list[int]) -> None:
         """Note whether a call uses every member of a list, as it does not use every expert."""
         calls = {self._calls[member] for member in members}
-        regular = len(calls) == 1 and min(calls) > 1
-        (self._regular.add if regular else self._regular.discard)(group)
+        if len(calls) > 1:
+            self._regular.discard(group)
+            self._window.kept.difference_update(unit for member in members for unit in self._job.uses[member])
+        elif calls != {0}:
+            self._regular.add(group)
 
     def _check(self) -> None:
         if torch.is_grad_enabled():
@@ -259,6 +265,7 @@ def open_stream(
             with collector_paused():
                 job = decide_stream(opened, plain)
             compare_tied(job.whole)
+            fill_caches(checkpoint.sources, progress=progress)
             run(job.resident, progress=progress)
         resting = (read for number in job.resting for read in job.units[number].prepared.plan.reads)
         host = HostWeights(checkpoint.sources, resting, huge_pages=job.whole.plan.facts.huge_pages)

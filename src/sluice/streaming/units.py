@@ -8,7 +8,7 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from sluice.engine.recycled_memory import Lease, RecycledMemory
+from sluice.engine.recycled_memory import MemoryLease, RecycledMemory
 from sluice.engine.running_plan import RunningPlan, SessionEndedError
 from sluice.engine.targets import Targets
 from sluice.modules.collect import Owner
@@ -18,10 +18,10 @@ from sluice.quantizing.inner_tensors import assemble
 from sluice.reading.reader import CheckpointReader
 from sluice.reading.transfer import Prepared
 
-__all__ = ["Unit", "UnitPlan", "Weight"]
+__all__ = ["StreamedWeight", "Unit", "UnitPlan"]
 
 
-class Weight(Struct, frozen=True, kw_only=True, eq=False):
+class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
     """One parameter of a unit."""
 
     #: Positions of its tensors in the unit: one, or the plain tensors of a quantized weight.
@@ -61,7 +61,7 @@ class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
     #: How it is read; one view for each of its tensors.
     prepared: Prepared
     #: Its parameters.
-    weights: tuple[Weight, ...]
+    weights: tuple[StreamedWeight, ...]
 
 
 class Unit:
@@ -76,7 +76,7 @@ class Unit:
         self.uses = 0
         self._running: RunningPlan | None = None
         self._targets: Targets | None = None
-        self._lease: Lease | None = None
+        self._lease: MemoryLease | None = None
         self._parameters: list[nn.Parameter] | None = None
 
     @property
@@ -91,7 +91,7 @@ class Unit:
 
     def start(self, reader: CheckpointReader, memory: RecycledMemory) -> None:
         """Begin to read it."""
-        lease = Lease(memory)
+        lease = MemoryLease(memory)
         try:
             targets = Targets(self.plan.prepared.plan, take_memory=lease.take)
             self._running = reader.begin(self.plan.prepared.plan, targets)
@@ -167,6 +167,7 @@ class Unit:
     def restore(self) -> None:
         """Give the modules the parameters that they had before, frozen if the caller froze them since."""
         for weight in self.plan.weights:
+            weight.parked.lend = None
             if weight.original.requires_grad != weight.parked.requires_grad:
                 weight.original.requires_grad_(weight.parked.requires_grad)
             weight.exchange(weight.parked, weight.original)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 import torch
@@ -41,6 +42,8 @@ class Window:
         self._most_bytes = most_bytes
         self._memory = RecycledMemory(most_bytes, huge_pages=huge_pages)
         self._expected: Mapping[int, int] = {}
+        #: Units that are dropped only for those of a block that is called.
+        self.kept = set[int]()
         self._held_bytes = 0
         #: Bytes that were requested from the files.
         self.read_bytes = 0
@@ -131,21 +134,21 @@ class Window:
         earliest = -1 if at_any_cost else self._expected[number]
         latest = len(self._expected) if keep_unexpected else math.inf
         while self._held_bytes + unit.nbytes > self._most_bytes:
-            found = self._least_needed(earliest, latest)
+            found = self._least_needed(earliest, latest, frozenset() if at_any_cost else self.kept)
             if found is None:
                 return False
             self._drop(found)
         return True
 
-    def _least_needed(self, earliest: int, latest: float) -> Unit | None:
-        """Return the unit, not in use, that is needed last of those needed after one place and until another."""
-        best: tuple[bool, float, int] | None = None
+    def _least_needed(self, earliest: int, latest: float, kept: AbstractSet[int]) -> Unit | None:
+        """Return the unit, not in use or kept, that is needed last of those needed from one place to another."""
+        best: tuple[bool, bool, float, int] | None = None
         found: Unit | None = None
         for number, unit in enumerate(self._units):
-            if not unit.held or unit.users:
+            if not unit.held or unit.users or number in kept:
                 continue
             place = self._expected.get(number, math.inf)
-            rank = (unit.ready, place, -unit.uses)
+            rank = (number not in self.kept, unit.ready, place, -unit.uses)
             if earliest < place <= latest and (best is None or rank > best):
                 best, found = rank, unit
         return found

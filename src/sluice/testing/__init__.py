@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from sluice.testing._accelerator import FakeAccelerator
     from sluice.testing._conformance import check_source
     from sluice.testing._format_conformance import ExpectedTensor, check_format
-    from sluice.testing._memory import MemorySource
     from sluice.testing._peak import assert_peak
-    from sluice.testing._recording import FaultySource, RecordedRead, RecordingSource, record_reads
+    from sluice.testing._sources import FaultySource, MemorySource, RecordedRead, RecordingSource, record_reads
 
 __all__ = [
     "ExpectedTensor",
@@ -37,7 +36,6 @@ __all__ = [
 _HOMES = {
     "ExpectedTensor": "testing._format_conformance",
     "FakeAccelerator": "testing._accelerator",
-    "MemorySource": "testing._memory",
     "assert_peak": "testing._peak",
     "check_format": "testing._format_conformance",
     "check_source": "testing._conformance",
@@ -49,4 +47,4 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'sluice.testing' has no attribute {name!r}")
-    return getattr(import_module(f"sluice.{_HOMES.get(name, 'testing._recording')}"), name)
+    return getattr(import_module(f"sluice.{_HOMES.get(name, 'testing._sources')}"), name)

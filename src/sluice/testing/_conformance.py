@@ -1,6 +1,6 @@
 """The conformance suite of the ``Source`` protocol, independent of a test runner.
 
-Each check opens and closes its own sources. A failing check does not stop the others.
+Each check has an open source of its own. A failing check does not stop the others.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import mmap
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from sluice._defaults import BLOCK_BYTES, SMALLEST_STAGING_BYTES
-from sluice._errors import ReadError, SourceChangedError, TruncatedError
+from sluice._errors import ReadError, SluiceError, SourceChangedError, TruncatedError
 from sluice._public import public
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
@@ -31,7 +31,6 @@ _SMALLEST_BYTES = 2 * BLOCK_BYTES + 1
 _FAR_OFFSETS = (1 << 40, (1 << 63) - 1, 1 << 63, 1 << 70)
 
 _THREADS = 8
-_READS_PER_THREAD = 25
 
 #: Byte that fills buffers before a read.
 _UNTOUCHED = 0xA5
@@ -68,39 +67,78 @@ def check_source(
     if len(content) < _SMALLEST_BYTES:
         raise ValueError(f"content must have at least {_SMALLEST_BYTES} bytes, not {len(content)}")
     case = _Case(make_source, content)
-    problems: list[str] = []
-    for check in _CHECKS:
-        collect(check.__name__, problems, check, case)
+    checks: list[Callable[[Source], None]] = [
+        *(case.path, case.identity, case.access, case.read_at, case.read_at_outside),
+        *(case.read_into, case.read_into_at_the_end, case.no_bytes, case.buffer_is_not_kept, case.direct),
+        *(case.threads, case.forget, case.unchanged, case.close),
+    ]
     if failing:
-        collect(_failures.__name__, problems, _failures, case, failing)
+        checks.append(partial(case.failures, failing))
     if change:
-        collect(_changes.__name__, problems, _changes, case, change, pinned)
-    if problems:
-        raise AssertionError("the source violates the protocol:\n" + "\n".join(problems))
+        checks.append(partial(case.changes, change, pinned))
+
+    def run(check: Callable[[Source], None]) -> None:
+        with closing(make_source()) as source:
+            check(source)
+
+    run_checks("the source violates the protocol", run, checks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A source and its expected content."""
+def run_checks(title: str, run: Callable[[Callable[..., None]], None], checks: Iterable[Callable[..., None]]) -> None:
+    """Run all checks.
 
-    make_source: MakeSource
-    content: bytes
+    Raises:
+        AssertionError: Some failed, or raised any other exception; the message has a line for each.
+    """
+    problems = [title + ":"]
+    for check in checks:
+        name = getattr(check, "func", check).__name__
+        try:
+            run(check)
+        except AssertionError as error:
+            problems.append(f"- {name}: {error}")
+        except Exception as error:  # noqa: BLE001  (any exception of the object under test is a finding)
+            problems.append(f"- {name}: unexpected {type(error).__name__}: {error}")
+    if len(problems) > 1:
+        raise AssertionError("\n".join(problems))
 
-    @property
-    def end(self) -> int:
-        return len(self.content)
 
-    @contextmanager
-    def opened(self) -> Iterator[Source]:
-        """Open the source for the duration of the block."""
-        with closing(self.make_source()) as source:
-            yield source
+def require(fulfilled: object, expected: str) -> None:
+    if not fulfilled:
+        raise AssertionError(expected)
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return offset and size of reads inside the content, including reads at its boundaries."""
-        end = self.end
-        at_borders = [(0, 1), (0, end), (end - 1, 1), (1, end - 2), (BLOCK_BYTES - 1, 2), (BLOCK_BYTES, BLOCK_BYTES)]
-        return at_borders + _random_ranges(end, 20, seed=0)
+
+def must_raise(
+    error: type[SluiceError], what: str, call: Callable[[], object], *, file: str | None = None
+) -> SluiceError:
+    """Return the exception that the call raises, which must be of type ``error`` and name the file, if one is given."""
+    try:
+        result = call()
+    except error as raised:
+        require(file is None or raised.file == file, f"the error of {what} must name the file {file!r}")
+        return raised
+    except Exception as raised:
+        raise AssertionError(f"{what} must raise {error.__name__}, not {type(raised).__name__}: {raised}") from raised
+    raise AssertionError(f"{what} must raise {error.__name__}, but returned {result!r:.60}")
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Call ``work`` with each number in a thread of its own; raise AssertionError for the first failure."""
+    problems: list[str] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:  # noqa: BLE001  (reported in the caller's thread)
+            named = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            problems.append(f"in {count} threads at the same time: {named}{error}")
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    require(not problems, next(iter(problems), ""))
 
 
 def _random_ranges(end: int, count: int, *, seed: int) -> list[tuple[int, int]]:
@@ -109,60 +147,44 @@ def _random_ranges(end: int, count: int, *, seed: int) -> list[tuple[int, int]]:
     return [(first, generator.randint(1, end - first)) for first in firsts]
 
 
-def collect(name: str, problems: list[str], check: Callable[..., None], *arguments: object) -> None:
-    """Run one check; append a line to ``problems`` if it raises any exception."""
-    try:
-        check(*arguments)
-    except AssertionError as error:
-        problems.append(f"- {name.strip('_')}: {error}")
-    except Exception as error:  # noqa: BLE001  (any exception of the source under test is a finding)
-        problems.append(f"- {name.strip('_')}: unexpected {type(error).__name__}: {error}")
-
-
-def require(fulfilled: object, expected: str) -> None:
-    if not fulfilled:
-        raise AssertionError(expected)
-
-
-def must_raise(error: type[Exception], what: str, call: Callable[[], object]) -> Exception:
-    """Return the exception that the call raises, which must be of type ``error``."""
-    try:
-        result = call()
-    except error as raised:
-        return raised
-    except Exception as raised:
-        raise AssertionError(f"{what} must raise {error.__name__}, not {type(raised).__name__}: {raised}") from raised
-    raise AssertionError(f"{what} must raise {error.__name__}, but returned {result!r:.60}")
-
-
 def _read_into(source: Source, offset: int, nbytes: int) -> tuple[int, bytes]:
     """Return the number of bytes read, and the buffer, which held other bytes before."""
     data = bytearray([_UNTOUCHED]) * nbytes
     return source.read_into(offset, memoryview(data)), bytes(data)
 
 
-# Checks, in the order in which they run
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """The checks of a source with an expected content."""
 
+    make_source: MakeSource
+    content: bytes
 
-def _path(case: _Case) -> None:
-    with case.opened() as source:
+    @property
+    def _end(self) -> int:
+        return len(self.content)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Return offset and size of reads inside the content, including reads at its boundaries."""
+        end = self._end
+        at_borders = [(0, 1), (0, end), (end - 1, 1), (1, end - 2), (BLOCK_BYTES - 1, 2), (BLOCK_BYTES, BLOCK_BYTES)]
+        return at_borders + _random_ranges(end, 20, seed=0)
+
+    def path(self, source: Source) -> None:
         address = urlsplit(source.path)
         require(source.path and isinstance(source.path, str), "path must be a non-empty string")
         require(not address.scheme or "@" not in address.netloc, "path must not show a user or a password")
         require("://" not in source.path or not address.query, "path must not show a query: it can hold a signature")
 
+    def identity(self, source: Source) -> None:
+        first = source.identity
+        require(first.nbytes == self._end, f"identity.nbytes must be {self._end}, not {first.nbytes}")
+        with closing(self.make_source()) as other:
+            require(other.identity == first, "two sources of the same object must have the same identity")
+        source.read_at(0, 1)
+        require(source.identity == first, "the identity must not change after a read")
 
-def _identity(case: _Case) -> None:
-    with case.opened() as one, case.opened() as other:
-        first = one.identity
-        require(first.nbytes == case.end, f"identity.nbytes must be {case.end}, not {first.nbytes}")
-        require(other.identity == first, "two sources of the same object must have the same identity")
-        one.read_at(0, 1)
-        require(one.identity == first, "the identity must not change after a read")
-
-
-def _access(case: _Case) -> None:
-    with case.opened() as source:
+    def access(self, source: Source) -> None:
         access = source.access
         size, gap, parallel = access.request_bytes, access.gap_bytes, access.parallel_requests
         expected = f"a multiple of {BLOCK_BYTES} and at least {SMALLEST_STAGING_BYTES}"
@@ -173,66 +195,50 @@ def _access(case: _Case) -> None:
         source.read_at(0, 1)
         require(source.access == access, "access must not change while the source is open")
 
-
-def _read_at(case: _Case) -> None:
-    with case.opened() as source:
-        for offset, nbytes in case.ranges():
+    def read_at(self, source: Source) -> None:
+        for offset, nbytes in self._ranges():
             found = source.read_at(offset, nbytes)
             what = f"read_at({offset}, {nbytes}) must return"
             require(isinstance(found, bytes), f"{what} bytes, not {type(found).__name__}")
-            require(found == case.content[offset : offset + nbytes], f"{what} exactly those bytes")
+            require(found == self.content[offset : offset + nbytes], f"{what} exactly those bytes")
 
-
-def _read_at_outside(case: _Case) -> None:
-    outside = [(0, case.end + 1), (case.end, 1), (case.end - 1, 2), (case.end + 1, 0), (0, 1 << 60), (-1, 2), (5, -1)]
-    with case.opened() as source:
+    def read_at_outside(self, source: Source) -> None:
+        end = self._end
+        outside = [(0, end + 1), (end, 1), (end - 1, 2), (end + 1, 0), (0, 1 << 60), (-1, 2), (5, -1)]
         for offset, nbytes in [*outside, *((far, 1) for far in _FAR_OFFSETS)]:
-            what = f"read_at({offset}, {nbytes}) of {case.end} bytes"
-            error = must_raise(TruncatedError, what, partial(source.read_at, offset, nbytes))
-            named = isinstance(error, TruncatedError) and error.file == source.path and error.offset == offset
-            require(named, f"the error of {what} must have the path and the offset")
+            what = f"read_at({offset}, {nbytes}) of {end} bytes"
+            error = must_raise(TruncatedError, what, partial(source.read_at, offset, nbytes), file=source.path)
+            require(error.offset == offset, f"the error of {what} must have the offset")
 
-
-def _read_into_buffer(case: _Case) -> None:
-    with case.opened() as source:
-        for offset, nbytes in case.ranges():
+    def read_into(self, source: Source) -> None:
+        for offset, nbytes in self._ranges():
             found, data = _read_into(source, offset, nbytes)
             what = f"read_into({offset}, {nbytes} bytes) must"
             require(found == nbytes, f"{what} return {nbytes}, not {found}: reads are short only at the end")
-            require(data == case.content[offset : offset + nbytes], f"{what} fill the buffer with exactly those bytes")
-
-
-def _read_into_part_of_a_buffer(case: _Case) -> None:
-    with case.opened() as source:
-        data = bytearray([_UNTOUCHED]) * 300
-        source.read_into(7, memoryview(data)[100:200])
-        require(data[100:200] == case.content[7:107], "read_into must fill the buffer that it was passed")
-        around = data[:100] + data[200:]
+            require(data == self.content[offset : offset + nbytes], f"{what} fill the buffer with exactly those bytes")
+        part = bytearray([_UNTOUCHED]) * 300
+        source.read_into(7, memoryview(part)[100:200])
+        require(part[100:200] == self.content[7:107], "read_into must fill the buffer that it was passed")
+        around = part[:100] + part[200:]
         require(around == bytes([_UNTOUCHED]) * 200, "read_into must not write outside its buffer")
 
-
-def _read_into_at_the_end(case: _Case) -> None:
-    with case.opened() as source:
+    def read_into_at_the_end(self, source: Source) -> None:
         for inside in (1, 100, BLOCK_BYTES):
-            found, data = _read_into(source, case.end - inside, inside + 50)
+            found, data = _read_into(source, self._end - inside, inside + 50)
             require(found == inside, f"a read across the end must return the {inside} bytes before it, not {found}")
-            require(data[:inside] == case.content[-inside:], "a read across the end must fill the bytes before it")
-        for offset in (case.end, case.end + 1, *_FAR_OFFSETS):
+            require(data[:inside] == self.content[-inside:], "a read across the end must fill the bytes before it")
+        for offset in (self._end, self._end + 1, *_FAR_OFFSETS):
             found, _ = _read_into(source, offset, 10)
             require(found == 0, f"read_into from {offset}, past the end, must return 0, not {found}")
         must_raise(TruncatedError, "read_into from a negative offset", lambda: _read_into(source, -5, 3))
 
-
-def _no_bytes(case: _Case) -> None:
-    with case.opened() as source:
-        for offset in (0, 17, case.end):
+    def no_bytes(self, source: Source) -> None:
+        for offset in (0, 17, self._end):
             found, _ = _read_into(source, offset, 0)
             require(source.read_at(offset, 0) == b"", f"read_at({offset}, 0) must return no bytes")
             require(found == 0, f"read_into({offset}, no bytes) must return 0, not {found}")
 
-
-def _buffer_is_not_kept(case: _Case) -> None:
-    with case.opened() as source:
+    def buffer_is_not_kept(self, source: Source) -> None:
         data = bytearray(100)
         view = memoryview(data)
         source.read_into(0, view)
@@ -242,117 +248,69 @@ def _buffer_is_not_kept(case: _Case) -> None:
         except BufferError as error:
             raise AssertionError("the buffer must not be kept after read_into returns") from error
 
-
-def _direct(case: _Case) -> None:
-    """Check direct reads, which are optional, also of the last block."""
-    last = case.end // BLOCK_BYTES * BLOCK_BYTES
-    with case.opened() as source:
+    def direct(self, source: Source) -> None:
+        """Check direct reads, which are optional, also of the last block."""
+        last = self._end // BLOCK_BYTES * BLOCK_BYTES
         for offset, nbytes in [(0, BLOCK_BYTES), (BLOCK_BYTES, 4 * BLOCK_BYTES), (last, BLOCK_BYTES)]:
-            memory = mmap.mmap(-1, nbytes)  # begins at a page
-            with memoryview(memory) as view:
+            with memoryview(mmap.mmap(-1, nbytes)) as view:  # begins at a page
                 try:
                     found = source.read_into(offset, view, direct=True)
                 except DirectIOUnavailable:
                     return
-                expected = case.content[offset : offset + nbytes]
+                expected = self.content[offset : offset + nbytes]
                 require(found == len(expected), f"a direct read must return {len(expected)} bytes, not {found}")
                 require(view[:found] == expected, "a direct read must return the same bytes as a buffered one")
 
+    def threads(self, source: Source) -> None:
+        """Read different ranges from several threads at the same time, with both methods."""
+        begin = threading.Barrier(_THREADS)
 
-def _threads(case: _Case) -> None:
-    """Read different ranges of one source from several threads at the same time, with both methods."""
-    wrong: list[str] = []
-    begin = threading.Barrier(_THREADS)
+        def work(number: int) -> None:
+            begin.wait()
+            for offset, nbytes in _random_ranges(self._end, 25, seed=number):
+                expected = self.content[offset : offset + nbytes]
+                right = source.read_at(offset, nbytes) == expected
+                require(
+                    right and _read_into(source, offset, nbytes) == (nbytes, expected), "each must get its own bytes"
+                )
 
-    def work(source: Source, number: int) -> None:
-        begin.wait()
-        try:
-            for offset, nbytes in _random_ranges(case.end, _READS_PER_THREAD, seed=number):
-                expected = case.content[offset : offset + nbytes]
-                if source.read_at(offset, nbytes) != expected or _read_into(source, offset, nbytes) != (
-                    nbytes,
-                    expected,
-                ):
-                    wrong.append(f"{_THREADS} threads that read at the same time must each get their own bytes")
-        except Exception as error:  # noqa: BLE001  (reported in the caller's thread)
-            wrong.append(f"reading from {_THREADS} threads raised {type(error).__name__}: {error}")
+        in_threads(_THREADS, work)
 
-    with case.opened() as source:
-        threads = [threading.Thread(target=work, args=(source, number)) for number in range(_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    require(not wrong, wrong[0] if wrong else "")
-
-
-def _forget(case: _Case) -> None:
-    with case.opened() as source:
-        for offset, nbytes in [(0, case.end), (5, 10), (0, 0), (case.end, 10)]:
+    def forget(self, source: Source) -> None:
+        for offset, nbytes in [(0, self._end), (5, 10), (0, 0), (self._end, 10)]:
             source.forget(offset, nbytes)
-            require(source.read_at(0, case.end) == case.content, "forget must not change the content")
+            require(source.read_at(0, self._end) == self.content, "forget must not change the content")
 
-
-def _unchanged(case: _Case) -> None:
-    with case.opened() as source:
+    def unchanged(self, source: Source) -> None:
         source.check_unchanged()
         source.read_at(0, 1)
         source.check_unchanged()
         source.close()
         source.check_unchanged()
 
-
-def _close(case: _Case) -> None:
-    case.make_source().close()  # a source that was never read
-    with case.opened() as source:
+    def close(self, source: Source) -> None:
+        self.make_source().close()  # a source that was never read
         source.read_at(0, 1)
         source.close()
         source.close()
-        require(source.read_at(3, 5) == case.content[3:8], "a closed source must reopen when it is read")
+        require(source.read_at(3, 5) == self.content[3:8], "a closed source must reopen when it is read")
 
-
-def _failures(case: _Case, failing: Callable[[], AbstractContextManager[object]]) -> None:
-    with case.opened() as source:
+    def failures(self, failing: Callable[[], AbstractContextManager[object]], source: Source) -> None:
+        calls = {"read_at": lambda: source.read_at(11, 4), "read_into": lambda: _read_into(source, 11, 4)}
         with failing():
-            for what, call in (
-                ("a failing read_at", lambda: source.read_at(11, 4)),
-                ("a failing read_into", lambda: _read_into(source, 11, 4)),
-            ):
-                error = must_raise(ReadError, what, call)
-                named = isinstance(error, ReadError) and error.file == source.path
-                require(named, f"the error of {what} must have the path")
-                require(error.__cause__ is not None, f"the error of {what} must be raised from the system's error")
-        require(source.read_at(11, 4) == case.content[11:15], "reads must work after a failed read")
+            for name, call in calls.items():
+                error = must_raise(ReadError, f"a failing {name}", call, file=source.path)
+                require(error.__cause__, f"the error of a failing {name} must be raised from the system's error")
+        require(source.read_at(11, 4) == self.content[11:15], "reads must work after a failed read")
 
-
-def _changes(case: _Case, change: Callable[[], object], pinned: bool) -> None:  # noqa: FBT001  (called by collect)
-    with case.opened() as kept, case.opened() as closed:
-        kept.read_at(0, 1)
-        closed.read_at(0, 1)
-        closed.close()
-        change()
-        if pinned:
-            must_raise(SourceChangedError, "a read after a change", lambda: kept.read_at(0, case.end))
-        else:
-            must_raise(SourceChangedError, "check_unchanged after a change", kept.check_unchanged)
-        what = "a read after close and a change"
-        must_raise(SourceChangedError, what, lambda: closed.read_at(0, 1))
-
-
-_CHECKS: tuple[Callable[[_Case], None], ...] = (
-    _path,
-    _identity,
-    _access,
-    _read_at,
-    _read_at_outside,
-    _read_into_buffer,
-    _read_into_part_of_a_buffer,
-    _read_into_at_the_end,
-    _no_bytes,
-    _buffer_is_not_kept,
-    _direct,
-    _threads,
-    _forget,
-    _unchanged,
-    _close,
-)
+    def changes(self, change: Callable[[], object], pinned: bool, kept: Source) -> None:  # noqa: FBT001  (a partial)
+        with closing(self.make_source()) as closed:
+            kept.read_at(0, 1)
+            closed.read_at(0, 1)
+            closed.close()
+            change()
+            if pinned:
+                must_raise(SourceChangedError, "a read after a change", lambda: kept.read_at(0, self._end))
+            else:
+                must_raise(SourceChangedError, "check_unchanged after a change", kept.check_unchanged)
+            must_raise(SourceChangedError, "a read after close and a change", lambda: closed.read_at(0, 1))

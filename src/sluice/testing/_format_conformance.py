@@ -6,10 +6,7 @@ Each check opens sources of its own. A check that fails does not stop the others
 from __future__ import annotations
 
 import errno
-import gc
-import os
 import random
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -27,9 +24,8 @@ from sluice.entries.tree import flatten
 from sluice.formats.protocol import Checksum, Format
 from sluice.records import Entry, Index
 from sluice.sources.protocol import Source
-from sluice.testing._conformance import collect, must_raise, require
-from sluice.testing._memory import MemorySource
-from sluice.testing._recording import FaultySource, RecordingSource
+from sluice.testing._conformance import in_threads, must_raise, require, run_checks
+from sluice.testing._sources import FaultySource, MemorySource, RecordingSource
 
 __all__ = ["ExpectedTensor", "check_format"]
 
@@ -96,57 +92,193 @@ def check_format(
     if data_bytes < _SMALLEST_DATA_BYTES:
         raise ValueError(f"the tensors must have at least {_SMALLEST_DATA_BYTES} bytes, not {data_bytes}")
     case = _FormatCase(file_format, content, tensors, make_source, tuple(limits))
-    problems: list[str] = []
-    for check in _CHECKS:
-        collect(check.__name__, problems, check, case)
-    if problems:
-        raise AssertionError("the format does not keep the protocol:\n" + "\n".join(problems))
+    checks = [
+        *(case.matches, case.index, case.headers_only, case.storages, case.elements, case.truncated, case.damaged),
+        *(case.enforces_limits, case.checksums, case.read_errors, case.concurrent),
+    ]
+    run_checks("the format does not keep the protocol", lambda check: check(), checks)
 
 
 @dataclass(frozen=True, slots=True)
 class _FormatCase:
-    """The format and the file that it is checked with."""
+    """The checks of a format with a healthy file."""
 
     format: Format
     content: bytes
-    tensors: Mapping[str, ExpectedTensor]
+    expected: Mapping[str, ExpectedTensor]
     make_source: MakeSource
     limits: tuple[str, ...]
 
     @property
-    def end(self) -> int:
+    def _end(self) -> int:
         return len(self.content)
 
-    def read_index(self, content: bytes | None = None, limits: Limits | None = None) -> Index:
+    @property
+    def _path(self) -> str:
+        with closing(self.make_source(self.content)) as source:
+            return source.path
+
+    def _read(self, content: bytes | None = None, limits: Limits | None = None) -> Index:
         """Return the index of a file: by default of the healthy one."""
         with closing(self.make_source(self.content if content is None else content)) as source:
             return self.format.read_index(source, limits or Limits())
 
-    def locate(self, source: Source, index: Index) -> dict[int, int]:
-        """Return the data offset of every storage."""
+    def _located(self, source: Source) -> tuple[Index, dict[int, int]]:
+        """Return the index of a file and the data offset of every storage."""
+        index = self.format.read_index(source, Limits())
         known = {number: storage.offset for number, storage in enumerate(index.storages) if storage.located}
         rest = [number for number in range(len(index.storages)) if number not in known]
-        return {**known, **self.format.locate(source, index, rest)}
+        return index, {**known, **self.format.locate(source, index, rest)}
 
-    def data_ranges(self) -> list[tuple[int, int]]:
+    def _data_ranges(self) -> list[tuple[int, int]]:
         """Return the first byte and the end of each storage of the healthy file."""
         with closing(self.make_source(self.content)) as source:
-            index = self.format.read_index(source, Limits())
-            offsets = self.locate(source, index)
+            index, offsets = self._located(source)
         return [(offsets[number], offsets[number] + storage.nbytes) for number, storage in enumerate(index.storages)]
 
-    def compare(self, content: bytes) -> str | None:
-        """Index a file and return the first difference from the expected tensors, or None."""
+    def _compare(self, what: str, content: bytes) -> None:
+        """Require that a file has all expected elements."""
         with closing(self.make_source(content)) as source:
-            index = self.format.read_index(source, Limits())
-            offsets = self.locate(source, index)
+            index, offsets = self._located(source)
             entries = flatten(index.tree, Limits())
-            for name, tensor in self.tensors.items():
-                if name not in entries:
-                    return f"tensor {name!r} must be in the index"
-                if _bytes_of(source, index, offsets, entries[name]) != tensor.data:
-                    return f"the elements of tensor {name!r} must be the expected ones"
-        return None
+            for name, tensor in self.expected.items():
+                found = _bytes_of(source, index, offsets, entries[name]) if name in entries else None
+                require(found == tensor.data, f"{what} must have the expected elements of tensor {name!r}")
+
+    def _typed(self, what: str, work: Callable[[], object]) -> None:
+        """Allow that ``work`` raises a typed error, which names the file."""
+        try:
+            work()
+        except CheckpointError as error:
+            require(error.file == self._path, f"the error of {what} must name the file, not {error.file!r}")
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{what} must raise a CheckpointError, not {type(error).__name__}: {error}") from error
+
+    def matches(self) -> None:
+        for nbytes in (*range(65), 512, _HEAD_BYTES):
+            answer = self.format.matches(self.content[:nbytes])
+            require(isinstance(answer, bool), f"matches must return a bool, not {type(answer).__name__}")
+        require(self.format.matches(self.content[:_HEAD_BYTES]), "matches must accept the head of the file")
+        for other, what in ((bytes(_HEAD_BYTES), "zeros"), (b"\xff" * _HEAD_BYTES, "bytes 255")):
+            require(not self.format.matches(other), f"matches must refuse a file of {what}")
+
+    def index(self) -> None:
+        with closing(self.make_source(self.content)) as source:
+            index = self.format.read_index(source, Limits())
+            named, own = index.format, self.format.name
+            require(named == own, f"Index.format must be {own!r}, not {named!r}")
+            files = [(file.path, file.identity) for file in index.files]
+            require(files == [(source.path, source.identity)], "Index.files must be path and identity of the source")
+        entries = flatten(index.tree, Limits())
+        names = (sorted(entries), sorted(self.expected))
+        require(names[0] == names[1], f"the tensors must be {names[1]}, not {names[0]}")
+        for name, tensor in self.expected.items():
+            found, expected = (entries[name].dtype, tuple(entries[name].shape)), (tensor.dtype, tensor.shape)
+            require(found == expected, f"dtype and shape of tensor {name!r} must be {expected}, not {found}")
+
+    def headers_only(self) -> None:
+        """Check that reading the index reads the headers, not the tensor data."""
+        data_bytes = sum(end - first for first, end in self._data_ranges())
+        with closing(RecordingSource(self.make_source(self.content))) as source:
+            self.format.read_index(source, Limits())
+        most = self._end - data_bytes + _READ_AHEAD_BYTES
+        require(source.read_bytes <= most, f"read_index must read at most {most} bytes, not {source.read_bytes}")
+
+    def storages(self) -> None:
+        with closing(self.make_source(self.content)) as source:
+            index = self.format.read_index(source, Limits())
+            rest = [number for number, storage in enumerate(index.storages) if not storage.located]
+            require(dict(self.format.locate(source, index, [])) == {}, "locate must return nothing for no storages")
+            offsets = dict(self.format.locate(source, index, rest))
+            require(sorted(offsets) == rest, "locate must return the offset of every storage that is not located")
+            again = dict(self.format.locate(source, index, rest))
+            require(offsets == again, "locate must return the same offsets each time")
+        for number, storage in enumerate(index.storages):
+            first = offsets.get(number, storage.offset)
+            inside = first >= 0 and storage.nbytes >= 0 and first + storage.nbytes <= self._end
+            require(inside, f"storage {storage.key!r} must lie inside the file")
+            require(storage.file == 0, f"storage {storage.key!r} must be in file 0, the only one")
+        for name, entry in flatten(index.tree, Limits()).items():
+            require(_lies_inside(entry, index), f"tensor {name!r} must lie inside its storage")
+
+    def elements(self) -> None:
+        self._compare("the file", self.content)
+
+    def truncated(self) -> None:
+        """Check that a file that is cut is refused, unless every tensor is still complete."""
+        generator = random.Random(0)  # noqa: S311  (the same places every time)
+        ends = {1, 7, 8, 9, 64, self._end // 2, *range(self._end - 24, self._end)}
+        ends.update(generator.randrange(1, self._end) for _ in range(_TRUNCATIONS))
+        for end in sorted(ends):
+            what = f"a file of {end} bytes, cut from {self._end}, must be refused, or"
+            self._typed(what, partial(self._compare, what, self.content[:end]))
+            self._typed(f"checksums of {what}", partial(self._all_checksums, self.content[:end]))
+
+    def damaged(self) -> None:
+        """Check that damaged headers raise only typed errors; they may go unnoticed."""
+        generator = random.Random(1)  # noqa: S311  (the same places every time)
+        headers = self._header_offsets()
+        for _ in range(_FLIPS):
+            offset = generator.choice(headers)
+            damaged = bytearray(self.content)
+            damaged[offset] ^= 1 << generator.randrange(8)
+            self._typed(f"a file whose byte {offset} changed", partial(self._index_and_locate, bytes(damaged)))
+
+    def _header_offsets(self) -> list[int]:
+        """Return the offsets of all bytes that are not tensor data."""
+        offsets: list[int] = []
+        position = 0
+        for first, end in sorted([*self._data_ranges(), (self._end, self._end)]):
+            offsets += range(position, first)
+            position = max(position, end)
+        return offsets
+
+    def _index_and_locate(self, content: bytes) -> None:
+        with closing(self.make_source(content)) as source:
+            index, offsets = self._located(source)
+        inside = all(0 <= offsets[n] <= len(content) - storage.nbytes for n, storage in enumerate(index.storages))
+        require(inside, "storages of a damaged file must lie inside it, or the file must be refused")
+
+    def enforces_limits(self) -> None:
+        for name in self.limits:
+            values: dict[str, Any] = {name: 0}
+            call = partial(self._read, limits=replace(Limits(), **values))
+            must_raise(LimitError, f"a file that exceeds Limits({name}=0)", call, file=self._path)
+
+    def _all_checksums(self, content: bytes) -> list[Checksum | CheckpointError]:
+        with closing(self.make_source(content)) as source:
+            self.format.read_index(source, Limits())
+            return list(self.format.checksums(source, Limits()))
+
+    def checksums(self) -> None:
+        for checksum in self._all_checksums(self.content):
+            if isinstance(checksum, CheckpointError):
+                raise AssertionError(f"checksums of a healthy file must not report an error: {checksum}")  # noqa: TRY004
+            data = self.content[checksum.offset : checksum.offset + checksum.nbytes]
+            inside = not checksum.crc or len(data) == checksum.nbytes
+            require(inside, f"the range of checksum {checksum.name!r} must lie inside the file")
+            right = not checksum.crc or zlib.crc32(data) == checksum.crc
+            require(right, f"checksum {checksum.name!r} must be the CRC-32 of its range")
+
+    def read_errors(self) -> None:
+        """Check that a read that the system fails is reported as that, not as a damaged file."""
+        for number in range(1, _FAULTS + 1):
+            with closing(FaultySource(self.make_source(self.content), at=number, error=errno.EIO)) as source:
+                try:
+                    self.format.read_index(source, Limits())
+                except ReadError:
+                    continue
+                except Exception as error:
+                    text = f"must raise the ReadError, not {type(error).__name__}: {error}"
+                    raise AssertionError(f"read_index, when read {number} fails, {text}") from error
+                require(not source.failed, f"read_index must not ignore that read {number} failed")
+
+    def concurrent(self) -> None:
+        """Check that one format object indexes files in several threads, each time with the same result."""
+        expected = self._read()
+        in_threads(_THREADS, lambda _: require(self._read() == expected, "indexes of the same file must be equal"))
 
 
 def _bytes_of(source: Source, index: Index, offsets: Mapping[int, int], entry: Entry) -> bytes:
@@ -174,229 +306,3 @@ def _lies_inside(entry: Entry, index: Index) -> bool:
     if not 0 <= entry.storage < len(index.storages) or entry.storage_offset < 0 or min(entry.stride, default=0) < 0:
         return False
     return not entry.numel or entry.byte_span[1] <= index.storages[entry.storage].nbytes
-
-
-def _refused(case: _FormatCase, what: str, work: Callable[..., object], *arguments: object) -> bool:
-    """Return whether ``work`` raises a typed error; it must not raise any other one, and the error names the file."""
-    path = _path(case)
-    try:
-        work(*arguments)
-    except CheckpointError as error:
-        require(error.file == path, f"the error of {what} must name the file {path!r}, not {error.file!r}")
-        return True
-    except AssertionError:
-        raise
-    except Exception as error:
-        raise AssertionError(f"{what} must raise a CheckpointError, not {type(error).__name__}: {error}") from error
-    return False
-
-
-def _path(case: _FormatCase) -> str:
-    with closing(case.make_source(case.content)) as source:
-        return source.path
-
-
-# The checks, in the order in which they run
-
-
-def _matches(case: _FormatCase) -> None:
-    for nbytes in (*range(65), 512, _HEAD_BYTES):
-        answer = case.format.matches(case.content[:nbytes])
-        require(isinstance(answer, bool), f"matches must return a bool, not {type(answer).__name__}")
-    require(case.format.matches(case.content[:_HEAD_BYTES]), "matches must accept the head of the file")
-    for other, what in ((bytes(_HEAD_BYTES), "zeros"), (b"\xff" * _HEAD_BYTES, "bytes 255")):
-        require(not case.format.matches(other), f"matches must refuse a file of {what}")
-
-
-def _index(case: _FormatCase) -> None:
-    with closing(case.make_source(case.content)) as source:
-        index = case.format.read_index(source, Limits())
-        require(index.format == case.format.name, f"Index.format must be {case.format.name!r}, not {index.format!r}")
-        files = [(file.path, file.identity) for file in index.files]
-        require(files == [(source.path, source.identity)], "Index.files must be the path and identity of the source")
-    entries = flatten(index.tree, Limits())
-    names = (sorted(entries), sorted(case.tensors))
-    require(names[0] == names[1], f"the tensors must be {names[1]}, not {names[0]}")
-    for name, tensor in case.tensors.items():
-        found, expected = (entries[name].dtype, tuple(entries[name].shape)), (tensor.dtype, tensor.shape)
-        require(found == expected, f"dtype and shape of tensor {name!r} must be {expected}, not {found}")
-
-
-def _deterministic(case: _FormatCase) -> None:
-    require(case.read_index() == case.read_index(), "two indexes of the same file must be equal")
-
-
-def _headers_only(case: _FormatCase) -> None:
-    """Reading the index reads the headers, not the tensor data."""
-    data_bytes = sum(end - first for first, end in case.data_ranges())
-    source = RecordingSource(case.make_source(case.content))
-    with closing(source):
-        case.format.read_index(source, Limits())
-    most = case.end - data_bytes + _READ_AHEAD_BYTES
-    require(source.read_bytes <= most, f"read_index must read at most {most} bytes, not {source.read_bytes}")
-
-
-def _storages(case: _FormatCase) -> None:
-    with closing(case.make_source(case.content)) as source:
-        index = case.format.read_index(source, Limits())
-        located = {number for number, storage in enumerate(index.storages) if storage.located}
-        rest = sorted(set(range(len(index.storages))) - located)
-        require(dict(case.format.locate(source, index, [])) == {}, "locate must return nothing for no storages")
-        offsets = dict(case.format.locate(source, index, rest))
-        require(sorted(offsets) == rest, "locate must return the offset of every storage that is not located")
-        again = dict(case.format.locate(source, index, rest))
-        require(offsets == again, "locate must return the same offsets each time")
-        for number, storage in enumerate(index.storages):
-            first = offsets.get(number, storage.offset)
-            inside = first >= 0 and storage.nbytes >= 0 and first + storage.nbytes <= case.end
-            require(inside, f"storage {storage.key!r} must lie inside the file")
-            require(storage.file == 0, f"storage {storage.key!r} must be in file 0, the only one")
-    for name, entry in flatten(index.tree, Limits()).items():
-        require(_lies_inside(entry, index), f"tensor {name!r} must lie inside its storage")
-
-
-def _elements(case: _FormatCase) -> None:
-    difference = case.compare(case.content)
-    require(difference is None, difference or "")
-
-
-def _truncated(case: _FormatCase) -> None:
-    """A file that is cut must be refused, unless every tensor is still complete."""
-    generator = random.Random(0)  # noqa: S311  (the same places every time)
-    ends = {1, 7, 8, 9, 64, case.end // 2, *range(case.end - 24, case.end)}
-    ends.update(generator.randrange(1, case.end) for _ in range(_TRUNCATIONS))
-    for end in sorted(ends):
-        what = f"a file of {end} bytes, cut from {case.end},"
-        cut = case.content[:end]
-        _refused(case, what, _require_complete, case, what, cut)
-        _refused(case, f"checksums of {what}", _all_checksums, case, cut)
-
-
-def _require_complete(case: _FormatCase, what: str, content: bytes) -> None:
-    difference = case.compare(content)
-    require(difference is None, f"{what} must be refused: {difference}")
-
-
-def _damaged(case: _FormatCase) -> None:
-    """Damaged headers may go unnoticed, but they raise only typed errors."""
-    generator = random.Random(1)  # noqa: S311  (the same places every time)
-    headers = _header_offsets(case)
-    for _ in range(_FLIPS):
-        offset = generator.choice(headers)
-        damaged = bytearray(case.content)
-        damaged[offset] ^= 1 << generator.randrange(8)
-        _refused(case, f"a file whose byte {offset} changed", _index_and_locate, case, bytes(damaged))
-
-
-def _header_offsets(case: _FormatCase) -> list[int]:
-    """Return the offsets of all bytes that are not tensor data."""
-    offsets: list[int] = []
-    position = 0
-    for first, end in sorted([*case.data_ranges(), (case.end, case.end)]):
-        offsets += range(position, first)
-        position = max(position, end)
-    return offsets
-
-
-def _index_and_locate(case: _FormatCase, content: bytes) -> None:
-    with closing(case.make_source(content)) as source:
-        index = case.format.read_index(source, Limits())
-        offsets = case.locate(source, index)
-        inside = all(
-            0 <= offsets[number] <= len(content) - storage.nbytes for number, storage in enumerate(index.storages)
-        )
-        require(inside, "storages of a damaged file must lie inside it, or the file must be refused")
-
-
-def _limits(case: _FormatCase) -> None:
-    for name in case.limits:
-        values: dict[str, Any] = {name: 0}
-        low = replace(Limits(), **values)
-        what = f"a file that exceeds Limits({name}=0)"
-        error = must_raise(LimitError, what, partial(case.read_index, limits=low))
-        named = isinstance(error, LimitError) and error.file == _path(case)
-        require(named, f"the error of {what} must name the file")
-
-
-def _all_checksums(case: _FormatCase, content: bytes) -> list[Checksum | CheckpointError]:
-    with closing(case.make_source(content)) as source:
-        case.format.read_index(source, Limits())
-        return list(case.format.checksums(source, Limits()))
-
-
-def _checksums(case: _FormatCase) -> None:
-    for checksum in _all_checksums(case, case.content):
-        require(isinstance(checksum, Checksum), f"checksums of a healthy file must not report an error: {checksum}")
-        if isinstance(checksum, Checksum) and checksum.crc:
-            data = case.content[checksum.offset : checksum.offset + checksum.nbytes]
-            require(len(data) == checksum.nbytes, f"the range of checksum {checksum.name!r} must lie inside the file")
-            require(zlib.crc32(data) == checksum.crc, f"checksum {checksum.name!r} must be the CRC-32 of its range")
-
-
-def _read_errors(case: _FormatCase) -> None:
-    """A read that the system fails must be reported as that, not as a damaged file."""
-    for number in range(1, _FAULTS + 1):
-        with closing(FaultySource(case.make_source(case.content), at=number, error=errno.EIO)) as source:
-            try:
-                case.format.read_index(source, Limits())
-            except ReadError:
-                continue
-            except Exception as error:
-                what = f"read_index, when read {number} fails,"
-                raise AssertionError(f"{what} must raise the ReadError, not {type(error).__name__}: {error}") from error
-            require(not source.failed, f"read_index must not ignore that read {number} failed")
-
-
-def _concurrent(case: _FormatCase) -> None:
-    """One format object indexes files in several threads."""
-    expected = case.read_index()
-    problems: list[str] = []
-
-    def work() -> None:
-        try:
-            if case.read_index() != expected:
-                problems.append("indexes that are read in several threads must be equal")
-        except Exception as error:  # noqa: BLE001  (reported in the caller's thread)
-            problems.append(f"reading the index in several threads raised {type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=work) for _ in range(_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    require(not problems, problems[0] if problems else "")
-
-
-def _nothing_left(case: _FormatCase) -> None:
-    before = _resources()
-    for content in (case.content, case.content[: case.end // 2]):
-        _refused(case, "a file", _all_checksums, case, content)
-    gc.collect()
-    threads, descriptors = _resources()
-    require(threads <= before[0], f"threads must end with the call: {sorted(threads - before[0])}")
-    require(descriptors <= before[1], "files that a format opens must be closed when it returns")
-
-
-def _resources() -> tuple[frozenset[str], int]:
-    try:
-        descriptors = len(os.listdir("/proc/self/fd"))
-    except OSError:  # not Linux
-        descriptors = 0
-    return frozenset(f"{thread.name} {thread.ident}" for thread in threading.enumerate()), descriptors
-
-
-_CHECKS: tuple[Callable[[_FormatCase], None], ...] = (
-    _matches,
-    _index,
-    _deterministic,
-    _headers_only,
-    _storages,
-    _elements,
-    _truncated,
-    _damaged,
-    _limits,
-    _checksums,
-    _read_errors,
-    _concurrent,
-    _nothing_left,
-)

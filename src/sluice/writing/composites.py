@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from sluice.writing.torch_tensors import Geometry, QuantizedParts, SparseParts
+from sluice.writing.torch_tensors import Geometry, Rebuild, dense, quantized, sparse
 
 __all__ = ["QUANTIZED_DTYPES", "SPARSE_LAYOUTS", "count_parts", "dense_parts", "describe"]
 
@@ -52,34 +53,19 @@ def count_parts(tensor: torch.Tensor) -> int:
     return 2 if tensor.layout is torch.sparse_coo else 3
 
 
-def describe(tensor: torch.Tensor, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
-    """Return the description of a tensor for the pickle.
+def describe(tensor: torch.Tensor, parts: Sequence[Geometry]) -> Rebuild:
+    """Return what rebuilds a tensor in a pickle.
 
     Args:
         tensor: The tensor.
         parts: Descriptions of its ``dense_parts``.
     """
     if tensor.layout is not torch.strided:
-        return SparseParts(
-            layout=str(tensor.layout).removeprefix("torch."),
-            parts=tuple(parts),
-            shape=tuple(tensor.shape),
-            coalesced=tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None,
-        )
+        coalesced = tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None
+        return sparse(str(tensor.layout).removeprefix("torch."), parts, tuple(tensor.shape), coalesced=coalesced)
     if not tensor.is_quantized:
-        return parts[0]
+        return partial(dense, parts[0])
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if len(parts) == 1:
-        scale, zero_point = (tensor.q_scale(),), (tensor.q_zero_point(),)
-        return QuantizedParts(integers=parts[0], scales=scale, zero_points=zero_point, dtype=_name(tensor.dtype))
-    integers, scales, zero_points = parts
-    return QuantizedParts(
-        integers=integers,
-        scales=scales,
-        zero_points=zero_points,
-        axis=tensor.q_per_channel_axis(),
-        dtype=_name(tensor.dtype),
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return quantized(dtype, parts[0], (tensor.q_scale(),), (tensor.q_zero_point(),), None)
+    return quantized(dtype, *parts, tensor.q_per_channel_axis())

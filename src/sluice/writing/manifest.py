@@ -1,10 +1,8 @@
 """The manifest of a save: each tensor is hashed while it is written, so that the source is read once.
 
-A writer announces the tensors of each stored item, a tensor or a storage with views (``expect``), and passes on each
-piece that it writes, in order (``in_order``) or in any order and from any thread (``piece``). A tensor whose elements
-are not contiguous in its storage is hashed from pieces of its own (``add``). A hash needs its bytes in order: a piece
-that arrives early is read back from the file under construction when its turn comes. That takes no memory, and no disk
-access, as the page cache still holds it.
+A writer announces the tensors of each stored item, a tensor or a storage with views (``expect``), and passes on all
+bytes of the item in order (``in_order``). A tensor whose elements are not contiguous in its storage is an item of its
+own, which is not written.
 
 The manifest is renamed last, after the data: a crash between the two leaves an older manifest or none, which the next
 verification reports as wrong or missing.
@@ -12,9 +10,7 @@ verification reports as wrong or missing.
 
 from __future__ import annotations
 
-import heapq
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
@@ -24,17 +20,11 @@ from sluice.writing.durable.replacement import Replacement
 
 __all__ = ["ManifestWriter", "manifest_writer", "write_manifest"]
 
-#: Bytes per read of early pieces.
-_READ_BACK_BYTES = 1 << 20
-
-#: Returns up to ``nbytes`` bytes of a stored item from ``offset`` on: ``(offset, nbytes) -> bytes``.
-ReadBack = Callable[[int, int], bytes]
-
 
 class _HashedRange:
     """Byte range of a stored item that holds the elements of one or more tensors, hashed in order."""
 
-    __slots__ = ("_at", "_early", "_end", "_hasher", "_lock", "names", "start")
+    __slots__ = ("_at", "_end", "_hasher", "names", "start")
 
     def __init__(self, start: int, end: int, hasher: Hasher) -> None:
         self.start = start
@@ -42,29 +32,13 @@ class _HashedRange:
         self._end = end
         self._hasher = hasher
         self._at = start
-        self._early: list[tuple[int, int]] = []
-        self._lock = threading.Lock()
 
-    def take(self, at: int, data: memoryview, read_back: ReadBack | None) -> None:
-        """Hash a piece that begins at byte ``at`` of the item, or note that it was written."""
+    def take(self, at: int, data: memoryview) -> None:
+        """Hash a piece that begins at byte ``at`` of the item; pieces come in order."""
         first, last = max(at, self.start), min(at + len(data), self._end)
-        if first >= last:
-            return
-        with self._lock:
-            if first != self._at:
-                heapq.heappush(self._early, (first, last))
-                return
+        if first < last:
             self._hasher.update(data[first - at : last - at])
             self._at = last
-            while self._early and self._early[0][0] == self._at:
-                self._catch_up(heapq.heappop(self._early)[1], read_back)
-
-    def _catch_up(self, end: int, read_back: ReadBack | None) -> None:
-        assert read_back is not None  # pieces of ``in_order`` never arrive early
-        while self._at < end:
-            data = read_back(self._at, min(_READ_BACK_BYTES, end - self._at))
-            self._hasher.update(data)
-            self._at += len(data)
 
     def hexdigest(self) -> str | None:
         """Return the hash, or None while bytes are missing."""
@@ -128,21 +102,11 @@ class ManifestWriter:
 
         def take(piece: memoryview) -> None:
             nonlocal at
-            self._take(stored, at, piece, None)
+            for hashed in self._ranges[stored].values() if stored in self._ranges else ():
+                hashed.take(at, piece)
             at += len(piece)
 
         return take
-
-    def piece(self, stored: Hashable, at: int, data: memoryview, read_back: ReadBack) -> None:
-        """Hash a piece of an item after it is written; call ``done`` after the last. Thread-safe.
-
-        Args:
-            stored: Key of the item.
-            at: First byte of the piece in the item.
-            data: Its bytes.
-            read_back: Reads bytes of the item that were written before.
-        """
-        self._take(stored, at, data, read_back)
 
     def done(self, stored: Hashable) -> None:
         """Finish the hashes of an item and release its state."""
@@ -150,18 +114,6 @@ class ManifestWriter:
             digest = hashed.hexdigest()
             if digest is not None:
                 self._hashes.update(dict.fromkeys(hashed.names, digest))
-
-    def _take(self, stored: Hashable, at: int, data: memoryview, read_back: ReadBack | None) -> None:
-        for hashed in self._ranges[stored].values() if stored in self._ranges else ():
-            hashed.take(at, data, read_back)
-
-    def add(self, name: str, *, dtype: str, shape: Iterable[int], pieces: Iterable[memoryview]) -> None:
-        """Hash a tensor from pieces of its elements in row-major order."""
-        hasher = new_hash(self._algorithm)
-        for piece in pieces:
-            hasher.update(piece)
-        self._kinds[name] = (dtype, tuple(shape))
-        self._hashes[name] = hasher.hexdigest()
 
     def repeat(self, ties: Mapping[str, str]) -> None:
         """Add further names of tensors that were hashed: ``{name: hashed name}``."""

@@ -24,8 +24,9 @@ from sluice.sources.directory import LocalDirectory
 from sluice.writing.durable.directories import replaced_directory
 from sluice.writing.durable.partial_files import saving
 from sluice.writing.durable.replacement import NewFile
+from sluice.writing.uploads import Upload
 
-__all__ = ["check_file_names", "link_ties", "parameter_directory", "parameter_file", "ties_file"]
+__all__ = ["check_file_names", "link_ties", "old_parameters", "parameter_directory", "parameter_file", "ties_file"]
 
 #: Error numbers of a system that cannot make a hard link.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -35,8 +36,10 @@ _COPIED_AT_ONCE = 1 << 20
 
 
 @contextmanager
-def parameter_directory(directory: Path, names: Iterable[str], *, overwrite: bool) -> Iterator[Path]:
+def parameter_directory(directory: Path | Upload, names: Iterable[str], *, overwrite: bool) -> Iterator[Path | Upload]:
     """Lend a hidden directory for the files of all tensors, which replaces the destination if the block succeeds.
+
+    A store has no hidden directories: the prefix itself is lent, and its objects are replaced one by one.
 
     Args:
         directory: The destination; created if it does not exist. Other files in it are kept.
@@ -48,6 +51,9 @@ def parameter_directory(directory: Path, names: Iterable[str], *, overwrite: boo
     """
     files = {parameter_file(name) for name in names}
     _check_old(directory, files, overwrite=overwrite)
+    if isinstance(directory, Upload):
+        yield directory
+        return
     check = _check_new if files else _no_check
     with replaced_directory(str(directory), belongs=_is_written, check=check) as hidden:
         yield Path(hidden)
@@ -58,7 +64,7 @@ def parameter_file(name: str) -> str:
     return f"{name}{PARAMETER_SUFFIX}"
 
 
-def link_ties(directory: Path, ties: Mapping[str, str]) -> None:
+def link_ties(directory: Path | Upload, ties: Mapping[str, str]) -> None:
     """Give the file of a tensor its further names, and declare them: readers tie only names that are declared.
 
     Names are hard links. A file system that has none gets copies, which readers do not tie.
@@ -73,9 +79,12 @@ def link_ties(directory: Path, ties: Mapping[str, str]) -> None:
     if not ties:
         return
     for name, stored in ties.items():
-        _link(directory / parameter_file(stored), directory / parameter_file(name))
+        if isinstance(directory, Upload):
+            directory.copy(parameter_file(stored), parameter_file(name))
+        else:
+            _link(directory / parameter_file(stored), directory / parameter_file(name))
     content = ties_file(ties)
-    with NewFile(directory / TIES_FILE) as out:
+    with directory.file(TIES_FILE) if isinstance(directory, Upload) else NewFile(directory / TIES_FILE) as out:
         out.write_at(0, content)
         out.seal(nbytes=len(content))
 
@@ -125,15 +134,24 @@ def _is_written(name: str) -> bool:
     return _is_parameter(name) or name == TIES_FILE
 
 
-def _check_old(directory: Path, files: set[str], *, overwrite: bool) -> None:
-    """Check that only parameters will be removed, and that they may be."""
-    with saving(str(directory)):
-        old = sorted(filter(_is_parameter, os.listdir(directory))) if directory.is_dir() else []
+def old_parameters(directory: Path | Upload) -> list[str]:
+    """Return the names of the existing files of parameters, sorted."""
+    if isinstance(directory, Upload):
+        names = directory.names()
+    else:
+        with saving(str(directory)):
+            names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(filter(_is_parameter, names))
+
+
+def _check_old(directory: Path | Upload, files: set[str], *, overwrite: bool) -> None:
+    """Check that only parameters will be removed, and that they may be; of a store nothing is removed."""
+    old = old_parameters(directory)
     if old and not overwrite:
         problem = "the directory already contains parameters; pass overwrite=True to replace them"
         raise SaveError(problem, file=str(directory), found=old[0])
     for file in sorted(set(old) - files):
-        if not _is_one_tensor(str(directory / file)):
+        if isinstance(directory, Upload) or not _is_one_tensor(str(directory / file)):
             problem = "a file in the directory would be removed and is not a parameter; move it first"
             raise SaveError(problem, file=str(directory), found=file)
 

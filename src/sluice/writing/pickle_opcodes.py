@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from sluice._errors import SaveError
 
-__all__ = ["PickleOpcodes"]
+__all__ = ["Call", "Constant", "Global", "Persistent", "PickleOpcodes"]
 
 _PROTOCOL = b"\x80\x02"
 _STOP = b"."
@@ -24,6 +27,32 @@ _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 _LONGEST_INTEGER_BYTES = 255
 
 _LONGEST_TEXT_BYTES = (1 << 32) - 1
+
+
+class Global(NamedTuple):
+    """A name of a module; memoized."""
+
+    module: str
+    name: str
+
+
+class Call(Struct, frozen=True):
+    """The result of a call."""
+
+    function: Global
+    arguments: tuple[Any, ...]
+
+
+class Persistent(Struct, frozen=True):
+    """An object that is stored apart."""
+
+    key: tuple[Any, ...]
+
+
+class Constant(str):
+    """A text that is memoized, because many calls have it."""
+
+    __slots__ = ()
 
 
 class PickleOpcodes:
@@ -88,12 +117,6 @@ class PickleOpcodes:
     def floating(self, value: float) -> None:
         self.out += struct.pack(">cd", b"G", value)
 
-    def complex(self, value: complex) -> None:
-        self.named("__builtin__", "complex")
-        self.floating(value.real)
-        self.floating(value.imag)
-        self.call(2)
-
     def text(self, value: str) -> None:
         encoded = value.encode("utf-8", "surrogatepass")
         if len(encoded) > _LONGEST_TEXT_BYTES:
@@ -106,20 +129,6 @@ class PickleOpcodes:
         if not self.recall(value):
             self.text(value)
             self.remember(value)
-
-    def binary(self, value: bytes | bytearray) -> None:
-        """Append bytes, as a call: protocol 2 has no opcode for bytes."""
-        self.named("_codecs", "encode")
-        self.text(value.decode("latin1"))
-        self.constant("latin1")
-        self.call(2)
-
-    def integers(self, values: Sequence[int]) -> None:
-        """Append a tuple of integers."""
-        self.open_tuple(len(values))
-        for value in values:
-            self.integer(value)
-        self.close_tuple(len(values))
 
     def open_tuple(self, length: int) -> None:
         """Begin a tuple, before its elements; append no value."""
@@ -134,19 +143,6 @@ class PickleOpcodes:
         """Call the second-last value with the last, a tuple of arguments."""
         self.out += b"R"
 
-    def call(self, arguments: int) -> None:
-        """Call the value before the last ``arguments`` values, at most three, with those values."""
-        self.close_tuple(arguments)
-        self.reduce()
-
     def persistent(self) -> None:
         """Replace the last value, a persistent id, by its object."""
         self.out += b"Q"
-
-    def flags(self, names: Sequence[str]) -> None:
-        """Append a dict that maps each name to True."""
-        self.out += self.EMPTY_DICT + self.MARK
-        for name in names:
-            self.constant(name)
-            self.boolean(True)
-        self.out += self.SETITEMS

@@ -33,6 +33,7 @@ from sluice.writing.durable.directories import locked_directory, made_directory,
 from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
+from sluice.writing.uploads import Upload, UploadedFile
 
 __all__ = ["ModelFiles", "lay_out_shards", "plan_model_directory", "split_shards", "write_model_directory"]
 
@@ -87,7 +88,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
 
 
 def plan_model_directory(
-    directory: Path,
+    directory: Path | Upload,
     tensors: Mapping[str, TensorOutline],
     *,
     ties: Mapping[str, str],
@@ -108,7 +109,7 @@ def plan_model_directory(
     """
     layouts = lay_out_shards(tensors, ties=ties, metadata=metadata, limit_bytes=limit_bytes)
     with saving(str(directory)):
-        old = _model_files(directory) if directory.is_dir() else []
+        old = _model_files(directory)
     names = _shard_names(len(layouts), taken=old)
     total = sum(tensor.nbytes for tensor in tensors.values())
     held = {name: [tensor for tensor, _, _ in layout.tensors] for name, layout in zip(names, layouts, strict=True)}
@@ -140,16 +141,16 @@ def lay_out_shards(
 
 
 def write_model_directory(
-    directory: Path,
+    directory: Path | Upload,
     tensors: Mapping[str, TensorOutline],
     *,
     ties: Mapping[str, str],
     metadata: Mapping[str, str],
     limit_bytes: int | None,
     overwrite: bool,
-    write: Callable[[SafetensorsLayout, Replacement], None],
-) -> list[Path]:
-    """Write the tensors and return the files of the model.
+    write: Callable[[SafetensorsLayout, Replacement | UploadedFile], None],
+) -> list[str]:
+    """Write the tensors and return the names of the files of the model.
 
     Args:
         directory: The destination; created if it does not exist.
@@ -164,13 +165,13 @@ def write_model_directory(
         SaveError: The model was not written; an existing model is intact.
     """
     plan = partial(plan_model_directory, directory, tensors, ties=ties, metadata=metadata, limit_bytes=limit_bytes)
-    plan()  # fails before the directory is created
+    first = plan()  # fails before the directory is created
+    if isinstance(directory, Upload):
+        return _upload(directory, first, overwrite=overwrite, write=write)
     with made_directory(str(directory), lambda: locked_directory(str(directory))):
         _remove_leftovers(directory)
         files = plan()
-        if files.old and not overwrite:
-            problem = "the directory already contains a model; pass overwrite=True to replace it"
-            raise SaveError(problem, file=str(directory), found=files.old[0])
+        _check_old(directory, files, overwrite=overwrite)
         with ExitStack() as stack:
             written = []
             for name, layout in files.shards:
@@ -185,7 +186,30 @@ def write_model_directory(
                 written.append(out)
             _publish(directory, written, files.old)
         _remove(directory, [name for name in files.old if name not in files.sizes])
-    return [directory / name for name in files.sizes]
+    return list(files.sizes)
+
+
+def _check_old(directory: Path | Upload, files: ModelFiles, *, overwrite: bool) -> None:
+    if files.old and not overwrite:
+        problem = "the directory already contains a model; pass overwrite=True to replace it"
+        raise SaveError(problem, file=str(directory), found=files.old[0])
+
+
+def _upload(
+    upload: Upload, files: ModelFiles, *, overwrite: bool, write: Callable[[SafetensorsLayout, UploadedFile], None]
+) -> list[str]:
+    """Upload the files, the one that commits the model last, and remove objects that only the old model needs."""
+    _check_old(upload, files, overwrite=overwrite)
+    for name, layout in files.shards:
+        with upload.file(name) as out:
+            write(layout, out)
+            out.commit(nbytes=layout.nbytes)
+    if files.index:
+        with upload.file(_INDEX) as out:
+            out.write_at(0, files.index)
+            out.commit()
+    upload.remove([name for name in files.old if name not in files.sizes])
+    return list(files.sizes)
 
 
 def _publish(directory: Path, files: Sequence[Replacement], old: Sequence[str]) -> None:
@@ -208,18 +232,22 @@ def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
     return [f"model-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _model_files(directory: Path) -> list[str]:
+def _model_files(directory: Path | Upload) -> list[str]:
     """Return the files of the existing model, the one that readers prefer first."""
-    files = [name for name in (_WHOLE, _INDEX) if os.path.lexists(directory / name)]
-    files += sorted(_shards_of(directory / _INDEX)) if _INDEX in files else []
-    usual = (path.name for path in directory.iterdir() if _USUAL.fullmatch(path.name))
-    return [*files, *sorted(set(usual) - set(files))]
+    if isinstance(directory, Upload):
+        present = directory.names()
+    else:
+        present = os.listdir(directory) if directory.is_dir() else []
+    files = [name for name in (_WHOLE, _INDEX) if name in present]
+    files += sorted(_shards_of(directory, _INDEX)) if _INDEX in files else []
+    return [*files, *sorted({name for name in present if _USUAL.fullmatch(name)} - set(files))]
 
 
-def _shards_of(index: Path) -> set[str]:
+def _shards_of(directory: Path | Upload, index: str) -> set[str]:
     """Return the shards that an index names; none if it is damaged."""
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        content = directory.read(index) if isinstance(directory, Upload) else (directory / index).read_bytes()
+        shards = set(json.loads(content)["weight_map"].values())
         return {name for name in shards if os.path.basename(name) == name}
     return set()
 
@@ -229,8 +257,8 @@ def _remove_leftovers(directory: Path) -> None:
     with saving(str(directory)):
         names = os.listdir(directory)
     hidden = [name for name in names if hidden_stem(name, in_set=True) is not None]
-    uncommitted = set[str]().union(*(_shards_of(directory / name) for name in hidden))
-    model = {_WHOLE, _INDEX, *_shards_of(directory / _INDEX)}
+    uncommitted = set[str]().union(*(_shards_of(directory, name) for name in hidden))
+    model = {_WHOLE, _INDEX, *_shards_of(directory, _INDEX)}
     orphans = [name for name in names if name in uncommitted or _TOKEN.fullmatch(name)]
     _remove(directory, [name for name in orphans if name not in model])
     _remove(directory, hidden)  # last: only a hidden index tells which shards are uncommitted

@@ -17,18 +17,9 @@ from sluice._errors import SaveError
 from sluice.formats.torch_save.plain_values import is_torch_name
 from sluice.records import TorchSize, TorchText
 from sluice.writing.batches import batched
-from sluice.writing.pickle_opcodes import PickleOpcodes
+from sluice.writing.pickle_opcodes import Call, Constant, Global, Persistent, PickleOpcodes
 from sluice.writing.pickle_walk import WalkedObject, elements
-from sluice.writing.torch_tensors import (
-    Described,
-    Geometry,
-    name_rebuild,
-    write_arguments,
-    write_hooks,
-    write_layout,
-    write_size,
-    write_storage,
-)
+from sluice.writing.torch_tensors import layout, size
 
 __all__ = ["is_plain", "pickle_object", "refusal"]
 
@@ -36,13 +27,13 @@ __all__ = ["is_plain", "pickle_object", "refusal"]
 _ITEMS_AT_ONCE = 1000
 
 
-def pickle_object(obj: object, walked: WalkedObject, descriptions: Iterable[Described]) -> bytearray:
+def pickle_object(obj: object, walked: WalkedObject, descriptions: Iterable[Call | Persistent]) -> bytearray:
     """Return the pickle of an object.
 
     Args:
         obj: The object.
         walked: The result of ``walk_object``.
-        descriptions: The description of each of ``walked.tensors``, in their order.
+        descriptions: What rebuilds each of ``walked.tensors``, in their order.
 
     Raises:
         SaveError: It contains something that ``torch.load(weights_only=True)`` would refuse.
@@ -65,7 +56,7 @@ def refusal(value: Any) -> SaveError:
 class _Pickler:
     """Write values one by one; the iterator over a container's values ends with the container's last opcodes."""
 
-    def __init__(self, walked: WalkedObject, descriptions: Iterator[Described]) -> None:
+    def __init__(self, walked: WalkedObject, descriptions: Iterator[Call | Persistent]) -> None:
         self._ops = PickleOpcodes()
         self._repeated = walked.repeated
         self._tensors = zip(walked.tensors, descriptions, strict=True)
@@ -112,43 +103,25 @@ class _Pickler:
         self._ops.text(value)
         self._remember(value)
 
-    def write_bytes(self, value: bytes) -> None:
-        self._ops.binary(value)
+    def write_constant(self, value: Constant) -> None:
+        self._ops.constant(value)
+
+    def write_global(self, value: Global) -> None:
+        self._ops.named(value.module, value.name)
+
+    def write_call(self, value: Call) -> Iterator[Any]:
+        self._ops.named(value.function.module, value.function.name)
+        yield from self._in_tuple(value.arguments)
+        self._ops.reduce()
+
+    def write_persistent(self, value: Persistent) -> Iterator[Any]:
+        yield from self._in_tuple(value.key)
+        self._ops.persistent()
+
+    def write_reduced(self, value: Any) -> Iterator[Any]:
+        self._start(value)
+        yield _REDUCED[type(value)](value)
         self._remember(value)
-
-    def write_bytearray(self, value: bytearray) -> None:
-        self._ops.named("__builtin__", "bytearray")
-        self._ops.binary(value)
-        self._ops.call(1)
-        self._remember(value)
-
-    def write_size(self, value: torch.Size | TorchSize) -> None:
-        write_size(self._ops, value)
-        self._remember(value)
-
-    def write_device(self, value: torch.device) -> None:
-        self._write_device(*str(value).split(":"))
-
-    def write_layout(self, value: torch.layout) -> None:
-        write_layout(self._ops, str(value))
-
-    def write_torch_text(self, value: TorchText) -> None:
-        if is_torch_name(value):
-            self._ops.named("torch", value.removeprefix("torch."))
-        elif value.startswith("torch."):  # safe: any text is only an argument of the call
-            write_layout(self._ops, str(value))
-        else:
-            self._write_device(*value.split(":"))
-
-    def _write_device(self, kind: str, index: str = "") -> None:
-        self._ops.named("torch", "device")
-        self._ops.constant(kind)
-        if index:
-            self._ops.integer(int(index))
-        self._ops.call(2 if index else 1)
-
-    def write_torch_name(self, value: torch.dtype | torch.qscheme) -> None:
-        self._ops.named("torch", str(value).removeprefix("torch."))
 
     def write_dict(self, value: dict[Any, Any]) -> Iterator[Any]:
         self._ops.out += PickleOpcodes.EMPTY_DICT
@@ -165,20 +138,13 @@ class _Pickler:
 
     def write_ordered_dict(self, value: OrderedDict[Any, Any]) -> Iterator[Any]:
         self._ops.named("collections", "OrderedDict")
-        self._ops.call(0)
+        self._ops.close_tuple(0)
+        self._ops.reduce()
         self._remember(value)
         yield from self._items(value)
         if vars(value):
             yield vars(value)
             self._ops.out += PickleOpcodes.BUILD
-
-    def write_counter(self, value: Counter[Any]) -> Iterator[Any]:
-        self._start(value)
-        self._ops.named("collections", "Counter")
-        self._ops.out += PickleOpcodes.EMPTY_DICT
-        yield from self._items(value)
-        self._ops.call(1)
-        self._remember(value)
 
     def write_list(self, value: list[Any]) -> Iterator[Any]:
         self._ops.out += PickleOpcodes.EMPTY_LIST
@@ -193,66 +159,42 @@ class _Pickler:
 
     def write_tuple(self, value: tuple[Any, ...]) -> Iterator[Any]:
         self._start(value)
-        self._ops.open_tuple(len(value))
-        yield from value
-        self._ops.close_tuple(len(value))
+        yield from self._in_tuple(value)
         self._remember(value)
 
-    def write_set(self, value: set[Any]) -> Iterator[Any]:
-        self._start(value)
-        self._ops.named("__builtin__", "set")
-        self._ops.out += PickleOpcodes.EMPTY_LIST
-        yield from self._appended(elements(value))
-        self._ops.call(1)
-        self._remember(value)
+    def _in_tuple(self, values: tuple[Any, ...]) -> Iterator[Any]:
+        self._ops.open_tuple(len(values))
+        yield from values
+        self._ops.close_tuple(len(values))
 
-    def write_tensor(self, value: object) -> Iterator[Any] | None:
-        walked, tensor = next(self._tensors)
+    def write_tensor(self, value: object) -> Iterator[Any]:
+        walked, described = next(self._tensors)
         if walked is not value:
             raise SaveError("the object changed while it was being saved")
-        if tensor.bare:
-            assert isinstance(tensor.content, Geometry)
-            write_storage(self._ops, tensor.content)
-            self._remember(value)
-            return None
-        if tensor.attributes:
-            return self._with_attributes(value, tensor, tensor.attributes)
-        if tensor.parameter:
-            self._ops.named("torch._utils", "_rebuild_parameter")
-            self._parameter(tensor)
-            self._ops.call(3)
-        else:
-            self._rebuilt(tensor, requires_grad=tensor.requires_grad)
-        self._remember(value)
-        return None
-
-    def _with_attributes(self, value: object, tensor: Described, attributes: Mapping[str, object]) -> Iterator[Any]:
         self._start(value)
-        if tensor.parameter:
-            self._ops.named("torch._utils", "_rebuild_parameter_with_state")
-            self._ops.open_tuple(4)
-            self._parameter(tensor)
-        else:
-            self._ops.named("torch._tensor", "_rebuild_from_type_v2")
-            self._ops.open_tuple(4)
-            name_rebuild(self._ops, tensor.content)
-            self._ops.named("torch", "Tensor")
-            write_arguments(self._ops, tensor.content, requires_grad=tensor.requires_grad)
-        yield attributes
-        self._ops.close_tuple(4)
-        self._ops.reduce()
+        yield described
         self._remember(value)
 
-    def _parameter(self, tensor: Described) -> None:
-        """Write the first three arguments of the call that rebuilds a parameter."""
-        self._rebuilt(tensor, requires_grad=False)
-        self._ops.boolean(tensor.requires_grad)
-        write_hooks(self._ops)
 
-    def _rebuilt(self, tensor: Described, *, requires_grad: bool) -> None:
-        name_rebuild(self._ops, tensor.content)
-        write_arguments(self._ops, tensor.content, requires_grad=requires_grad)
-        self._ops.reduce()
+def _device(kind: str, index: str = "") -> Call:
+    return Call(Global("torch", "device"), (Constant(kind), int(index)) if index else (Constant(kind),))
+
+
+def _torch_text(value: TorchText) -> Call | Global:
+    if is_torch_name(value):
+        return Global("torch", value.removeprefix("torch."))
+    if value.startswith("torch."):  # safe: any text is only an argument of the call
+        return layout(str(value))
+    return _device(*value.split(":"))
+
+
+def _torch_name(value: torch.dtype | torch.qscheme) -> Global:
+    return Global("torch", str(value).removeprefix("torch."))
+
+
+def _bytes(value: bytes | bytearray) -> Call:
+    """Return a call: protocol 2 has no opcode for bytes."""
+    return Call(Global("_codecs", "encode"), (value.decode("latin1"), Constant("latin1")))
 
 
 #: Writers of None and numbers, which are never memoized.
@@ -261,32 +203,39 @@ _SCALARS: Mapping[type, Callable[[PickleOpcodes, Any], None]] = {
     bool: PickleOpcodes.boolean,
     int: PickleOpcodes.integer,
     float: PickleOpcodes.floating,
-    complex: PickleOpcodes.complex,
+}
+
+#: What stands for plain values that the pickle has no opcodes for.
+_REDUCED: Mapping[type, Callable[[Any], Call | Global]] = {
+    complex: lambda value: Call(Global("__builtin__", "complex"), (value.real, value.imag)),
+    bytes: _bytes,
+    bytearray: lambda value: Call(Global("__builtin__", "bytearray"), (_bytes(value),)),
+    set: lambda value: Call(Global("__builtin__", "set"), (elements(value),)),
+    Counter: lambda value: Call(Global("collections", "Counter"), (dict(value),)),
+    torch.Size: size,
+    TorchSize: size,
+    TorchText: _torch_text,
+    torch.device: lambda value: _device(*str(value).split(":")),
+    torch.layout: lambda value: layout(str(value)),
+    torch.dtype: _torch_name,
+    torch.qscheme: _torch_name,
 }
 
 #: Writes a value; of a container writes the beginning and returns an iterator over its values.
 _Write: TypeAlias = Callable[[_Pickler, Any], Iterator[Any] | None]
 
-#: Writers of the other plain values.
-_PLAIN: Mapping[type, _Write] = {
-    str: _Pickler.write_text,
-    bytes: _Pickler.write_bytes,
-    bytearray: _Pickler.write_bytearray,
-    torch.Size: _Pickler.write_size,
-    TorchSize: _Pickler.write_size,
-    TorchText: _Pickler.write_torch_text,
-    torch.device: _Pickler.write_device,
-    torch.layout: _Pickler.write_layout,
-    torch.dtype: _Pickler.write_torch_name,
-    torch.qscheme: _Pickler.write_torch_name,
-}
-
 _WRITERS: Mapping[type, _Write] = {
-    **_PLAIN,
+    **dict.fromkeys(_REDUCED, _Pickler.write_reduced),
+    str: _Pickler.write_text,
     dict: _Pickler.write_dict,
     OrderedDict: _Pickler.write_ordered_dict,
-    Counter: _Pickler.write_counter,
     list: _Pickler.write_list,
     tuple: _Pickler.write_tuple,
-    set: _Pickler.write_set,
+    Constant: _Pickler.write_constant,
+    Global: _Pickler.write_global,
+    Call: _Pickler.write_call,
+    Persistent: _Pickler.write_persistent,
 }
+
+#: Types of values that objects may contain.
+_PLAIN = {str, *_REDUCED}

@@ -1,32 +1,32 @@
-"""Save to object stores: files are completed in a temporary directory, then uploaded, the one that commits them last.
+"""Upload files to object stores while they are written, front to back and without a local copy.
 
-The temporary directory is a mirror of the destination: its existing objects are empty files there, except for the
-index. So the names of shards, the refusal to replace a model and the files that a new model makes obsolete are decided
-by the code that writes to disks. An upload of several parts becomes an object in one step, or is aborted.
+A small file is one request. A larger one is an upload of several parts, which becomes an object in one step after the
+last byte, or is aborted. A few parts are held in memory.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
+import queue
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sluice import _defaults as defaults
-from sluice._errors import CheckpointError, SaveError, SluiceError, UnsupportedError
+from sluice._errors import CheckpointError, SaveError, UnsupportedError
 from sluice._geometry import round_up
+from sluice._threads import Task, Worker, start_threads
+from sluice.engine.staging import StagingPool
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
 from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address, shown
 from sluice.sources.remote.store_errors import is_missing, translated
 
-__all__ = ["Upload", "upload_to"]
+__all__ = ["Upload", "UploadedFile", "upload_to"]
 
-#: Files that make the others a checkpoint, by the ends of their names.
-_LAST = (".index.json", ".metadata")
+#: Seconds between two looks whether an upload that takes no bytes has failed.
+_LOOK_SECONDS = 0.2
 
 
 def upload_to(destination: object) -> Upload | None:
@@ -46,7 +46,7 @@ def upload_to(destination: object) -> Upload | None:
 
 
 class Upload:
-    """A destination in an object store; lends a local path in its ``with`` block, whose files ``commit`` uploads."""
+    """An object or a prefix in a store. If its ``with`` block fails, the objects that were added are removed."""
 
     def __init__(self, url: str, settings: RemoteSettings | None = None) -> None:
         """Keep the address; nothing is requested.
@@ -61,127 +61,223 @@ class Upload:
         address = parse_address(url)
         self._key = address.key.strip("/")
         self.url = shown(address.root, self._key)
-        self._store = make_store(address, settings or RemoteSettings(), "write")
         self._library = obstore_library(self.url)
-        self._old: set[str] = set()
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._store = make_store(address, settings or RemoteSettings(), "write")
+        self._added: list[str] = []
+
+    def __str__(self) -> str:
+        return self.url
 
     def __enter__(self) -> Self:
-        self._temporary = tempfile.TemporaryDirectory(prefix="sluice-upload-")
-        #: The local file or directory to write.
-        self.path = Path(self._temporary.name) / (self._key.rpartition("/")[2] or "checkpoint")
-        try:
-            self._mirror()
-        except BaseException:
-            self._temporary.cleanup()
-            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._temporary is not None:
-            self._temporary.cleanup()
-        if isinstance(error, SluiceError) and error.file is not None:
-            error.file = self.url_of(error.file)
+        if error is not None:
+            self._delete(self._added)
 
-    def url_of(self, path: str) -> str:
-        """Return the address of a local file of the upload, and every other path unchanged."""
-        local = str(self.path)
-        return self.url + path[len(local) :] if path == local or path.startswith(local + os.sep) else path
+    @property
+    def name(self) -> str:
+        """The last part of the key, whose suffix names a format."""
+        return self._key.rpartition("/")[2]
 
-    def commit(self, files: Sequence[str], *, overwrite: bool) -> None:
-        """Upload files, the one that commits them last, and remove objects that were removed from the mirror.
+    def url_of(self, name: str) -> str:
+        """Return the address of an object of the prefix; of the object itself for an empty name."""
+        return f"{self.url.rstrip('/')}/{name}" if name else self.url
 
-        Args:
-            files: Local paths.
-            overwrite: Whether existing objects may be replaced.
+    def names(self) -> list[str]:
+        """Return the names of the objects of the prefix, without those of deeper ones."""
+        prefix = self._key_of("") + "/" if self._key else ""
+        with self.refusals():
+            listed = self._library.list_with_delimiter(self._store, prefix or None)["objects"]
+        return [name for meta in listed if (name := meta["path"].removeprefix(prefix))]
 
-        Raises:
-            SaveError: The store failed or refused. Objects that this call has added are removed.
-        """
-        added: list[str] = []
-        try:
-            for file in sorted(dict.fromkeys(files), key=lambda name: name.endswith(_LAST)):
-                key = self._key + file[len(str(self.path)) :].replace(os.sep, "/")
-                if key not in self._old:
-                    added.append(key)
-                self._send(file, key.lstrip("/"), replace=overwrite)
-        except BaseException as error:
-            if not isinstance(error, _ExistsError):
-                self._delete(added)
-            raise
-        self._delete([key for key in self._old if not os.path.lexists(self._local(key))])
+    def read(self, name: str) -> bytes:
+        """Return the content of an object."""
+        with self.refusals():
+            return bytes(self._library.get(self._store, self._key_of(name)).bytes())
 
-    def _local(self, key: str) -> str:
-        return str(self.path) + key[len(self._key) :]
-
-    def _mirror(self) -> None:
-        """Make an empty file for each existing object, and copies of indexes."""
-        with self._refusals():
-            prefix = f"{self._key}/" if self._key else ""
-            keys = [meta["path"] for meta in self._library.list_with_delimiter(self._store, prefix or None)["objects"]]
-            keys = [key for key in keys if key.removeprefix(prefix)]
-            if keys:
-                self.path.mkdir()
-            elif self._key and self._exists(self._key):
-                keys = [self._key]
-            for key in keys:
-                index = self._library.get(self._store, key).bytes() if key.endswith(".index.json") else b""
-                Path(self._local(key)).write_bytes(index)
-            self._old = set(keys)
-
-    def _send(self, file: str, key: str, *, replace: bool) -> None:
-        nbytes = os.path.getsize(file)
-        part = max(defaults.UPLOAD_PART_BYTES, round_up(-(-nbytes // defaults.UPLOAD_PARTS), 1 << 20))
-        with self._refusals():
-            if nbytes <= part:
-                mode = "overwrite" if replace else "create"
-                self._library.put(self._store, key, Path(file).read_bytes(), mode=mode)
-            else:
-                if not replace and self._exists(key):  # a condition is possible only for one part
-                    raise _ExistsError(self.url)
-                self._send_parts(file, key, part)
-            found = self._library.head(self._store, key)["size"]
-        if found != nbytes:
-            raise SaveError("the store holds another number of bytes", file=self.url, expected=nbytes, found=found)
-
-    def _send_parts(self, file: str, key: str, part: int) -> None:
-        interrupts: list[BaseException] = []
-
-        def pieces() -> Iterator[bytes]:
+    def exists(self, name: str) -> bool:
+        """Return whether an object exists."""
+        with self.refusals():
             try:
-                yield from _pieces(file)
-            except BaseException as error:
-                interrupts.append(error)
+                self._library.head(self._store, self._key_of(name))
+            except Exception as error:
+                if is_missing(error):
+                    return False
                 raise
+            return True
 
-        try:
-            self._library.put(
-                self._store, key, pieces(), chunk_size=part, max_concurrency=defaults.UPLOADS, use_multipart=True
-            )
-        except self._library.exceptions.BaseError:
-            if interrupts:  # the upload could not be aborted, for which obstore raises instead
-                raise interrupts[0] from None
-            raise
+    def file(self, name: str = "", *, overwrite: bool = True) -> UploadedFile:
+        """Return a new object; see ``UploadedFile``."""
+        return UploadedFile(self, name, overwrite=overwrite)
 
-    def _exists(self, key: str) -> bool:
-        try:
-            self._library.head(self._store, key)
-        except Exception as error:
-            if is_missing(error):
-                return False
-            raise
-        return True
+    def copy(self, name: str, copy: str) -> None:
+        """Copy an object in the store."""
+        is_new = not self.exists(copy)
+        with self.refusals():
+            self._library.copy(self._store, self._key_of(name), self._key_of(copy))
+            if is_new:
+                self._added.append(self._key_of(copy))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects, best effort."""
+        self._delete([self._key_of(name) for name in names])
+
+    def put(self, name: str, content: Any, *, is_new: bool, **how: Any) -> None:
+        """Write an object from bytes, or from an iterator of bytes; ``is_new`` if it is to be removed on a failure."""
+        key = self._key_of(name)
+        with self.refusals():
+            self._library.put(self._store, key, content, **how)
+            if is_new:
+                self._added.append(key)
+
+    def size(self, name: str) -> int:
+        """Return the size of an object, in bytes."""
+        with self.refusals():
+            return int(self._library.head(self._store, self._key_of(name))["size"])
+
+    def _key_of(self, name: str) -> str:
+        return f"{self._key}/{name}".strip("/") if name else self._key
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """Remove objects, best effort."""
         for key in keys:
             with suppress(self._library.exceptions.BaseError, OSError):
                 self._library.delete(self._store, key)
 
-    def _refusals(self) -> _Refusals:
+    def refusals(self) -> _Refusals:
+        """Turn errors of the store in a block into ``SaveError``."""
         return _Refusals(self._library, self.url)
+
+
+class UploadedFile:
+    """A file that is written from its first byte to its last, and becomes an object when ``commit`` is called."""
+
+    def __init__(self, upload: Upload, name: str, *, overwrite: bool) -> None:
+        self.path = upload.url_of(name)
+        self._upload = upload
+        self._name = name
+        self._overwrite = overwrite
+        self._part_bytes = defaults.UPLOAD_PART_BYTES
+        self._at = 0
+        self._held = bytearray()
+        # Not a Queue with a bound, whose lock an interrupt can leave locked.
+        self._pieces: queue.SimpleQueue[bytes | _AbandonedError | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads: list[Worker] = []
+        self._task: Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._is_new = not self._upload.exists(self._name)
+        if not self._overwrite and not self._is_new:
+            raise SaveError("the file already exists; pass overwrite=True to replace it", file=self.path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:  # not committed
+            self._pieces.put(_AbandonedError())
+            with suppress(SaveError, _AbandonedError):
+                self._finish()
+
+    def reserve(self, nbytes: int, staging: StagingPool | None = None) -> None:  # noqa: ARG002 - as for local files
+        """Choose the size of parts for a file of ``nbytes`` bytes."""
+        self._part_bytes = max(self._part_bytes, round_up(-(-nbytes // defaults.UPLOAD_PARTS), 1 << 20))
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Append ``data``, whose ``offset`` is the end of the file."""
+        assert offset == self._at, (self.path, offset, self._at)
+        view = memoryview(data).cast("B")
+        self._at += len(view)
+        for first in range(0, len(view), defaults.UPLOAD_PIECE_BYTES):
+            self._held += view[first : first + defaults.UPLOAD_PIECE_BYTES]
+            if self._task is None and len(self._held) > self._part_bytes:
+                self._begin_parts()
+            if self._task is not None and len(self._held) >= defaults.UPLOAD_PIECE_BYTES:
+                self._hand_over()
+
+    def commit(self, *, nbytes: int | None = None) -> None:
+        """Make the object visible.
+
+        Args:
+            nbytes: Size of the file in bytes, which must be what was written.
+
+        Raises:
+            SaveError: The store failed or refused. An existing object is intact, unless only its size is wrong.
+        """
+        assert nbytes in {None, self._at}
+        if self._task is None:
+            mode = "overwrite" if self._overwrite else "create"
+            self._upload.put(self._name, bytes(self._held), is_new=self._is_new, mode=mode)
+        else:
+            self._hand_over()
+            if not self._overwrite and self._upload.exists(self._name):  # a condition is possible only for one part
+                raise _ExistsError(self.path)
+            self._pieces.put(None)
+            self._finish()
+        found = self._upload.size(self._name)
+        if found != self._at:
+            problem = "the store holds another number of bytes"
+            raise SaveError(problem, file=self.path, expected=self._at, found=found)
+
+    seal = commit
+
+    def _begin_parts(self) -> None:
+        for _ in range(defaults.UPLOAD_PIECES):
+            self._room.put(None)
+        task = Task(self._send)
+        start_threads(self._threads, 1, task.run, "sluice-upload")
+        if not self._threads:
+            raise SaveError("the upload needs a thread, and the process may not start one", file=self.path)
+        self._task = task
+
+    def _send(self) -> None:
+        interrupts: list[BaseException] = []
+        how = {"chunk_size": self._part_bytes, "max_concurrency": defaults.UPLOADS, "use_multipart": True}
+        try:
+            self._upload.put(self._name, self._sent(interrupts), is_new=self._is_new, **how)
+        except SaveError:
+            if interrupts:  # the upload could not be aborted, for which obstore raises instead
+                raise interrupts[0] from None
+            raise
+
+    def _sent(self, interrupts: list[BaseException]) -> Iterator[bytes]:
+        """Yield what was written. An exception here aborts the upload."""
+        try:
+            while (piece := self._pieces.get()) is not None:
+                if not isinstance(piece, bytes):
+                    raise piece
+                yield piece
+                self._room.put(None)
+        except BaseException as error:
+            interrupts.append(error)
+            raise
+
+    def _hand_over(self) -> None:
+        """Pass on what is held, once there is room for it."""
+        while True:
+            with suppress(queue.Empty):
+                self._room.get(timeout=_LOOK_SECONDS)
+                break
+            if not self._threads[0].unfinished:
+                self._finish()
+                raise SaveError("the upload ended early", file=self.path)
+        self._pieces.put(bytes(self._held))
+        self._held.clear()
+
+    def _finish(self) -> None:
+        """Wait for the thread, and raise its failure."""
+        task, self._task = self._task, None
+        for thread in self._threads:
+            thread.finish()
+        if task is not None:
+            task.result()
+
+
+class _AbandonedError(Exception):
+    """The file was not committed."""
 
 
 class _ExistsError(SaveError):
@@ -213,10 +309,3 @@ class _Refusals:
         refused = SaveError(problem, file=self._url)
         refused.advice = advice or "Check the address, the credentials and the network, then save again."
         raise refused from None
-
-
-def _pieces(file: str) -> Iterator[bytes]:
-    """Yield a file in pieces. An exception here, such as an interrupt, aborts the upload."""
-    with open(file, "rb") as opened:
-        while piece := opened.read(defaults.UPLOAD_PIECE_BYTES):
-            yield piece

@@ -13,7 +13,7 @@ from sluice import _defaults as defaults
 from sluice._threads import Task, Workers
 from sluice.writing.chunks import Chunk, Staging, chunks
 
-__all__ = ["WriteQueue", "write_queue"]
+__all__ = ["Put", "WriteQueue", "write_queue"]
 
 #: Writes bytes of a stored item: ``(first byte in the item, bytes)``.
 Put = Callable[[int, memoryview], None]
@@ -65,11 +65,10 @@ class WriteQueue:
             while len(self._under_way) >= 2 * defaults.WRITERS:
                 self._wait()
             work = partial(self._make_and_put, chunk, first + at, partial(put, at), consumer)
-            if consumer is None:
+            if consumer is None or chunk.in_place is not None:
+                if consumer is not None and chunk.in_place is not None:
+                    consumer(chunk.in_place)
                 self._start(chunk.nbytes, work)
-            elif chunk.in_place is not None:
-                consumer(chunk.in_place)
-                self._start(chunk.nbytes, partial(put, at, chunk.in_place))
             else:
                 # In this thread: a converted chunk that waits for its turn would hold a buffer that earlier ones need.
                 work()

@@ -1,7 +1,8 @@
 """Zip archives of stored records whose sizes are known in advance, so that their bytes can be written in any order.
 
 The data of each record is aligned to 64 bytes, by padding in the extra field of its header. The CRC-32 of a record is
-the sum of the contributions of its pieces (``crc32``), so pieces can come in any order and from several processes.
+the sum of the contributions of its pieces (``crc32``), so pieces can come in any order and from several processes. An
+archive that is written front to back has the CRC-32 after the data of each record, in a data descriptor, as torch does.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _END = struct.Struct("<4sHHHHIIH")
 #: Time of each record: the earliest of the format. A constant makes files with equal content equal.
 _TIME, _DATE = 0, 33
 
-#: Version 4.5 of the specification has zip64; names are UTF-8.
-_VERSION, _UTF8 = 45, 0x0800
+#: Version 4.5 of the specification has zip64; names are UTF-8; a data descriptor follows the data.
+_VERSION, _UTF8, _DESCRIBED = 45, 0x0800, 0x0008
 
 _ZIP64_KIND = 1
 
@@ -51,13 +52,16 @@ _PADDING_KIND, _EXTRA_HEADER_BYTES = b"FB", 4
 class Archive:
     """Positions and CRCs of the records of an archive, in columns to hold 100,000 records."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, in_order: bool = False) -> None:
         """Create an archive without records.
 
         Args:
             directory: Directory of all record names.
+            in_order: Whether headers are written before the CRC-32s are known, which follow the data.
         """
         self._directory = directory
+        self._in_order = in_order
+        self._flags = _UTF8 | (_DESCRIBED if in_order else 0)
         self._names: list[str] = []
         self._headers, self._sizes, self._crcs = array("Q"), array("Q"), array("I")
         self._lock = threading.Lock()
@@ -71,7 +75,7 @@ class Archive:
         self._sizes.append(nbytes)
         self._crcs.append(0)
         number = len(self._names) - 1
-        self.end = self.data(number) + nbytes
+        self.end = self.data(number) + nbytes + len(self.descriptor(number))
         return number
 
     def data(self, number: int) -> int:
@@ -86,10 +90,16 @@ class Archive:
         begin = self._headers[number] + _LOCAL.size + len(name) + len(extra) + _EXTRA_HEADER_BYTES
         padding = -begin % _ALIGNMENT_BYTES
         extra += _PADDING_KIND + padding.to_bytes(2, "little") + b"Z" * padding
-        size = _ESCAPE_32 if large else nbytes
+        size, crc = (0, 0) if self._in_order else (nbytes, self._crcs[number])
+        size = _ESCAPE_32 if large else size
         lengths = len(name), len(extra)
-        crc = self._crcs[number]
-        return _LOCAL.pack(b"PK\3\4", _VERSION, _UTF8, 0, _TIME, _DATE, crc, size, size, *lengths) + name + extra
+        return _LOCAL.pack(b"PK\3\4", _VERSION, self._flags, 0, _TIME, _DATE, crc, size, size, *lengths) + name + extra
+
+    def descriptor(self, number: int) -> bytes:
+        """Return what follows the data of a record: nothing, or the CRC-32 and the size if it is written in order."""
+        nbytes = self._sizes[number]
+        form = "<4sIQQ" if nbytes >= _ESCAPE_32 else "<4sIII"
+        return struct.pack(form, b"PK\7\x08", self._crcs[number], nbytes, nbytes) if self._in_order else b""
 
     def header_offset(self, number: int) -> int:
         """Return the first byte of a record's local header."""
@@ -160,7 +170,7 @@ class Archive:
                 b"PK\1\2",
                 _VERSION,
                 _VERSION,
-                _UTF8,
+                self._flags,
                 0,
                 _TIME,
                 _DATE,

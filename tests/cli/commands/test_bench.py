@@ -148,7 +148,7 @@ def test_a_peer_that_is_not_installed_is_a_row_with_instructions(bench: Bench, m
         (("net.pth",), "CHECKPOINT and --model belong together"),
         (("--model", "bench_net:Net"), "CHECKPOINT and --model belong together"),
         (("net.pth", "--model", "bench_net:Net", "--size", "tiny"), "--size names a built-in model"),
-        (("net.pth", "--model", "bench_net:Nothing"), "no class or function 'Nothing'"),
+        (("net.pth", "--model", "bench_net:Nothing"), "bench_net has no 'Nothing'"),
         (("net.pth", "--model", "bench_net:Net", "--model-args", "3"), "must be a JSON object or array"),
         (("--size", "tiny", "--method", "magic"), "there is no 'magic'; the methods are naive, "),
         (("--size", "tiny", "--method", "instanttensor", "--device", "cpu"), "loads onto CUDA devices only"),

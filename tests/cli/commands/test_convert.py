@@ -101,8 +101,9 @@ def test_a_directory_with_other_files_needs_no_question(source: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (("out.xyz",), 2, "no format for the suffix"),
-        (("out.pt", "--format", "torch", "--max-shard-size", "1GB"), 2, "max_shard_size applies to a directory"),
+        (("out.xyz",), 2, "no format for the suffix '.xyz': name one with --format\n"),
+        (("out.pt", "--format", "safetensors"), 2, "--format 'safetensors' contradicts the suffix '.pt'"),
+        (("out.pt", "--format", "torch", "--max-shard-size", "1GB"), 2, "--max-shard-size applies to a directory"),
         (("out.pt", "--rename", "mask"), 2, "not of the form OLD=NEW"),
         (("out.pt", "--rename-regex", "(=x"), 2, "'(=x'"),
         (("out.pt", "--rename", "mosk=x"), 1, "matches no tensor"),

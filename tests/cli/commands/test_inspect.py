@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
-from rich.console import Console
 
 import sluice
 from sluice.cli import main
-from sluice.cli.views import console as _console
-from sluice.cli.views.summary import summarise
-from sluice.entries.tree import flatten
 from support import distributed
 from support.gguf_files import packed, plain, text, write
 from support.work import at_most
@@ -244,23 +239,6 @@ def test_hostile_names(options: list[str]) -> None:
 def test_one_long_name_does_not_push_the_others_away() -> None:
     lines = CliRunner().invoke(main, ["inspect", hostile(), "--all"]).stdout.splitlines()
     assert max(len(line) for line in lines if "x" * 50 not in line) < 140
-
-
-def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "transformer.encoder.layers.11.self_attention.query_key_value.weight"
-    torch.save({"state_dict": {name: torch.ones(300, 400)}, "hyper_parameters_of_the_run": {}}, "f.pth")
-    screen = io.StringIO()
-    console = Console(file=screen, width=60, markup=False, highlight=False)
-    monkeypatch.setattr(_console, "make_console", lambda: console)
-    monkeypatch.setattr(_console, "_plain_output", lambda: False)
-    with sluice.open("f.pth") as checkpoint:
-        index = checkpoint.index
-        summary = summarise("f.pth", None, index, flatten(index.tree, sluice.Limits()))
-        _console.print_sections(summary.sections(everything=False))
-    lines = screen.getvalue().splitlines()
-    assert max(map(len, lines)) <= 60
-    assert f"state_dict.{name}" in "".join(line[1:].split("  ")[0].strip() for line in lines)  # folded, not cut
-    assert sum("[300, 400]   469 KiB" in line for line in lines) == 1  # numbers are not wrapped
 
 
 def test_ten_thousand_tensors() -> None:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 import sluice
-from sluice.cli.views.console import print_sections
 from sluice.cli.views.outline import outline
+from sluice.cli.views.report import print_sections
 from sluice.cli.views.summary import Summary, summarise, to_json
 from sluice.entries.tree import flatten
 from sluice.records import Entry, Index, Storage, elements_of

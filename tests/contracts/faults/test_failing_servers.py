@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -42,6 +45,26 @@ OTHER: dict[str, Fault] = {
     "whole": whole,
     "compressed": compressed,
     "redirected away": moved("ftp://127.0.0.1/"),
+}
+
+#: What a server does at random, with bytes and statuses of its own.
+RANDOM: dict[str, Callable[[random.Random], Fault]] = {
+    "status": lambda numbers: status(numbers.choice([400, 403, 404, 408, 412, 416, 429, 500, 503, 599])),
+    "later": lambda numbers: status(numbers.choice([429, 503]), Retry_After=numbers.choice(["0", "1", "soon", "9999"])),
+    "cut": lambda numbers: cut(numbers.randrange(200_000), numbers.choice(["close", "reset", "stall", "drip"])),
+    "shifted": lambda _: shifted,
+    "whole": lambda _: whole,
+    "header": lambda numbers: headers(
+        **{
+            numbers.choice(["ETag", "Content_Range", "Content_Length", "Last_Modified", "Content_Encoding"]): (
+                numbers.choice(["", '"other"', "0", "bytes 0-9/10", "bytes 0-4095/*", "gzip", "\u00e9"])
+            )
+        }
+    ),
+    "moved": lambda numbers: moved(
+        numbers.choice(["/m?again", "/none", "/m", "ftp://127.0.0.1/", "http://169.254.169.254/m", "//", ""]),
+        numbers.choice([301, 302, 303, 307, 308]),
+    ),
 }
 
 
@@ -140,3 +163,27 @@ def test_a_fault_that_stays_ends_a_load_and_leaves_a_model_on_meta_alone(server:
         assert all(parameter.is_meta for parameter in model.parameters())
     else:
         assert is_right(server, model.state_dict())
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 200))])
+def test_a_server_that_lies_at_random_gives_the_right_values_or_an_error_in_time(
+    server: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(defaults, "REMOTE_SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(defaults, "REMOTE_HEADERS_SECONDS", 0.3)
+    numbers = random.Random(seed)
+    server.validators = numbers.choice(["strong", "weak", "modified", "none"])
+    server.ignores_conditions = numbers.random() < 0.3
+    share = numbers.choice([0.05, 0.2, 0.5, 1.0])
+    kinds = [numbers.choice(list(RANDOM)) for _ in range(300)]
+    server.faults = {at: RANDOM[kind](numbers) for at, kind in enumerate(kinds) if numbers.random() < share}
+    for cache in (None, tmp_path / "cache"):
+        model, began = Model(), time.monotonic()
+        server.requests.clear()
+        try:
+            sluice.load_into(model, sluice.Remote(server.url("/m"), cache=cache))
+        except sluice.SluiceError:
+            pass
+        else:
+            assert is_right(server, model.state_dict())
+        assert time.monotonic() - began < 30

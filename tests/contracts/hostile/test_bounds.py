@@ -13,7 +13,7 @@ import torch
 
 import sluice
 from sluice.testing import assert_peak
-from sluice.testing._archives import Raw, encode, storage, tensor_call, torch_archive
+from support.hostile_archives import Raw, encode, storage, tensor_call, torch_archive
 from support.hostile_files import BOMBS, LEAVES, doubled
 from support.work import at_most
 

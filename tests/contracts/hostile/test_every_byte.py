@@ -22,8 +22,7 @@ from sluice._options import Limits
 from sluice.formats.detection import detect
 from sluice.formats.shard_index import parse_shard_index
 from sluice.testing import MemorySource, RecordingSource
-from sluice.testing._archives import storage, tensor_call, torch_archive
-from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.hostile_archives import legacy_file, legacy_storage, storage, tensor_call, torch_archive
 from support.mutations import Verdicts, judge_safetensors, judge_torch
 
 

@@ -19,18 +19,19 @@ import torch
 
 import sluice
 from sluice.machine.peaks import read_memory
-from sluice.testing._archives import (
+from support.hostile_archives import (
     ArchiveRecord,
     Global,
     Raw,
     build_archive,
     encode,
+    legacy_file,
+    legacy_storage,
     pickled,
     storage,
     tensor_call,
     torch_archive,
 )
-from sluice.testing._legacy_file import legacy_file, legacy_storage
 from support.leaks import open_files
 from support.work import at_most
 

@@ -23,7 +23,7 @@ from sluice.formats.archives.zip_records import locate_records, read_record
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.sources.local import LocalFile
 from sluice.testing import MemorySource, RecordingSource
-from sluice.testing._archives import ArchiveRecord, build_archive
+from support.hostile_archives import ArchiveRecord, build_archive
 from support.work import at_most
 
 HONEST = (

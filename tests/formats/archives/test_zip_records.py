@@ -24,7 +24,7 @@ from sluice.formats.archives import zip_records
 from sluice.formats.archives.zip_directory import ZipRecord, read_directory
 from sluice.formats.archives.zip_records import expect_records, locate_records
 from sluice.testing import MemorySource
-from sluice.testing._archives import ArchiveRecord, build_archive
+from support.hostile_archives import ArchiveRecord, build_archive
 
 STATE = {
     "a": torch.arange(1, 12, dtype=torch.float32),

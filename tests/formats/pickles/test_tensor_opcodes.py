@@ -19,7 +19,7 @@ from sluice.formats.pickles.tensor_opcodes import take_tensor
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, elements_of
-from sluice.testing._archives import Global, encode
+from support.hostile_archives import Global, encode
 from support.pickles import LIMITS, body, load, machine
 
 

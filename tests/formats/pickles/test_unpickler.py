@@ -18,7 +18,7 @@ from sluice.formats.pickles import opcodes as _pickle_opcodes
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Opaque, TorchSize, TorchText
-from sluice.testing._archives import Call, Global, Raw, encode, pickled
+from support.hostile_archives import Call, Global, Raw, encode, pickled
 from support.pickles import LIMITS, MISSING, body, load, machine
 
 PLAIN = st.recursive(

@@ -18,7 +18,7 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._options import Limits
-from sluice.testing._archives import Call, Global, encode, pickled, storage, tensor_call
+from support.hostile_archives import Call, Global, encode, pickled, storage, tensor_call
 from support.pickles import LIMITS, MISSING, body, load, machine
 from support.work import at_most
 

@@ -16,8 +16,18 @@ from sluice._errors import (
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, Opaque, TorchText, UnsupportedValue, elements_of
-from sluice.testing._archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
-from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.hostile_archives import (
+    Call,
+    Global,
+    Persistent,
+    Raw,
+    encode,
+    legacy_file,
+    legacy_storage,
+    pickled,
+    storage,
+    tensor_call,
+)
 from support.pickles import LIMITS, MISSING, load
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sluice._errors import CheckpointError, FormatError
 from sluice.records import NO_STORAGE, Quantized, Sparse
-from sluice.testing._archives import Call, Global, storage, tensor_call
+from support.hostile_archives import Call, Global, storage, tensor_call
 from support.pickles import load
 
 HOOKS = Call(Global("collections", "OrderedDict"))

@@ -36,8 +36,17 @@ from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index
 from sluice.sources.local import LocalFile
 from sluice.testing import FaultySource, MemorySource, RecordingSource
-from sluice.testing._archives import Call, Global, Raw, encode, pickled, tensor_call, torch_archive
-from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.hostile_archives import (
+    Call,
+    Global,
+    Raw,
+    encode,
+    legacy_file,
+    legacy_storage,
+    pickled,
+    tensor_call,
+    torch_archive,
+)
 from support.oracles import loaded, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader

@@ -29,7 +29,7 @@ from sluice._options import Limits
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Opaque, UnsupportedValue
 from sluice.testing import MemorySource
-from sluice.testing._archives import (
+from support.hostile_archives import (
     ArchiveRecord,
     Call,
     Global,

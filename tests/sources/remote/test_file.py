@@ -10,7 +10,7 @@ import pytest
 from sluice import _defaults as defaults
 from sluice._errors import RemoteError, TruncatedError
 from sluice.sources.protocol import Source
-from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.file import RemoteFile, remote_access
 from sluice.sources.remote.protocol import Body, ObjectFacts, RequestFailedError
 
 CONTENT = bytes(range(251)) * 4000
@@ -106,11 +106,15 @@ def test_the_opening_request_is_repeated() -> None:
     assert memory.closed == 1
 
 
-def test_requests_suit_the_latency_of_the_opening_request() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "connections", "mib"),
+    [(0.0, 16, 8), (0.05, 16, 8), (0.2, 16, 16), (0.05, 8, 16), (0.2, 8, 32), (5.0, 16, 32), (0.2, 1, 32)],
+)
+def test_the_other_connections_last_for_the_latency_of_the_opening(seconds: float, connections: int, mib: int) -> None:
     memory = Memory()
-    assert opened(memory).access.request_bytes == defaults.REMOTE_READ_BYTES
-    memory.seconds_per_piece = 0.2
-    assert opened(memory).access.request_bytes == 2 * defaults.REMOTE_READ_BYTES
+    memory.seconds_per_piece = seconds
+    file = RemoteFile(memory, access=remote_access(connections), clock=lambda: memory.now)
+    assert file.access.request_bytes == mib << 20
 
 
 def test_an_empty_object() -> None:

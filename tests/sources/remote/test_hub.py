@@ -159,6 +159,14 @@ def test_without_a_connection_the_cache_is_used(
     assert not hub.requests
 
 
+def test_an_index_whose_revision_is_not_resolved_is_an_error(monkeypatch: pytest.MonkeyPatch, hub: RangeServer) -> None:
+    """Its shards are not those of whatever commit the next answer names."""
+    monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 0.0)
+    hub.faults = {0: status(503)}
+    with pytest.raises(sluice.RemoteError, match="503"):
+        sluice.load_state_dict("hf://org/net/model.safetensors.index.json")
+
+
 def test_a_shard_that_is_not_cached_is_named(monkeypatch: pytest.MonkeyPatch, hub: RangeServer, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     cached(tmp_path, [next(iter(SHARDS)), "model.safetensors.index.json"])

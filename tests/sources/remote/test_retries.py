@@ -47,7 +47,7 @@ def time() -> Time:
 
 @pytest.fixture
 def attempts(time: Time) -> Attempts:
-    return Attempts("http://h/x", 7, sleep=time.sleep, clock=time)
+    return Attempts("http://h/x", 7, sleep=time.sleep, clock=time, server=Server())
 
 
 @pytest.mark.parametrize("reached", [True, False])
@@ -91,7 +91,7 @@ def test_a_call_that_has_ended_waits_for_no_server() -> None:
 
     def work() -> None:
         stops_when(ended.is_set)
-        attempts = Attempts("http://h/x", 7, sleep=wait, clock=clock.monotonic)
+        attempts = Attempts("http://h/x", 7, sleep=wait, clock=clock.monotonic, server=Server())
         busy = RequestFailedError("busy", temporary=True, retry_after=60.0)
         try:
             repeat(lambda: attempts.failed(busy, 0))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from sluice.engine.vendors import VENDORS, OtherVendor
+from sluice.engine.vendors import VENDORS, Vendor
 
 from .build import library, reason_against
 from .torch_module import make_module
@@ -111,7 +111,7 @@ class Simulator:
         self._library.sim_name_host_accesses()
 
 
-class _SimulatedVendor(OtherVendor):
+class _SimulatedVendor(Vendor):
     """Page-locking, as ``cudaHostRegister`` does it."""
 
     locks_pages = True

@@ -206,14 +206,25 @@ def stages(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
     stage = dist.get_rank() // 2
     layer = distribute_tensor(torch.arange(15.0).reshape(5, 3) + 100 * stage, mesh, [Shard(0)])
-    sluice.save({f"layers.{stage}": layer}, directory / "model", max_shard_size=50)
+    state = {f"layers.{stage}": layer, "scale": torch.tensor([2.0])}
+    sluice.save(state, directory / "model", max_shard_size=50)
+    sluice.save(state, directory / "model.pth")
+    sluice.save({"model": state, f"stage {stage}": stage, "step": 7}, directory / "dcp", format="dcp")
 
 
 def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(stages, tmp_path)
     expected = {f"layers.{stage}": torch.arange(15.0).reshape(5, 3) + 100 * stage for stage in range(2)}
+    expected["scale"] = torch.tensor([2.0])
     check_equal(dict(sluice.load_state_dict(tmp_path / "model")), expected)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 2
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 3
+    check_equal(torch.load(tmp_path / "model.pth", weights_only=True), expected)
+    assert sluice.verify(tmp_path / "model.pth").ok
+    loaded = torch_loaded(tmp_path / "dcp")
+    check_equal(loaded.pop("model"), expected)
+    assert loaded == {"stage 0": 0, "stage 1": 1, "step": 7}
+    with sluice.open(tmp_path / "dcp") as checkpoint:
+        assert checkpoint.tree["stage 1"] == 1
 
 
 def of_part_of_the_ranks(path: Path) -> str:

@@ -17,16 +17,15 @@ from sluice.cli.options import (
     DTypeName,
     Size,
     changes_of,
+    changes_options,
     check_dtype,
     encoding_option,
-    rename_option,
-    rename_regex_option,
-    rules_option,
-    staging_option,
+    memory_options,
+    page_cache_option,
 )
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.cli.terminal import allow_replacing, progress_wanted
-from sluice.cli.views.report import show_report
+from sluice.cli.views.report import output_options, show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
 from sluice.writing.save_formats import CONVERT_FORMATS, choose_format
 
@@ -40,9 +39,7 @@ __all__ = ["convert_command"]
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
 @click.option("--format", "kind", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
-@rename_option
-@rename_regex_option
-@rules_option
+@changes_options
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
 @click.option("--manifest", type=click.Path(), help="Write the hash of each tensor to this file.")
 @click.option(
@@ -52,20 +49,12 @@ __all__ = ["convert_command"]
     show_default=True,
     help="Its hash.",
 )
-@click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 200MiB.")
-@staging_option
-@click.option(
-    "--page-cache",
-    type=click.Choice(get_args(PageCache)),
-    default="auto",
-    show_default=True,
-    help="keep: leave the source in the page cache. bypass: do not change the cache.",
-)
+@memory_options
+@page_cache_option
 @encoding_option
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace existing files without asking.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@output_options()
 def convert_command(
     source: str,
     destination: str,
@@ -79,7 +68,7 @@ def convert_command(
     max_shard_size: int | None,
     manifest: str | None,
     manifest_hash: HashAlgorithm,
-    memory: int | None,
+    host_limit: int | None,
     staging: int,
     page_cache: PageCache,
     encoding: str,
@@ -125,6 +114,7 @@ def convert_command(
       written_by_rank
                    empty: one process writes a conversion
     """
+    _check(destination, kind, max_shard_size, manifest, manifest_hash)
     rules = changes_of(renames, regexes, rule_lists)
     run = partial(
         sluice.convert,
@@ -137,11 +127,10 @@ def convert_command(
         max_shard_size=max_shard_size,
         manifest=manifest,
         manifest_hash=manifest_hash,
-        memory=MemoryLimits(host=memory, staging=staging),
+        memory=MemoryLimits(host=host_limit, staging=staging),
         page_cache=page_cache,
         encoding=encoding,
     )
-    _check(destination, kind, max_shard_size, manifest, manifest_hash)
     if not (force or dry_run):
         _ask(destination, manifest, run)
     shown = progress_wanted(quiet=quiet or dry_run)
@@ -158,7 +147,9 @@ def _check(
         if manifest is not None:
             new_hash(algorithm)
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        # The texts are those of the functions, with the names of their arguments.
+        text = str(error).replace("format=", "--format ").replace("max_shard_size", "--max-shard-size")
+        raise click.UsageError(text.rstrip()) from error
     except ImportError as error:
         raise Failure(str(error)) from error
     if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):

@@ -9,7 +9,7 @@ from sluice.cli.commands.verify import unreadable
 from sluice.cli.options import encoding_option
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.cli.terminal import progress_wanted
-from sluice.cli.views.report import show_report
+from sluice.cli.views.report import output_options, show_report
 
 __all__ = ["diff_command"]
 
@@ -23,8 +23,7 @@ __all__ = ["diff_command"]
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Absolute tolerance.")
 @encoding_option
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors; the exit code is the answer.")
+@output_options("Print nothing but errors; the exit code is the answer.")
 def diff_command(
     a: str,
     b: str,

@@ -10,6 +10,7 @@ import sluice
 from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.remote_options import remote_options
 from sluice.cli.views.outline import print_outline
+from sluice.cli.views.report import print_sections
 from sluice.cli.views.summary import path_and_key, summarise, to_json
 
 __all__ = ["inspect_command"]
@@ -76,7 +77,4 @@ def inspect_command(
         if as_json:
             click.echo(json.dumps(to_json(summary, checkpoint.limits)))
             return
-    # Here, not above: rich takes 50 ms to import, and JSON does not need it.
-    from sluice.cli.views.console import print_sections
-
     print_sections(summary.sections(everything=everything))

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator
+from math import prod
+from typing import Any
 
 import click
 
 import sluice
-from sluice._options import MemoryLimits, Place
-from sluice.cli.mesh_options import mesh_options, mesh_sizes, parse_styles, speed_lines
-from sluice.cli.options import (
-    Size,
-    allow_empty_option,
-    build_model,
-    changes_of,
-    check_allow_empty,
-    check_device,
-    check_dtype,
-    dtype_option,
-    encoding_option,
-    find_factory,
-    ignore_mismatched_option,
-    key_option,
-    no_strict_option,
-    parse_arguments,
-    paths_argument,
-    place_option,
-    rename_option,
-    rename_regex_option,
-    rules_option,
-    source_of,
-    staging_option,
-)
-from sluice.cli.remote_options import remote_options
+from sluice._units import format_bytes
+from sluice.cli.load_options import LoadArguments, load_options
+from sluice.cli.options import Size
 from sluice.cli.views.report import show_report
-
-if TYPE_CHECKING:
-    from torch import nn
+from sluice.reports.ranks import RanksPlan
 
 __all__ = ["plan_command"]
 
@@ -44,61 +22,42 @@ __all__ = ["plan_command"]
 _DOES_NOT_FIT = 3
 
 
+class MeshSizes(click.ParamType[dict[str, int]]):
+    """Ranks along each dimension of a mesh, such as ``dp=8,tp=4``."""
+
+    name = "mesh"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for part in value.split(","):
+            name, equals, size = part.strip().partition("=")
+            if not (name and equals and size.isdecimal()) or name in sizes:
+                self.fail(f"expected NAME=RANKS,..., each name once, such as dp=8,tp=4; not {value!r}", param, ctx)
+            sizes[name] = int(size)
+        return sizes
+
+
 @click.command("plan")
-@paths_argument
-@remote_options
+@load_options(required=False, model="What builds the model. Default: plan for the checkpoint alone.")
 @click.option(
-    "--model",
-    "factory",
-    metavar="MODULE:NAME",
-    help="What builds the model. Default: plan for the checkpoint alone.",
+    "--mesh",
+    type=MeshSizes(),
+    help="Plan for every rank of a mesh, such as dp=8,tp=4: dp is fully_shard, ddp are copies, tp is tensor "
+    "parallelism. Needs --model.",
 )
-@click.option("--model-args", metavar="JSON", help="Its arguments: a JSON object by name, or an array in order.")
-@click.option("--device", help="Device of the tensors: cpu, cuda:0, ...; with --model also auto.")
-@dtype_option
-@key_option
-@rename_option
-@rename_regex_option
-@rules_option
-@click.option(
-    "--memory",
-    "--host-limit",
-    "host_limit",
-    type=Size(),
-    help="Limit on the growth of host memory, such as 4GiB. Default: control group or free memory.",
-)
-@click.option("--device-limit", type=Size(), help="Limit on the growth of each accelerator's memory. Default: free.")
-@staging_option
-@no_strict_option
-@allow_empty_option
-@ignore_mismatched_option
-@place_option
-@encoding_option
-@mesh_options
+@click.option("--ranks", type=click.IntRange(1), help="Number of ranks; alone the same as --mesh dp=RANKS.")
+@click.option("--ranks-per-host", type=click.IntRange(1), help="Ranks that share a host. Default: all.")
+@click.option("--tp-plan", metavar="JSON", help="Style by pattern of module names. Default: the model's tp_plan.")
+@click.option("--disk-speed", type=Size(), help="Bytes that one host reads in a second, such as 3GB.")
+@click.option("--network-speed", type=Size(), help="Bytes that shared storage sends to all hosts in a second.")
 @click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
 @click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
 def plan_command(
     ctx: click.Context,
-    paths: tuple[str, ...],
+    load: LoadArguments,
     *,
-    factory: str | None,
-    model_args: str | None,
-    device: str | None,
-    dtype: str | None,
-    key: str | None,
-    renames: tuple[str, ...],
-    regexes: tuple[str, ...],
-    rule_lists: tuple[str, ...],
-    host_limit: int | None,
-    device_limit: int | None,
-    staging: int,
-    no_strict: bool,
-    allow_empty: bool,
-    ignore_mismatched: bool,
-    place: Place,
-    encoding: str,
     mesh: dict[str, int] | None,
     ranks: int | None,
     ranks_per_host: int | None,
@@ -125,31 +84,17 @@ def plan_command(
     """
     if (disk_speed or network_speed) and (not disk_speed or (mesh is None and ranks is None)):
         raise click.UsageError("--network-speed needs --disk-speed, and both need --mesh or --ranks")
-    if factory is None and (model_args is not None or no_strict or allow_empty or place != "copy" or device == "auto"):
-        raise click.UsageError("--model-args, --no-strict, --allow-empty, --place and --device auto need --model")
-    check_allow_empty(allow_empty=allow_empty, no_strict=no_strict)
-    rules = changes_of(renames, regexes, rule_lists)
-    check_device(device)
     report = sluice.plan(
-        _model(factory, model_args or "{}"),
-        source_of(paths),
-        device=device,
-        dtype=check_dtype(dtype),
-        key=key,
-        rules=rules,
-        strict=not no_strict,
-        allow_empty=allow_empty,
-        ignore_mismatched=ignore_mismatched,
-        place=place,
-        memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
-        encoding=encoding,
+        load.model(),
+        load.source,
+        **load.keywords,
         probe=probe,
-        mesh=mesh_sizes(mesh, ranks),
+        mesh=_mesh_sizes(mesh, ranks),
         ranks_per_host=ranks_per_host,
-        tp_plan=parse_styles(tp_plan),
+        tp_plan=_parse_styles(tp_plan),
     )
     explanation = report.explain() if explain else None
-    speeds = speed_lines(report.ranks, disk_speed, network_speed) if report.ranks and disk_speed else ()
+    speeds = _speed_lines(report.ranks, disk_speed, network_speed) if report.ranks and disk_speed else ()
     show_report(
         report,
         as_json=as_json,
@@ -160,8 +105,31 @@ def plan_command(
         ctx.exit(_DOES_NOT_FIT)
 
 
-def _model(factory: str | None, model_args: str) -> nn.Module | None:
-    if factory is None:
+def _mesh_sizes(mesh: dict[str, int] | None, ranks: int | None) -> dict[str, int] | None:
+    """Return the mesh of ``--mesh`` and ``--ranks``; None without both."""
+    if mesh is None:
+        return None if ranks is None else {"dp": ranks}
+    if ranks not in {None, prod(mesh.values())}:
+        raise click.BadParameter(f"the mesh has {prod(mesh.values())} ranks, not {ranks}", param_hint="--ranks")
+    return mesh
+
+
+def _parse_styles(text: str | None) -> dict[str, str] | None:
+    """Return the tensor-parallel plan in the JSON of ``--tp-plan``."""
+    if text is None:
         return None
-    arguments, named = parse_arguments(model_args)
-    return build_model(find_factory(factory), factory, arguments, named)
+    try:
+        styles = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"not JSON: {error}", param_hint="--tp-plan") from error
+    if not isinstance(styles, dict) or not all(isinstance(style, str) for style in styles.values()):
+        raise click.BadParameter("must be a JSON object from patterns to styles", param_hint="--tp-plan")
+    return styles
+
+
+def _speed_lines(ranks: RanksPlan, disk: int, network: int | None) -> Iterator[str]:
+    """Yield the seconds that the reads of all ranks take at given speeds."""
+    at = f"{format_bytes(disk)}/s on each host"
+    if network is not None:
+        at += f" and {format_bytes(network)}/s from storage that all share"
+    yield f"reads at {at}: {ranks.seconds(disk=disk, network=network):.1f} s"

@@ -7,7 +7,7 @@ import click
 from sluice.cli.options import encoding_option, source_of
 from sluice.cli.remote_options import CACHE_VARIABLE, chosen_cache, remote_options
 from sluice.cli.terminal import progress_wanted
-from sluice.cli.views.report import show_report
+from sluice.cli.views.report import output_options, show_report
 
 __all__ = ["prefetch_command"]
 
@@ -16,8 +16,7 @@ __all__ = ["prefetch_command"]
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @remote_options
 @encoding_option
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@output_options()
 def prefetch_command(urls: tuple[str, ...], *, encoding: str, as_json: bool, quiet: bool) -> None:
     """Fill a cache directory with the files of the checkpoint at URL, so that loads read them there.
 

@@ -15,7 +15,7 @@ from sluice.cli.failures import Failure
 from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.remote_options import remote_options
 from sluice.cli.terminal import allow_replacing, progress_wanted
-from sluice.cli.views.report import show_report
+from sluice.cli.views.report import output_options, show_report
 from sluice.formats.manifest import HashAlgorithm
 
 __all__ = ["Unreadable", "unreadable", "verify_command"]
@@ -52,8 +52,7 @@ def unreadable() -> Iterator[None]:
 @encoding_option
 @click.option("--nan", is_flag=True, help="Count NaN and infinite elements of each tensor.")
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors; the exit code is the answer.")
+@output_options("Print nothing but errors; the exit code is the answer.")
 def verify_command(
     paths: tuple[str, ...],
     *,

@@ -161,7 +161,7 @@ class Summary(Struct, frozen=True, kw_only=True):
             (_name(name, cut=not everything), describe_dtype(entry), str(list(entry.shape)), format_bytes(entry.nbytes))
             for name, entry in (self.tensors.items() if everything else self.largest(_ROWS_SHOWN))
         ]
-        yield Grid(("name", "dtype", "shape", ">bytes"), rows, aligned=everything)
+        yield Grid(("name", "dtype", "shape", ">bytes"), rows)
 
     def _shared(self, *, everything: bool) -> Iterator[Section]:
         if not self.shared:
@@ -183,9 +183,9 @@ def path_and_key(path: str, key: str | None) -> str:
 
 
 def _cut(headers: tuple[str, ...], rows: Iterable[Sequence[str]], total: int, shown: int | None) -> Grid:
-    """Return a table of the first ``shown`` rows; None shows all, in aligned columns."""
+    """Return a table of the first ``shown`` rows; None shows all."""
     first = list(islice(rows, shown))
-    return Grid(headers, first, total - len(first), elsewhere=_ELSEWHERE, aligned=shown is None)
+    return Grid(headers, first, total - len(first), elsewhere=_ELSEWHERE)
 
 
 def _name(name: str, *, cut: bool = True) -> str:

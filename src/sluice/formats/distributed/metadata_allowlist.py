@@ -20,7 +20,7 @@ from msgspec import Struct
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject
-from sluice.formats.torch_save.plain_values import PlainValues, unknown_dtype
+from sluice.formats.torch_save.plain_values import PlainValues, plain_global
 from sluice.records import Opaque
 
 __all__ = ["BYTES", "MEMORY_FORMAT", "MetadataAllowlist", "MetadataRecord"]
@@ -80,13 +80,14 @@ class MetadataAllowlist:
 
     def __init__(self, limits: Limits, pickle_bytes: int) -> None:
         self.keys: KeyGuard = _MetadataKeyGuard(limits)
+        #: The globals of metadata.
         self.names = PlainValues(self.keys, pickle_bytes).names()
         for module, name in _RECORDS:
             self.names[module, name] = Constructor(
                 qualified_name=f"{module}.{name}", build=partial(_begin, name), creates=True
             )
         for module, name in _MEMORY_FORMATS:
-            self.names[module, name] = Constructor(qualified_name=f"{module}.{name}", build=_memory_format)
+            self.names[module, name] = _memory_format
         leaves = [Opaque(qualified_name=f"{module}.{name}") for module, name in _LEAVES]
         for leaf in (BYTES, *leaves):
             module, _, name = leaf.qualified_name.rpartition(".")
@@ -94,8 +95,8 @@ class MetadataAllowlist:
                 qualified_name=leaf.qualified_name, build=partial(_leaf, leaf), creates=True
             )
 
-    def find_unlisted(self, module: str, name: str) -> object | None:
-        return unknown_dtype(module, name)
+    def find(self, module: str, name: str) -> object | None:
+        return self.names.get((module, name)) or plain_global(module, name)
 
     def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - every id is refused
         raise FormatError("the metadata refers to a storage")

@@ -93,13 +93,8 @@ class Constructor(Opaque):
 class Allowlist(Protocol):
     """The globals and persistent ids that a pickle may use."""
 
-    @property
-    def names(self) -> Mapping[tuple[str, str], object]:
-        """The object that replaces each permitted global, by module and name."""
-        ...
-
-    def find_unlisted(self, module: str, name: str) -> object | None:
-        """Return the replacement of a global that is permitted by its form; None if it is not."""
+    def find(self, module: str, name: str) -> object | None:
+        """Return the replacement of a permitted global, or the function that builds its values; None for any other."""
         ...
 
     @property
@@ -161,12 +156,12 @@ class Machine:
         self.bound = len(data)
         #: Position after STOP; 0 until the pickle has run.
         self.end = 0
-        #: Leaves of the globals outside the allowlist, by module and name.
+        #: Replacements of the globals so far, by module and name.
+        self._found: dict[tuple[str, str], object] = {}
+        #: Those of them that are outside the allowlist.
         self.opaque: dict[tuple[str, str], Opaque] = {}
         #: The ``id`` of each of them.
         self._outside: set[int] = set()
-        #: Constructor of the hooks of tensors; None if not permitted.
-        self.hooks_class = allowlist.names.get(("collections", "OrderedDict"))
         #: Sizes and strides shared by tensors, by their opcodes.
         self.shared: dict[bytes, tuple[int, ...]] = {}
         #: First value refused because of damage; None if there is none.
@@ -261,12 +256,16 @@ class Machine:
 
     def find(self, module: str, name: str) -> object:
         """Return the replacement of a global: the one in the allowlist, otherwise an inert leaf with its name."""
-        known = self.allowlist.names.get((module, name))
+        known = self._found.get((module, name))
         if known is None:
-            known = self.opaque.get((module, name)) or self.allowlist.find_unlisted(module, name)
-        if known is None:
-            known = self.opaque[module, name] = Opaque(qualified_name=f"{module}.{name}")
-            self._outside.add(id(known))
+            qualified_name = f"{module}.{name}"
+            known = self.allowlist.find(module, name)
+            if known is None:
+                known = self.opaque[module, name] = Opaque(qualified_name=qualified_name)
+                self._outside.add(id(known))
+            elif callable(known):
+                known = Constructor(qualified_name=qualified_name, build=known)
+            self._found[module, name] = known
         return known
 
     def call(self, function: object, arguments: object, position: int) -> object:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from itertools import compress
 from typing import Any
 
-from sluice.formats.pickles.machine import ARGUMENTS, HOOKS, Machine
+from sluice.formats.pickles.machine import ARGUMENTS, HOOKS, Constructor, Machine
 
 __all__ = ["take_tensor"]
 
@@ -77,7 +77,8 @@ def take_tensor(machine: Machine, position: int) -> int | None:
     puts = (put_key, put_identity, put_size, put_stride, put_hooks, put_arguments)
     if length[1] != len(digits) or not _are_next(puts, len(memo)):
         return None
-    if memo[_integer(hooks)] is not machine.hooks_class:
+    hooks_class = memo[_integer(hooks)]
+    if type(hooks_class) is not Constructor or hooks_class.qualified_name != "collections.OrderedDict":
         return None
     key = digits.decode()
     declared = (memo[_integer(word)], memo[_integer(kind)], key, memo[_integer(location)], _integer(numel))

@@ -4,5 +4,5 @@ In: a ``Source`` and ``Limits``. Out: an ``Index`` of the object in the file, wi
 
 Start with ``zip_format.TorchZipFormat`` or ``legacy_format.TorchLegacyFormat``. Both hold one pickled object whose
 tensors refer to storages by key. ``allowlist``, ``legacy_allowlist``, ``plain_values`` and ``composites`` define which
-globals the pickle may name and rebuild tensors as records; ``pickled_object`` and ``tree_limits`` check the result.
+globals the pickle may name and rebuild tensors as records; ``tree_limits`` checks the result.
 """

@@ -39,8 +39,7 @@ from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUAN
 from sluice.formats.torch_save.plain_values import (
     DTYPE_PREFIX,
     PlainValues,
-    constructor,
-    unknown_dtype,
+    plain_global,
     why_unsupported,
 )
 from sluice.formats.torch_save.storages import DeclaredStorages, StorageReference, storage_kinds
@@ -84,23 +83,19 @@ class TorchAllowlist(DeclaredStorages):
             "torch._utils._rebuild_sparse_tensor": self._rebuild_sparse_tensor,
             "torch._utils._rebuild_qtensor": self._rebuild_qtensor,
         }
-        #: Replacement of each permitted global, by module and name.
-        self.names = {**PlainValues(self.keys, pickle_bytes).names(), **_names()}
-        self._add_names()
+        #: The globals that depend on this pickle.
+        self.names: dict[tuple[str, str], object] = {
+            **PlainValues(self.keys, pickle_bytes).names(),
+            **{("torch._utils", name.rpartition(".")[2]): rebuild for name, rebuild in self._rebuilds.items()},
+            ("torch._utils", "_rebuild_parameter"): self._rebuild_parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): self._rebuild_parameter,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._rebuild_from_type,
+            ("torch.tensor", "_rebuild_from_type_v2"): self._rebuild_from_type,  # until torch 1.8
+        }
 
-    def _add_names(self) -> None:
-        names = self.names
-        for qualified_name, rebuild in self._rebuilds.items():
-            name = qualified_name.rpartition(".")[2]
-            names["torch._utils", name] = constructor("torch._utils", name, rebuild)
-        for name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
-            names["torch._utils", name] = constructor("torch._utils", name, self._rebuild_parameter)
-        for module in ("torch._tensor", "torch.tensor"):  # the second until torch 1.8
-            name = "_rebuild_from_type_v2"
-            names[module, name] = constructor(module, name, self._rebuild_from_type)
-
-    def find_unlisted(self, module: str, name: str) -> object | None:
-        return unknown_dtype(module, name)
+    def find(self, module: str, name: str) -> object | None:
+        key = module, name
+        return self.names.get(key) or _names().get(key) or plain_global(module, name)
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (4,))
@@ -240,7 +235,7 @@ def _names() -> Mapping[tuple[str, str], object]:
     names = storage_kinds()
     names["torch", "Tensor"] = Opaque(qualified_name="torch.Tensor")
     for name, kind in _UNSUPPORTED_TENSORS.items():
-        names["torch._utils", name] = constructor("torch._utils", name, _refusing(kind))
+        names["torch._utils", name] = _refusing(kind)
     return MappingProxyType(names)
 
 

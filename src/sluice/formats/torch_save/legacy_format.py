@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, repeat
 from operator import add
@@ -47,8 +47,8 @@ from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.pickles.unpickler import KeyGuard
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.torch_save.legacy_allowlist import LegacyAllowlist
-from sluice.formats.torch_save.pickled_object import check_object
 from sluice.formats.torch_save.storages import StorageReference
+from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import FileRecord, Index, Storage
 from sluice.records.bulk import collector_paused
 from sluice.sources.coalesced import read_ranges
@@ -109,10 +109,9 @@ class _EmptyAllowlist:
     """The allowlist of the pickles around the object: no globals and no storages."""
 
     def __init__(self, limits: Limits) -> None:
-        self.names: Mapping[tuple[str, str], object] = {}
         self.keys = KeyGuard(limits)
 
-    def find_unlisted(self, module: str, name: str) -> None:  # noqa: ARG002 - every global is a leaf
+    def find(self, module: str, name: str) -> None:  # noqa: ARG002 - every global is a leaf
         return None
 
     def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - every id is refused

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from reprlib import repr as short_repr
 from types import MappingProxyType
@@ -31,10 +31,9 @@ from sluice.records import TorchSize, TorchText
 __all__ = [
     "DTYPE_PREFIX",
     "PlainValues",
-    "constructor",
     "from_bytes",
     "is_torch_name",
-    "unknown_dtype",
+    "plain_global",
     "why_unsupported",
 ]
 
@@ -68,13 +67,6 @@ def from_bytes(text: object) -> object:
     return text.decode("latin1") if type(text) is bytes else text
 
 
-def constructor(
-    module: str, name: str, build: Callable[[tuple[Any, ...]], object], *, creates: bool = False
-) -> Constructor:
-    """Return the constructor that replaces a global; see ``Constructor`` for ``creates``."""
-    return Constructor(qualified_name=f"{module}.{name}", build=build, creates=creates)
-
-
 #: Names of the module of built-in types. Protocol 2 keeps the name from Python 2.
 _BUILTINS = ("builtins", "__builtin__")
 
@@ -82,25 +74,20 @@ _BUILTINS = ("builtins", "__builtin__")
 @cache
 def _names() -> Mapping[tuple[str, str], object]:
     """Return the replacements that are the same in every pickle; cached, because each shard has its own pickle."""
+    torch_names = (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES)
     names: dict[tuple[str, str], object] = {
-        ("torch", name): TorchText(DTYPE_PREFIX + name)
-        for name in (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES)
-    }
-    builders: dict[tuple[str, str], Callable[[tuple[Any, ...]], object]] = {
+        **{("torch", name): TorchText(DTYPE_PREFIX + name) for name in torch_names},
         ("collections", "defaultdict"): _default_dict,
         ("torch", "device"): _device,
         ("torch.serialization", "_get_layout"): _layout,
         **{(module, "complex"): _complex for module in _BUILTINS},
     }
-    for (module, name), build in builders.items():
-        names[module, name] = constructor(module, name, build)
     return MappingProxyType(names)
 
 
 def is_torch_name(text: str) -> bool:
     """Return whether ``text`` names a dtype or quantization scheme that is an attribute of ``torch``."""
-    name = text.removeprefix(DTYPE_PREFIX)
-    return type(_names().get(("torch", name))) is TorchText or unknown_dtype("torch", name) is not None
+    return type(plain_global("torch", text.removeprefix(DTYPE_PREFIX))) is TorchText
 
 
 def why_unsupported(dtype: str) -> str:
@@ -110,9 +97,12 @@ def why_unsupported(dtype: str) -> str:
     return "a tensor of a dtype that sluice does not know; torch.load may read it if this version of torch has it"
 
 
-def unknown_dtype(module: str, name: str) -> TorchText | None:
-    """Return the replacement of a global that has the form of a dtype of torch; None for any other."""
-    return TorchText(DTYPE_PREFIX + name) if module == "torch" and _DTYPE.fullmatch(name) else None
+def plain_global(module: str, name: str) -> object | None:
+    """Return the replacement of a global that every pickle may use; None for any other."""
+    known = _names().get((module, name))
+    if known is None and module == "torch" and _DTYPE.fullmatch(name):
+        return TorchText(DTYPE_PREFIX + name)
+    return known
 
 
 class PlainValues:
@@ -130,26 +120,20 @@ class PlainValues:
         self._copies_left = 2 * pickle_bytes
 
     def names(self) -> dict[tuple[str, str], object]:
-        """Return the replacement of each global, by module and name."""
-        names = dict(_names())
-        for (module, name), build in self._builders().items():
-            names[module, name] = constructor(module, name, build, creates=name == "Size")  # torch 1.0 used NEWOBJ
-        return names
-
-    def _builders(self) -> dict[tuple[str, str], Callable[[tuple[Any, ...]], object]]:
-        """Return the functions that count against the limits of one pickle, by module and name."""
-        builders: dict[tuple[str, str], Callable[[tuple[Any, ...]], object]] = {
+        """Return the globals that count against the limits, by module and name; see ``Allowlist.find``."""
+        names: dict[tuple[str, str], object] = {
             ("collections", "OrderedDict"): self._ordered_dict,
             ("collections", "Counter"): self._counter,
             ("_codecs", "encode"): self._encode,
-            ("torch", "Size"): self._size,
+            # torch 1.0 used NEWOBJ.
+            ("torch", "Size"): Constructor(qualified_name="torch.Size", build=self._size, creates=True),
         }
         for module in _BUILTINS:
-            builders[module, "set"] = self._set
-            builders[module, "frozenset"] = lambda arguments: frozenset(self._set(arguments))
-            builders[module, "bytes"] = lambda arguments: bytes(self._bytes(arguments))
-            builders[module, "bytearray"] = lambda arguments: bytearray(self._bytearray(arguments))
-        return builders
+            names[module, "set"] = self._set
+            names[module, "frozenset"] = lambda arguments: frozenset(self._set(arguments))
+            names[module, "bytes"] = lambda arguments: bytes(self._bytes(arguments))
+            names[module, "bytearray"] = lambda arguments: bytearray(self._bytearray(arguments))
+        return names
 
     def _count_copy(self, size: int) -> None:
         self._copies_left -= size

@@ -1,4 +1,6 @@
-"""Checks of an unpickled object that make it safe to walk: bounded depth, bounded size, no cycles, no placeholders.
+"""Checks of the unpickled object of a ``torch.save`` file that make it safe to walk.
+
+Its depth and size are bounded, and it has neither cycles nor placeholders.
 
 A pickle of a kilobyte can describe 2**40 leaves: lists that hold the next list twice, or a list that holds itself. Each
 container is therefore visited once, regardless of the number of places where it appears, and later places only add the
@@ -19,13 +21,15 @@ from typing import Any, NamedTuple
 from msgspec import Struct, field
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import FormatError, LimitError, UnsupportedError
+from sluice._errors import FormatError, LimitError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.machine import Refusal
+from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.storages import StorageReference
 from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue, elements_of
 
-__all__ = ["check_tree"]
+__all__ = ["check_object", "check_tree"]
 
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple})
 
@@ -35,6 +39,9 @@ _LEAVES = frozenset(
 )
 
 _BARE_STORAGE = "a quantized storage, or a part of a storage, that is not viewed by a tensor"
+
+#: Maximum number of names in a note.
+_MAX_NAMES = 5
 
 #: Length of a dotted name, in characters, that counts as one more value against ``Limits.repeats``.
 _NAME_CHARACTERS = 64
@@ -69,6 +76,47 @@ class _Visit(Struct):
     key: object = ""
     #: Replacements of elements of a tuple, by position.
     replacements: dict[object, object] = field(default_factory=dict)
+
+
+def check_object(
+    tree: object,
+    unpickler: Unpickler,
+    allowlist: TorchAllowlist,
+    limits: Limits,
+    file: str,
+    *,
+    whole_objects: bool = False,
+) -> tuple[object, tuple[str, ...]]:
+    """Check the object of a file; return it, and notes on the parts that are dropped.
+
+    Args:
+        tree: The object.
+        unpickler: The unpickler that built it.
+        allowlist: The allowlist of that unpickler.
+        limits: Bounds on depth and size.
+        file: Path of the file, for error messages.
+        whole_objects: Whether to accept a pickled object of an arbitrary class, as an inert leaf.
+
+    Raises:
+        CheckpointError: A value could not be built, whether or not it is part of the tree.
+        UnsafeContentError: The file holds a pickled object of an arbitrary class instead of plain data.
+    """
+    tree = check_tree(tree, limits, file)
+    if unpickler.refusal is not None:  # a refused value that is not part of the tree
+        raise unpickler.refusal.error
+    if isinstance(tree, Opaque) and not (whole_objects or isinstance(tree, UnsupportedValue)):
+        raise UnsafeContentError(f"the file holds a pickled {tree.qualified_name} object, not a state dict", file=file)
+    return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], allowlist)
+
+
+def _notes(opaque: list[str], allowlist: TorchAllowlist) -> tuple[str, ...]:
+    notes = []
+    if opaque:
+        names = ", ".join(opaque[:_MAX_NAMES]) + (", ..." if len(opaque) > _MAX_NAMES else "")
+        notes.append(f"The file names {names}: sluice neither imports nor builds them.")
+    if allowlist.attributes_dropped:
+        notes.append(f"{allowlist.attributes_dropped} Python attributes of tensors are not kept.")
+    return tuple(notes)
 
 
 def check_tree(tree: object, limits: Limits, file: str) -> object:

@@ -34,11 +34,12 @@ from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
 from sluice.formats.archives.zip_records import expect_records, locate_records, read_record, record_checksums
 from sluice.formats.first_bytes import is_torch_zip
+from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import TorchAllowlist
-from sluice.formats.torch_save.pickled_object import check_object
 from sluice.formats.torch_save.storages import StorageReference
+from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
 from sluice.sources.protocol import Source, checks_with_data
 
@@ -101,9 +102,6 @@ class TorchZipFormat:
             directory = read_directory(source, limits)
             metadata = _read_metadata(source, directory, limits)
         except (FormatError, UnsupportedError) as error:
-            # Here, not above: only errors need it.
-            from sluice.formats.foreign import recognise_archive
-
             raise recognise_archive(first_names(source, limits), source.path) or error from None
         big_endian = metadata["byteorder"] == "big"
         tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)

@@ -1,8 +1,7 @@
 """Remote files with a cache directory: which are cached, under which name, and how they are read.
 
 The opening request is always made. It tells the version, and whether the server gives this user the object at all. A
-version of which all bytes are cached is then an ordinary local file; any other is downloaded when its data is read. A
-cache that fails never fails a load.
+version of which all bytes are cached is then an ordinary local file. A cache that fails never fails a load.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 
 from sluice._errors import SluiceError
 from sluice.sources.protocol import Source
-from sluice.sources.remote.cache_directory import CacheDirectory, CachedObjectName, locks_work
+from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, locks_work
 from sluice.sources.remote.cached_file import CachedFile, CompleteFile
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
@@ -66,15 +65,13 @@ def cached_source(source: Source, remote: Remote) -> Source:
         source.note = refusal or _NO_VERSION
         return source
     nbytes = source.identity.nbytes
-    name = CachedObjectName(
-        key=object_key(remote, version, nbytes), address=source.path, version=version, nbytes=nbytes
-    )
+    entry = CacheEntry(key=object_key(remote, version, nbytes), address=source.path, version=version, nbytes=nbytes)
     cache = CacheDirectory(remote.cache, remote.cache_bound)
     try:
-        found = cache.complete(name)
+        found = cache.complete(entry)
         if found is None:
-            return CachedFile(source, cache, name)
-        complete = CompleteFile(name, *found)
+            return CachedFile(source, cache, entry)
+        complete = CompleteFile(entry, *found)
     except (OSError, SluiceError) as error:
         source.note = f"not cached: {getattr(error, 'strerror', None) or error}"
         return source

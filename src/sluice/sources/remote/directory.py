@@ -1,16 +1,16 @@
-"""Remote directories: what those of all transports share, and files next to a file of a server that lists nothing."""
+"""Remote directories of all transports, and files next to a file of a server that lists nothing."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from urllib.parse import quote
 
 from msgspec import Struct
 
 from sluice._errors import MissingFileError, PathEscapeError, UnsupportedError
-from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
+from sluice.sources.directory import DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote_names import is_chained, is_url
@@ -24,7 +24,7 @@ _USUAL_NAMES = (
     ".metadata",
 )
 
-__all__ = ["RemoteEntry", "SiblingFiles", "TunedDirectory", "below", "check_relative"]
+__all__ = ["RemoteDirectory", "RemoteEntry", "SiblingFiles", "below", "check_relative"]
 
 
 def check_relative(name: str, directory: str) -> None:
@@ -54,29 +54,37 @@ class RemoteEntry(Struct, frozen=True):
     kind: EntryKind
 
 
-class TunedDirectory:
-    """A directory whose files are passed through a function when they are opened; see ``Directory``."""
+class RemoteDirectory:
+    """A directory of a server; see ``Directory``."""
 
-    def __init__(self, directory: Directory, tune: Callable[[Source, str], Source]) -> None:
-        """Keep the directory and the function, which gets each file and its name."""
-        self._directory, self._tune = directory, tune
+    def __init__(
+        self, path: str, entries: Callable[[], Iterable[DirectoryEntry]], opened: Callable[[str], Source]
+    ) -> None:
+        """Keep how it is listed, and how a file is opened by its name.
 
-    @property
-    def path(self) -> str:
-        return self._directory.path
+        Args:
+            path: Address without credentials.
+            entries: Lists the directory.
+            opened: Opens a file; it gets names that do not lead out of the directory.
+        """
+        self.path, self._entries, self._opened = path, entries, opened
 
     def entries(self) -> Iterator[DirectoryEntry]:
-        return self._directory.entries()
+        return iter(self._entries())
 
     def open(self, name: str) -> Source:
         check_relative(name, self.path)
-        return self._tune(self._directory.open(name), name)
+        return self._opened(name)
 
     def check_inside(self, name: str) -> None:
         check_relative(name, self.path)
 
+    def tuned(self, tune: Callable[[Source, str], Source]) -> RemoteDirectory:
+        """Return the same directory with a function that each file and its name pass through."""
+        return RemoteDirectory(self.path, self._entries, lambda name: tune(self._opened(name), name))
 
-class SiblingFiles:
+
+class SiblingFiles(RemoteDirectory):
     """The files next to a remote file, which can be opened by name but not listed; see ``Directory``.
 
     Its only entry is the first of the usual names of a checkpoint's main file that the server has.
@@ -89,19 +97,16 @@ class SiblingFiles:
             remote: The file.
             opened: Opens a file of the same server.
         """
-        self._opened = opened
         #: The file that ``entries`` has found, until it is opened: its first bytes were received.
         self._found: dict[str, Source] = {}
         before, query = _divided(remote)
         parent, slash, self.name = before.rpartition("/")
         #: The directory itself.
         self.location = dataclasses.replace(remote, url=parent + slash + query)
+        super().__init__(self.location.address, self._usual, self._next)
+        self._open_location = opened
 
-    @property
-    def path(self) -> str:
-        return self.location.address
-
-    def entries(self) -> Iterator[DirectoryEntry]:
+    def _usual(self) -> Iterator[DirectoryEntry]:
         for name in _USUAL_NAMES:
             with suppress(MissingFileError):
                 self._found[name] = self.open(name)
@@ -110,13 +115,9 @@ class SiblingFiles:
         problem = f"the server has no listing of files, and there is none of {', '.join(_USUAL_NAMES)}"
         raise UnsupportedError(problem, file=self.path, advice="Pass the URL of a file or of the index of shards.")
 
-    def open(self, name: str) -> Source:
-        check_relative(name, self.path)
+    def _next(self, name: str) -> Source:
         found = self._found.pop(name, None)
-        return self._opened(below(self.location, name)) if found is None else found
-
-    def check_inside(self, name: str) -> None:
-        check_relative(name, self.path)
+        return self._open_location(below(self.location, name)) if found is None else found
 
 
 def _divided(remote: Remote) -> tuple[str, str]:

@@ -9,21 +9,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from msgspec.structs import replace
+
 from sluice import _defaults as defaults
 from sluice._errors import SourceChangedError, TruncatedError
+from sluice._geometry import round_up
 from sluice.records import AccessFacts, FileIdentity, RequestRecord, Traffic
 from sluice.sources.coalesced import read_ranges
-from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import DirectIOUnavailable, Source
 from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
-from sluice.sources.remote.requests import OpenRequest
+from sluice.sources.remote.requests import OpenedObject, OpenRequest
 from sluice.sources.remote.retries import Attempts, Speed, wait
 from sluice.sources.remote.servers import server_of
-from sluice.sources.remote.tuning import for_latency
 from sluice.sources.short_reads import too_early
 
-__all__ = ["RemoteFile"]
+__all__ = ["RemoteFile", "remote_access"]
 
 #: Files that keep their first bytes, the latest last. They are read soon after the opening, or not at all; a checkpoint
 #: of a thousand shards would keep 64 MiB of them.
@@ -76,19 +77,12 @@ class RemoteFile:
         self._requests: list[RequestRecord] = []
         self._observer: Callable[[RequestRecord], object] | None = None
         self._expected = Expectations()
-        self.access = access or AccessFacts(
-            request_bytes=defaults.REMOTE_READ_BYTES,
-            gap_bytes=defaults.REMOTE_GAP_BYTES,
-            parallel_requests=defaults.REMOTE_REQUESTS,
-            first_bytes=defaults.REMOTE_FIRST_BYTES,
-            header_bytes=defaults.REMOTE_HEADER_BYTES,
-            joins_reads=True,
-        )
+        self.access = access or remote_access()
         try:
             began = clock()
             self._facts, self._head = self._open()
             if self.access.joins_reads:
-                self.access = for_latency(self.access, clock() - began)
+                self.access = _for_latency(self.access, clock() - began)
             _KEPT.append(weakref.ref(self))
             while len(_KEPT) > defaults.REMOTE_FIRST_BYTES_KEPT:
                 if (oldest := _KEPT.popleft()()) is not None:
@@ -99,6 +93,14 @@ class RemoteFile:
             remote.close()
             raise
         facts = self._facts
+        self._opened = OpenedObject(
+            remote=remote,
+            facts=facts,
+            server=self._server,
+            expected=self._expected,
+            clock=clock,
+            count=self._count,
+        )
         self.identity = FileIdentity(nbytes=facts.nbytes, version=facts.version or facts.weak_version or facts.modified)
         self._note = None if facts.pinnable else _NO_VERSION
         self._samples: dict[int, bytes] = {} if facts.pinnable else {0: self._head}
@@ -148,21 +150,12 @@ class RemoteFile:
     @contextmanager
     def request(self, offset: int, nbytes: int) -> Iterator[Source]:
         begin, end = offset - self._expected.lead(offset), min(offset + nbytes, self.identity.nbytes)
-        opened = OpenRequest(
-            self._remote,
-            self._facts,
-            offset=begin,
-            end=end,
-            known=self._head,
-            attempts=self._attempts(begin),
-            clock=self._clock,
-            server=self._server,
-            count=self._count,
-        )
+        attempts = self._attempts(begin)
+        request = OpenRequest(self, self._opened, offset=begin, end=end, known=self._head, attempts=attempts)
         try:
-            yield _OneRequest(self, opened, self._expected)
+            yield request
         finally:
-            opened.close()
+            request.end()
 
     def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
         self._expected.add(offset, nbytes, data_bytes, check)
@@ -193,10 +186,9 @@ class RemoteFile:
 
     def _open(self) -> tuple[ObjectFacts, bytes]:
         """Return what the server says about the object, and its first bytes."""
-        attempts = self._attempts(0)
-        while True:
-            done, status, failure = 0, None, None
-            began_in, began = self._server.begin(), self._clock()
+
+        def first_bytes() -> tuple[ObjectFacts, bytes]:
+            done, status, began = 0, None, self._clock()
             try:
                 facts, opened = self._remote.open_first(defaults.REMOTE_FIRST_BYTES)
                 head = bytearray(min(defaults.REMOTE_FIRST_BYTES, facts.nbytes))
@@ -209,11 +201,12 @@ class RemoteFile:
                         speed.received(found)
                 return facts, bytes(head[:done])
             except RequestFailedError as error:
-                failure, status = error, error.status
+                status = error.status
+                raise
             finally:
-                self._server.end(began_in, failure)
                 self._count(done, self._clock() - began, status)
-            attempts.failed(failure, 0)
+
+        return self._attempts(0).repeat(first_bytes)
 
     def _attempts(self, offset: int) -> Attempts:
         return Attempts(self.path, offset, sleep=self._sleep, clock=self._clock, server=self._server)
@@ -234,33 +227,24 @@ class RemoteFile:
             self._requests.append(record)
 
 
-class _OneRequest(ForwardingSource):
-    """A file whose reads share one request as long as they are in order, within its range."""
+def remote_access(parallel_requests: int | None = None) -> AccessFacts:
+    """Return the requests that suit most servers; None: as many at once as HTTP gets."""
+    return AccessFacts(
+        request_bytes=defaults.REMOTE_READ_BYTES,
+        gap_bytes=defaults.REMOTE_GAP_BYTES,
+        parallel_requests=parallel_requests or defaults.REMOTE_REQUESTS,
+        first_bytes=defaults.REMOTE_FIRST_BYTES,
+        header_bytes=defaults.REMOTE_HEADER_BYTES,
+        joins_reads=True,
+    )
 
-    def __init__(self, file: RemoteFile, opened: OpenRequest, expected: Expectations) -> None:
-        super().__init__(file)
-        self._opened, self._expected = opened, expected
 
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return self._source.read_at(offset, nbytes)
+def _for_latency(access: AccessFacts, seconds: float) -> AccessFacts:
+    """Return access facts with requests that keep a fast line busy in spite of the latency.
 
-    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        opened = self._opened
-        if direct or offset < opened.position or offset + len(buffer) > opened.end:
-            return self._source.read_into(offset, buffer, direct=direct)
-        before = memoryview(bytearray(self._lead(offset)))
-        first = offset - len(before)
-        opened.skip(first - opened.position)
-        opened.receive(before)
-        opened.receive(buffer)
-
-        def part(start: int, end: int) -> bytes:
-            inside = buffer[max(0, start - offset) : max(0, end - offset)]
-            return bytes(before[max(0, start - first) : max(0, end - first)]) + bytes(inside)
-
-        self._expected.look(first, offset + len(buffer), part)
-        return len(buffer)
-
-    def _lead(self, offset: int) -> int:
-        lead = self._expected.lead(offset)
-        return lead if offset - lead >= self._opened.position else 0
+    While one of n connections waits for its answer, the others transfer n - 1 requests. They last for the latency if
+    each has 1 / (n - 1) of the bytes that the line transfers in that time. Requests do not become smaller.
+    """
+    step = access.request_bytes
+    bytes_per_request = int(seconds * defaults.REMOTE_LINE_BYTES) // max(1, access.parallel_requests - 1)
+    return replace(access, request_bytes=min(max(step, round_up(bytes_per_request, step)), defaults.REMOTE_MOST_BYTES))

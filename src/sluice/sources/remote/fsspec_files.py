@@ -18,9 +18,9 @@ from fsspec.core import url_to_fs
 from sluice import _defaults as defaults
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError, UnsupportedError
 from sluice.records import AccessFacts
-from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
+from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import RemoteEntry, check_relative
+from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import ObjectFacts, RemoteSettings, RequestFailedError
 from sluice.sources.remote_names import without_credentials
@@ -60,7 +60,7 @@ def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
     return FilesystemFile(filesystem, path, without_credentials(url))
 
 
-def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
+def open_directory(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | None:
     """Return the directory at a URL; None if there is a file, or nothing; raises as ``open_source`` does."""
     filesystem, path = _resolved(url, settings or RemoteSettings())
     return _directory(filesystem, path, without_credentials(url))
@@ -71,7 +71,7 @@ def filesystem_source(filesystem: Any, path: str) -> Source:
     return FilesystemFile(filesystem, path, _shown(filesystem, path))
 
 
-def filesystem_directory(filesystem: Any, path: str) -> Directory | None:
+def filesystem_directory(filesystem: Any, path: str) -> RemoteDirectory | None:
     """Return a directory of a file system that the user has made; None if there is a file, or nothing."""
     return _directory(filesystem, path, _shown(filesystem, path))
 
@@ -205,30 +205,6 @@ class _Body:
         return len(data)
 
 
-class _FilesystemDirectory:
-    """A directory of a file system; see ``Directory``."""
-
-    def __init__(self, filesystem: Any, path: str, shown: str) -> None:
-        self._filesystem, self._path, self.path = filesystem, path.rstrip("/"), shown.rstrip("/")
-
-    def entries(self) -> Iterator[DirectoryEntry]:
-        try:
-            listing = self._filesystem.ls(self._path, detail=True)
-        except Exception as error:  # noqa: BLE001  (as above)
-            raise RemoteError(f"the directory cannot be listed: {_failure(error)}", file=self.path) from None
-        for info in listing:
-            name = str(info["name"]).rstrip("/").rpartition("/")[2]
-            if name:
-                yield RemoteEntry(name, _KINDS.get(info.get("type", ""), "special"))
-
-    def open(self, name: str) -> Source:
-        check_relative(name, self.path)
-        return FilesystemFile(self._filesystem, f"{self._path}/{name}", f"{self.path}/{name}")
-
-    def check_inside(self, name: str) -> None:
-        check_relative(name, self.path)
-
-
 def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
     shown = without_credentials(url)
@@ -251,12 +227,30 @@ def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _directory(filesystem: Any, path: str, shown: str) -> Directory | None:
+def _directory(filesystem: Any, path: str, shown: str) -> RemoteDirectory | None:
     try:
         found = filesystem.isdir(path)
     except Exception as error:  # noqa: BLE001  (as above)
         raise RemoteError(str(_failure(error)), file=shown) from None
-    return _FilesystemDirectory(filesystem, path, shown) if found else None
+    if not found:
+        return None
+    path, shown = path.rstrip("/"), shown.rstrip("/")
+
+    def opened(name: str) -> Source:
+        return FilesystemFile(filesystem, f"{path}/{name}", f"{shown}/{name}")
+
+    return RemoteDirectory(shown, lambda: _listing(filesystem, path, shown), opened)
+
+
+def _listing(filesystem: Any, path: str, shown: str) -> Iterator[RemoteEntry]:
+    try:
+        listing = filesystem.ls(path, detail=True)
+    except Exception as error:  # noqa: BLE001  (as above)
+        raise RemoteError(f"the directory cannot be listed: {_failure(error)}", file=shown) from None
+    for info in listing:
+        name = str(info["name"]).rstrip("/").rpartition("/")[2]
+        if name:
+            yield RemoteEntry(name, _KINDS.get(info.get("type", ""), "special"))
 
 
 def _fresh_info(filesystem: Any, path: str) -> dict[str, Any]:

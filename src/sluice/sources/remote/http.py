@@ -11,7 +11,6 @@ import urllib3
 
 from sluice import _defaults as defaults
 from sluice._errors import RemoteError, UnsupportedError
-from sluice.sources.directory import Directory
 from sluice.sources.remote.http_addresses import (
     HttpAddress,
     Network,
@@ -30,7 +29,7 @@ from sluice.sources.remote.http_answers import (
     object_facts,
 )
 from sluice.sources.remote.http_body import HttpBody, discard
-from sluice.sources.remote.http_connections import lend_connections
+from sluice.sources.remote.http_connections import shared_connections
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
 from sluice.sources.remote_names import without_credentials
 
@@ -59,9 +58,9 @@ def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObjec
     return HttpObject(url, settings or RemoteSettings())
 
 
-def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:  # noqa: ARG001  (of all kinds)
+def open_directory(url: str, settings: RemoteSettings | None = None) -> None:  # noqa: ARG001  (of all kinds)
     """Return None: HTTP has no directories."""
-    return None
+    return
 
 
 class HttpObject:
@@ -82,7 +81,8 @@ class HttpObject:
         self._headers = _own_headers(settings.headers, authorization, self.path)
         self._tls = (settings.verify, settings.cert)
         self._timeout = settings.timeout or defaults.REMOTE_TIMEOUT_SECONDS
-        self._connections, self._return = lend_connections(self, self._tls)
+        self._connections = shared_connections(self._tls)
+        self._return = self._connections.lend(self)
 
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
         response, address = self._answer({"Range": f"bytes=0-{nbytes - 1}"})
@@ -171,7 +171,7 @@ class HttpObject:
     def _get(self, address: HttpAddress, wanted: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         own = address.origin == self._first.origin
         if not self._return.alive:  # closed, and read again
-            self._connections, self._return = lend_connections(self, self._tls)
+            self._return = self._connections.lend(self)
         return self._connections.get(
             address,
             {**(self._headers if own else _USER_AGENT), "Accept-Encoding": "identity", **wanted},

@@ -23,7 +23,7 @@ from sluice.sources.remote.http_body import request_failure
 from sluice.sources.remote.http_pools import POOLS, private_address_failure, redirected_from
 from sluice.sources.remote.http_security import tls_context, without_queries_in_logs
 
-__all__ = ["Connections", "lend_connections"]
+__all__ = ["Connections", "shared_connections"]
 
 #: Trusted certificates and the client certificate, as in ``RemoteSettings``.
 Tls: TypeAlias = tuple[bool | str, tuple[str, str | None] | None]
@@ -37,10 +37,11 @@ class Connections:
 
     def __init__(self, tls: Tls) -> None:
         self._tls = tls
+        #: Reentrant: a finalizer may run in the thread that holds it.
         self._lock = threading.RLock()
+        self._borrowers = 0
         self._managers: dict[tuple[str, str | None, Network | None], urllib3.PoolManager] = {}
         self._proxies: dict[tuple[str, str, int], str | None] = {}
-        _EVERY.add(self)
 
     def get(
         self, address: HttpAddress, headers: Mapping[str, str], *, timeout: float, first: Network | None, path: str
@@ -76,12 +77,22 @@ class Connections:
         except (HTTPError, OSError, ValueError) as error:
             raise request_failure(error) from error
 
-    def close(self) -> None:
-        """Close idle connections."""
+    def lend(self, borrower: object) -> weakref.finalize[..., object]:
+        """Return what ends the use by an object, called at the latest when it is collected."""
         with self._lock:
-            managers = list(self._managers.values())
-            self._managers.clear()
-        for manager in managers:
+            self._borrowers += 1
+        finalizer = weakref.finalize(borrower, self._returned)
+        finalizer.atexit = False
+        return finalizer
+
+    def _returned(self) -> None:
+        """Close idle connections after the last use."""
+        with self._lock:
+            self._borrowers -= 1
+            if self._borrowers:
+                return
+            managers, self._managers, self._proxies = self._managers, {}, {}
+        for manager in managers.values():
             for key in manager.pools.keys():  # noqa: SIM118  (it refuses to be iterated)
                 if (pool := manager.pools.get(key)) is not None:
                     pool.close()
@@ -123,45 +134,24 @@ class Connections:
             raise UnsupportedError(problem, file=path, advice=advice) from None
 
 
-def lend_connections(borrower: object, tls: Tls) -> tuple[Connections, weakref.finalize[..., object]]:
-    """Return the shared connections for some settings, and a finalizer that returns them.
-
-    They close when the last borrower has returned them.
-
-    Args:
-        borrower: The object that uses them. They are returned at the latest when it is collected.
-        tls: ``verify`` and ``cert`` of ``RemoteSettings``.
-    """
+def shared_connections(tls: Tls) -> Connections:
+    """Return the connections for ``verify`` and ``cert`` of ``RemoteSettings``."""
     with _shared_lock:
-        connections, borrowers = _SHARED.get(tls) or (Connections(tls), 0)
-        _SHARED[tls] = connections, borrowers + 1
-    finalizer = weakref.finalize(borrower, _return_connections, connections, tls)
-    finalizer.atexit = False
-    return connections, finalizer
-
-
-def _return_connections(connections: Connections, tls: Tls) -> None:
-    with _shared_lock:
-        shared, borrowers = _SHARED.get(tls, (None, 0))
-        if shared is connections and borrowers > 1:
-            _SHARED[tls] = connections, borrowers - 1
-            return
-        if shared is connections:
-            del _SHARED[tls]
-    connections.close()
+        connections = _SHARED.get(tls)
+        if connections is None:
+            connections = _SHARED[tls] = Connections(tls)
+        return connections
 
 
 def _after_fork() -> None:
     global _shared_lock  # noqa: PLW0603  (a thread of the parent process may hold it)
-    _shared_lock = threading.RLock()
-    for connections in list(_EVERY):
+    _shared_lock = threading.Lock()
+    for connections in list(_SHARED.values()):
         connections.start_anew()
 
 
-#: Reentrant: a finalizer may run in the thread that holds it.
-_shared_lock = threading.RLock()
-_SHARED: dict[Tls, tuple[Connections, int]] = {}
-_EVERY: weakref.WeakSet[Connections] = weakref.WeakSet()
+_shared_lock = threading.Lock()
+_SHARED: weakref.WeakValueDictionary[Tls, Connections] = weakref.WeakValueDictionary()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 

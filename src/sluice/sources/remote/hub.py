@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, cast
 from urllib.parse import quote, unquote
@@ -23,11 +23,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._errors import MissingFileError, RemoteError, UnsupportedError
-from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
+from sluice.sources.directory import EntryKind
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from sluice.sources.remote import http
-from sluice.sources.remote.directory import RemoteEntry, check_relative
+from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http_answers import Answer, check_status
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
@@ -100,13 +100,13 @@ def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
     return _Commit.of(address, settings or RemoteSettings()).open(address.path)
 
 
-def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
+def open_directory(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | None:
     """Return a model or a directory in it; None if the address names a file, or nothing; raises as ``open_source``."""
     address = parse_address(url)
     return None if address.path.endswith(_FILES) else _Commit.of(address, settings or RemoteSettings()).directory()
 
 
-def open_place(url: str, settings: RemoteSettings | None = None) -> Directory | Source:
+def open_place(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | Source:
     """Return a model, a directory in it or a file, all of one commit; raises as ``open_source``."""
     address = parse_address(url)
     commit = _Commit.of(address, settings or RemoteSettings())
@@ -164,10 +164,17 @@ class _Commit:
         names = [os.path.relpath(path, folder).replace(os.sep, "/") for path in found]
         return cls(address, settings, os.path.basename(folder), names, _Cached(folder=folder, why=why))
 
-    def directory(self) -> Directory | None:
+    def directory(self) -> RemoteDirectory | None:
         """Return the directory at the address; None if that is a file, or nothing."""
         prefix = f"{self.address.path}/" if self.address.path else ""
-        return _HubDirectory(self, prefix) if any(name.startswith(prefix) for name in self.names) else None
+        kinds: dict[str, EntryKind] = {}
+        for name in self.names:
+            if name.startswith(prefix):
+                first, slash, _ = name.removeprefix(prefix).partition("/")
+                kinds[first] = "directory" if slash else "file"
+        entries = tuple(RemoteEntry(name, kind) for name, kind in kinds.items())
+        path = str(self.address)
+        return RemoteDirectory(path, lambda: entries, lambda name: self.open(prefix + name)) if entries else None
 
     def open(self, path: str) -> Source:
         """Return a file.
@@ -210,32 +217,6 @@ class _CachedFile(LocalFile):
         self.note = note
 
 
-class _HubDirectory:
-    """A directory of a commit; see ``Directory``."""
-
-    def __init__(self, commit: _Commit, prefix: str) -> None:
-        self._commit, self._prefix = commit, prefix
-
-    @property
-    def path(self) -> str:
-        return str(self._commit.address)
-
-    def entries(self) -> Iterator[DirectoryEntry]:
-        below = [name.removeprefix(self._prefix) for name in self._commit.names if name.startswith(self._prefix)]
-        kinds: dict[str, EntryKind] = {}
-        for name in below:
-            first, slash, _ = name.partition("/")
-            kinds[first] = "directory" if slash else "file"
-        yield from (RemoteEntry(name, kind) for name, kind in kinds.items())
-
-    def open(self, name: str) -> Source:
-        check_relative(name, self.path)
-        return self._commit.open(self._prefix + name)
-
-    def check_inside(self, name: str) -> None:
-        check_relative(name, self.path)
-
-
 _LOGIN = "A private or gated model needs a token: `hf auth login`, or the variable HF_TOKEN."
 
 
@@ -265,18 +246,9 @@ def _model_info(address: HubAddress, settings: RemoteSettings) -> Mapping[str, A
     """
     url = f"{_endpoint()}/api/models/{address.repository}/revision/{quote(address.revision, safe='')}"
     hub = http.HttpObject(url, _with_token(settings), shown=str(address))
-    server = server_of(url)
-    attempts = Attempts(str(address), None, sleep=wait, clock=time.monotonic, server=server)
+    attempts = Attempts(str(address), None, sleep=wait, clock=time.monotonic, server=server_of(url))
     try:
-        while True:
-            failure, began_in = None, server.begin()
-            try:
-                return _information(address, *hub.document(_MOST_INFORMATION_BYTES))
-            except RequestFailedError as error:
-                failure = error
-            finally:
-                server.end(began_in, failure)
-            attempts.failed(failure, 0)
+        return attempts.repeat(lambda: _information(address, *hub.document(_MOST_INFORMATION_BYTES)))
     finally:
         hub.close()
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from sluice._errors import MissingFileError, RemoteError, UnsupportedError
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import SiblingFiles, TunedDirectory, below
+from sluice.sources.remote.directory import RemoteDirectory, SiblingFiles, below
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote, is_obstore
 from sluice.sources.remote_names import is_chained
@@ -31,9 +31,6 @@ _TRANSPORTS = {
     **dict.fromkeys(("s3", "s3a", "gs", "az", "azure", "abfs", "abfss"), "stores"),
     "hf": "hub",
 }
-
-#: Transports whose directories share a client or a revision between their files.
-_PINNED = ("stores", "hub")
 
 #: Extra that brings the library of a transport, and the library.
 _EXTRAS = {
@@ -80,17 +77,15 @@ def open_remote_place(where: str | Remote) -> Directory | Source:
     if remote.store is not None or not hasattr(transport, "open_place"):
         return open_remote_directory(remote) or open_remote(remote)
     place = transport.open_place(remote.url, remote.settings)
-    if hasattr(place, "entries"):
+    if isinstance(place, RemoteDirectory):
         return cast("Directory", _tuned_directory(place, remote))
     return _tuned(cast("Source", place), remote)
 
 
-def _tuned_directory(directory: Directory | None, remote: Remote) -> Directory | None:
+def _tuned_directory(directory: RemoteDirectory | None, remote: Remote) -> Directory | None:
     if directory is None and _transport(remote) == "http" and remote.address.endswith("/"):
         return SiblingFiles(remote, open_remote)
-    if directory is None:
-        return None
-    return TunedDirectory(directory, lambda source, name: _tuned(source, below(remote, name)))
+    return directory and directory.tuned(lambda source, name: _tuned(source, below(remote, name)))
 
 
 def remote_parent(where: str | Remote) -> tuple[Directory, str]:
@@ -103,12 +98,13 @@ def remote_parent(where: str | Remote) -> tuple[Directory, str]:
     """
     remote = _remote(where)
     parent = SiblingFiles(remote, open_remote)
-    if _transport(remote) in _PINNED:
-        # One client, or one revision, for all files. Reading a file does not imply the permission to list.
-        with suppress(RemoteError, MissingFileError):
-            directory = open_remote_directory(parent.location)
-            if directory is not None:
-                return directory, parent.name
+    transport = _transport(remote)
+    # One client, or one revision, for all files. The revision is that of all files or of none; an object of a store may
+    # be read without the permission to list.
+    with suppress(*((RemoteError, MissingFileError) if transport == "stores" else ())):
+        directory = open_remote_directory(parent.location) if transport in ("stores", "hub") else None
+        if directory is not None:
+            return directory, parent.name
     return parent, parent.name
 
 
@@ -127,7 +123,7 @@ def _source(remote: Remote) -> Source:
     return RemoteFile(transport.open_object(remote.url, remote.settings))
 
 
-def _directory(remote: Remote) -> Directory | None:
+def _directory(remote: Remote) -> RemoteDirectory | None:
     transport = _module(remote)
     if remote.store is None:
         found = transport.open_directory(remote.url, remote.settings)
@@ -135,7 +131,7 @@ def _directory(remote: Remote) -> Directory | None:
         found = transport.stored_directory(remote.store, remote.url)
     else:
         found = transport.filesystem_directory(remote.store, remote.url)
-    return cast("Directory | None", found)
+    return cast("RemoteDirectory | None", found)
 
 
 def _tuned(source: Source, remote: Remote) -> Source:

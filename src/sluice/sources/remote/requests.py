@@ -1,64 +1,89 @@
-"""A range of a remote object that is received in order, by one request unless bodies end early."""
+"""A range of a remote file that is received in order, by one request unless bodies end early."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from msgspec import Struct
+
+from sluice.sources.forwarding import ForwardingSource
+from sluice.sources.protocol import Source
+from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
 from sluice.sources.remote.servers import Server
 
-__all__ = ["OpenRequest"]
+__all__ = ["OpenRequest", "OpenedObject"]
 
 #: Bytes of the memory for parts of a range that are dropped.
 _SKIPPED_BYTES = 64 << 10
 
 
-class OpenRequest:
-    """A range that is being received. It belongs to one thread, which closes it.
+class OpenedObject(Struct, frozen=True, kw_only=True):
+    """What the requests for one opened object share."""
 
-    The request is made when the first byte is needed that is not known from the opening of the object.
+    #: The object.
+    remote: RemoteObject
+    #: Its opened version.
+    facts: ObjectFacts
+    #: The server, which permits requests.
+    server: Server
+    #: Ranges that are checked together with the data after them.
+    expected: Expectations
+    #: Seconds.
+    clock: Callable[[], float]
+    #: Called after each request with the bytes that it brought, its seconds, and its status if known.
+    count: Callable[[int, float, int | None], None]
 
-    Attributes:
-        position: The next byte, as an offset in the object.
-        end: First byte after the range.
+
+class OpenRequest(ForwardingSource):
+    """A remote file whose reads share one request as long as they are in order, within its range; see ``Source``.
+
+    It belongs to one thread. The request is made when the first byte is needed that is not known from the opening.
     """
 
     def __init__(
-        self,
-        remote: RemoteObject,
-        facts: ObjectFacts,
-        *,
-        offset: int,
-        end: int,
-        known: bytes,
-        attempts: Attempts,
-        clock: Callable[[], float],
-        server: Server,
-        count: Callable[[int, float, int | None], None],
+        self, file: Source, opened: OpenedObject, *, offset: int, end: int, known: bytes, attempts: Attempts
     ) -> None:
         """Request nothing yet.
 
         Args:
-            remote: The object.
-            facts: Its opened version.
+            file: The file, for all other reads.
+            opened: The object.
             offset: First byte of the range.
             end: First byte after it.
             known: The first bytes of the object.
             attempts: What decides about failures.
-            clock: Seconds.
-            server: The server of the object, which permits requests.
-            count: Called after each request with the bytes that it brought, its seconds, and its status if known.
         """
-        self._remote, self._facts, self._known = remote, facts, known
-        self._attempts, self._clock, self._server, self._count = attempts, clock, server, count
-        self.position, self.end = offset, end
-        self._opened: ExitStack | None = None
+        super().__init__(file)
+        self._opened, self._known, self._attempts = opened, known, attempts
+        self._position, self._end = offset, end
+        self._response: ExitStack | None = None
         self._body: Body | None = None
-        self._speed = Speed(clock)
+        self._speed = Speed(opened.clock)
         self._received = self._round = 0
         self._began = 0.0
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return self._source.read_at(offset, nbytes)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if direct or offset < self._position or offset + len(buffer) > self._end:
+            return self._source.read_into(offset, buffer, direct=direct)
+        lead = self._opened.expected.lead(offset)
+        before = memoryview(bytearray(lead if offset - lead >= self._position else 0))
+        first = offset - len(before)
+        self._skip(first - self._position)
+        self.receive(before)
+        self.receive(buffer)
+
+        def part(start: int, end: int) -> bytes:
+            inside = buffer[max(0, start - offset) : max(0, end - offset)]
+            return bytes(before[max(0, start - first) : max(0, end - first)]) + bytes(inside)
+
+        self._opened.expected.look(first, offset + len(buffer), part)
+        return len(buffer)
 
     def receive(self, buffer: memoryview) -> None:
         """Fill a buffer with the next bytes, which are inside of the range.
@@ -67,9 +92,9 @@ class OpenRequest:
             RemoteError: The server does not answer, or fails too often.
             SourceChangedError: The object is no longer the one of the opened version.
         """
-        known = self._known[self.position : self.position + len(buffer)]
+        known = self._known[self._position : self._position + len(buffer)]
         buffer[: len(known)] = known
-        self.position += len(known)
+        self._position += len(known)
         done = len(known)
         self._speed.resume()
         while done < len(buffer):
@@ -77,48 +102,43 @@ class OpenRequest:
                 found = self._some(buffer[done:])
             except RequestFailedError as error:
                 received = self._received
-                self._end_request(error)
+                self.end(error)
                 self._attempts.failed(error, received)
                 continue
             done += found
-            self.position += found
+            self._position += found
 
-    def skip(self, nbytes: int) -> None:
-        """Receive bytes that are not needed."""
+    def end(self, error: RequestFailedError | None = None) -> None:
+        """End the request; its connection is used again if everything was received."""
+        response, received = self._response, self._received
+        status = error.status if error else getattr(self._body, "status", None)
+        if response is None:
+            return
+        self._response = self._body = None
+        self._received = 0
+        try:
+            response.__exit__(type(error) if error else None, error, None)
+        finally:
+            self._opened.server.end(self._round, error)
+            self._opened.count(received, self._opened.clock() - self._began, status)
+
+    def _skip(self, nbytes: int) -> None:
         if nbytes:
             scratch = memoryview(bytearray(min(nbytes, _SKIPPED_BYTES)))
             for start in range(0, nbytes, _SKIPPED_BYTES):
                 self.receive(scratch[: nbytes - start])
 
-    def close(self) -> None:
-        """End the request; its connection is used again if everything was received."""
-        self._end_request(None)
-
     def _some(self, buffer: memoryview) -> int:
         """Receive some bytes, at least one."""
         if self._body is None:
-            self._round = self._server.begin()
-            self._opened, self._received, self._speed = ExitStack(), 0, Speed(self._clock)
-            self._began = self._clock()
-            self._body = self._opened.enter_context(
-                self._remote.open_range(self.position, self.end - self.position, self._facts)
-            )
+            self._round = self._opened.server.begin()
+            self._response, self._received, self._speed = ExitStack(), 0, Speed(self._opened.clock)
+            self._began = self._opened.clock()
+            request = self._opened.remote.open_range(self._position, self._end - self._position, self._opened.facts)
+            self._body = self._response.enter_context(request)
         found = self._body.readinto(buffer)
         if not found:
-            raise RequestFailedError("the answer ended too early", temporary=True)
+            raise RequestFailedError("the response ended too early", temporary=True)
         self._received += found
         self._speed.received(found)
         return found
-
-    def _end_request(self, error: RequestFailedError | None) -> None:
-        opened, received = self._opened, self._received
-        status = error.status if error else getattr(self._body, "status", None)
-        if opened is None:
-            return
-        self._opened = self._body = None
-        self._received = 0
-        try:
-            opened.__exit__(type(error) if error else None, error, None)
-        finally:
-            self._server.end(self._round, error)
-            self._count(received, self._clock() - self._began, status)

@@ -1,10 +1,11 @@
-"""When a failed request is repeated, after which pause, and when it is given up; and which answers are too slow."""
+"""Retry policy: which failures, pauses and limits; and which responses are too slow."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from sluice import _defaults as defaults
 from sluice._errors import RemoteError
@@ -14,6 +15,8 @@ from sluice.sources.remote.protocol import RequestFailedError, WrongAnswerError
 from sluice.sources.remote.servers import Server
 
 __all__ = ["Attempts", "Speed", "TooSlowError", "pause_seconds", "wait"]
+
+_Response = TypeVar("_Response")
 
 #: Doublings of the pause after which it is at its limit in any case.
 _DOUBLINGS = 16
@@ -77,11 +80,27 @@ class Attempts:
         *,
         sleep: Callable[[float], None],
         clock: Callable[[], float],
-        server: Server | None = None,
+        server: Server,
     ) -> None:
         self._path, self._offset, self._sleep, self._clock, self._server = path, offset, sleep, clock, server
         self._began = self._last = clock()
         self._failures = self._in_a_row = self._wrong = 0
+
+    def repeat(self, request: Callable[[], _Response]) -> _Response:
+        """Make a request until it succeeds; what it brings otherwise is of no use.
+
+        Raises:
+            RemoteError: It failed too often.
+        """
+        while True:
+            failure, began_in = None, self._server.begin()
+            try:
+                return request()
+            except RequestFailedError as error:
+                failure = error
+            finally:
+                self._server.end(began_in, failure)
+            self.failed(failure, 0)
 
     def failed(self, error: RequestFailedError, received: int) -> None:
         """Wait before the next attempt.
@@ -107,7 +126,7 @@ class Attempts:
         self._sleep(min(pause, left))
 
     def _patience(self, error: RequestFailedError) -> float:
-        unknown = error.unreached and self._server is not None and not self._server.reached
+        unknown = error.unreached and not self._server.reached
         return defaults.REMOTE_UNREACHED_SECONDS if unknown else defaults.REMOTE_PATIENCE_SECONDS
 
     def _given_up(self, error: RequestFailedError, now: float) -> RemoteError:

@@ -12,11 +12,10 @@ from typing import Any, Self
 
 from sluice import _defaults as defaults
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError
-from sluice.records import AccessFacts
-from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
+from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import RemoteEntry, check_relative
-from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
+from sluice.sources.remote.file import RemoteFile, remote_access
 from sluice.sources.remote.protocol import (
     ObjectFacts,
     RemoteObject,
@@ -29,7 +28,6 @@ from sluice.sources.remote.store_errors import is_outside, translated
 from sluice.sources.remote_names import names_a_file
 
 __all__ = [
-    "StoreDirectory",
     "StoredObject",
     "open_directory",
     "open_object",
@@ -60,7 +58,7 @@ def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
     return _source(open_object(url, settings))
 
 
-def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
+def open_directory(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | None:
     """Return the objects with a prefix as a directory; None if there are none, or if the address is that of a file.
 
     A last part with the suffix of a file is a file without a request; an address that ends with a slash never is.
@@ -87,21 +85,13 @@ def stored_source(store: Any, key: str) -> Source:
     return _source(StoredObject(store, key, root_of(store)))
 
 
-def stored_directory(store: Any, prefix: str) -> Directory | None:
+def stored_directory(store: Any, prefix: str) -> RemoteDirectory | None:
     """Return a prefix of a store that the user has made with obstore, as ``open_directory`` does."""
     return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store), lister=store)
 
 
 def _source(remote: RemoteObject) -> RemoteFile:
-    access = AccessFacts(
-        request_bytes=defaults.REMOTE_READ_BYTES,
-        gap_bytes=defaults.REMOTE_GAP_BYTES,
-        parallel_requests=defaults.STORE_REQUESTS,
-        first_bytes=defaults.REMOTE_FIRST_BYTES,
-        header_bytes=defaults.REMOTE_HEADER_BYTES,
-        joins_reads=True,
-    )
-    return RemoteFile(remote, access=access)
+    return RemoteFile(remote, access=remote_access(defaults.STORE_REQUESTS))
 
 
 class StoredObject:
@@ -172,32 +162,6 @@ class StoredObject:
             raise WrongAnswerError("the store answered with another range than requested")
 
 
-class StoreDirectory:
-    """The objects with one prefix; see ``Directory``."""
-
-    def __init__(self, store: Any, prefix: str, root: str, entries: tuple[DirectoryEntry, ...]) -> None:
-        """Keep the client and the listing.
-
-        Args:
-            store: A client of obstore.
-            prefix: Empty, or a prefix that ends with a slash.
-            root: Address of the store without credentials, with a slash at the end.
-            entries: The listing.
-        """
-        self._store, self._prefix, self._root, self._entries = store, prefix, root, entries
-        self.path = shown(root, prefix)
-
-    def entries(self) -> Iterator[DirectoryEntry]:
-        return iter(self._entries)
-
-    def open(self, name: str) -> Source:
-        self.check_inside(name)
-        return _source(StoredObject(self._store, self._prefix + name, self._root))
-
-    def check_inside(self, name: str) -> None:
-        check_relative(name, self.path)
-
-
 class _EmptyObjectError(Exception):
     """The object has no bytes; a signal inside this module."""
 
@@ -250,14 +214,17 @@ def _signals(library: Any) -> tuple[type[Exception], ...]:
     return (library.exceptions.BaseError, OSError, NotImplementedError, ValueError)
 
 
-def _listed(store: Any, key: str, root: str, *, lister: Any) -> StoreDirectory | None:
+def _listed(store: Any, key: str, root: str, *, lister: Any) -> RemoteDirectory | None:
     prefix = f"{key.strip('/')}/" if key.strip("/") else ""
     listing = _listing(lister, prefix, shown(root, prefix))
     names: dict[str, EntryKind] = {meta["path"].removeprefix(prefix): "file" for meta in listing["objects"]}
     names |= {path.rstrip("/").removeprefix(prefix): "directory" for path in listing["common_prefixes"]}
     # Some tools make an empty object with the name of the prefix.
     entries = tuple(RemoteEntry(name, kind) for name, kind in names.items() if name and "/" not in name)
-    return StoreDirectory(store, prefix, root, entries) if entries else None
+    if not entries:
+        return None
+    opened = lambda name: _source(StoredObject(store, prefix + name, root))  # noqa: E731
+    return RemoteDirectory(shown(root, prefix), lambda: entries, opened)
 
 
 def _listing(lister: Any, prefix: str, path: str) -> Any:

@@ -85,11 +85,10 @@ class DirectWrites:
         write_all(self._descriptor, reached, view[reached - offset : last - offset])
         self._keep(last, view[last - offset :])
 
-    def settle(self, first: int = 0, end: int | None = None) -> None:
-        """Write all collected bytes if any of them lie between two positions in the file."""
+    def settle(self) -> None:
+        """Write all collected bytes."""
         with self._lock:
-            if any(at + len(data) > first and (end is None or at < end) for at, data in self._small):
-                self._write_small()
+            self._write_small()
 
     def close(self) -> None:
         """Close the second descriptor; collected bytes are discarded."""

@@ -103,16 +103,6 @@ class NewFile:
             else:
                 write_all(self._descriptor, offset, view)
 
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Return up to ``nbytes`` bytes that were written before."""
-        with saving(self.path):
-            if self._direct is not None:
-                self._direct.settle(offset, offset + nbytes)
-            data = os.pread(self._descriptor, nbytes, offset)
-            if not data:
-                raise OSError(errno.EIO, "written bytes could not be read back")
-            return data
-
     def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
         """Make the content durable, under the current name.
 

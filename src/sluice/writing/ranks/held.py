@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 import torch
 
 from sluice._errors import SaveError
-from sluice.dtensors.description import UndescribedError, is_dtensor, local_of, region_held, sharding_of
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, sharding_of
 from sluice.sharding.regions import Region
 from sluice.writing.aliases import stored_once
 from sluice.writing.items import finished_dtype, refuse_unsupported

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,15 +10,14 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from sluice.dtensors.description import local_of
+from sluice.sharding.dtensors import local_of
 from sluice.writing.chunks import Staging
-from sluice.writing.dcp_metadata import ItemPlace, pickle_metadata
-from sluice.writing.distributed_directory import write_distributed_directory
 from sluice.writing.durable.shared_file import SharedFile
+from sluice.writing.ranks.dcp_metadata import pickle_metadata
+from sluice.writing.ranks.distributed_directory import write_distributed_directory
 from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.ranks.group import LEAD, RankGroup
-from sluice.writing.ranks.items import ItemLayout, OwnChunk, chunk_writer, lay_out_items
-from sluice.writing.ranks.shared_writes import check_equal
+from sluice.writing.ranks.items import ItemLayout, OwnChunk, chunk_writer
 from sluice.writing.torch_zip import TorchZipWriter
 from sluice.writing.write_queue import WriteQueue, write_queue
 
@@ -33,12 +31,14 @@ class ItemFiles(Struct, frozen=True, kw_only=True):
     group: RankGroup
     #: The tensors of all ranks, by flat name.
     tensors: Mapping[str, DividedTensor]
+    #: The places of all items; the same on every rank.
+    layout: ItemLayout
     #: Tensors of this rank, by flat name: DTensors or plain ones.
     held: Mapping[str, torch.Tensor]
-    #: Items of the values, by flat name; the same on every rank.
+    #: Items of the values of this rank, by flat name.
     values: Mapping[str, bytes]
     #: Path of each item in the saved object.
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, Sequence[str | int]]
     #: Buffers of this rank.
     staging: Staging
     #: Called with the bytes of each written piece.
@@ -46,52 +46,35 @@ class ItemFiles(Struct, frozen=True, kw_only=True):
 
     def write(self, directory: Path, *, overwrite: bool) -> list[Path]:
         """Write the checkpoint; return its files on the lead."""
-        layout = lay_out_items(self.tensors, self.values)
         if self.group.position != LEAD:
-            self._write_all(layout, {})
+            self._write_all({})
             return []
 
-        def write(names: Mapping[int, str], hidden: Mapping[int, str]) -> bytearray:
-            self._write_all(layout, hidden)
-            values = {
-                name: ItemPlace(file=names[LEAD], offset=offset, nbytes=len(self.values[name]))
-                for name, offset in layout.values.items()
-            }
-            return pickle_metadata(layout.tensors(self.tensors, names), values, self.paths)
+        def write(names: Mapping[int, str], hidden: Mapping[int, str]) -> bytes:
+            self._write_all(hidden)
+            return pickle_metadata(self.tensors, self.layout, self.paths, names)
 
-        return write_distributed_directory(directory, layout.sizes, overwrite=overwrite, write=write)
+        return write_distributed_directory(directory, self.layout.sizes, overwrite=overwrite, write=write)
 
-    def _write_all(self, layout: ItemLayout, hidden: Mapping[int, str]) -> None:
-        """Have every rank write its file.
-
-        Args:
-            layout: The layout.
-            hidden: Path of the file of each rank; empty but for the lead.
-        """
-        digest = hashlib.sha256(msgspec.json.encode((layout.sizes, self.paths)))
-        for name, item in self.values.items():
-            digest.update(name.encode())
-            digest.update(item)
-        created = self.group.exchange(lambda: msgspec.json.encode((hidden, digest.hexdigest())))
-        everywhere, digests = zip(
-            *(msgspec.json.decode(each, type=tuple[dict[int, str], str]) for each in created), strict=True
-        )
-        paths = everywhere[LEAD]
+    def _write_all(self, hidden: Mapping[int, str]) -> None:
+        """Have every rank write its file; ``hidden`` are the paths of all files, on the lead."""
+        created = self.group.exchange(lambda: msgspec.json.encode(hidden))
+        paths = msgspec.json.decode(created[LEAD], type=dict[int, str])
         self.group.hidden.extend(paths.values())
-        check_equal(digests, "have different values in the object")
-        self.group.exchange(partial(self._write, layout, paths.get(self.group.position)))
+        self.group.exchange(partial(self._write, paths.get(self.group.position)))
 
-    def _write(self, layout: ItemLayout, path: str | None) -> bytes:
+    def _write(self, path: str | None) -> bytes:
         if path is None:
             return b""
         rank = self.group.position
+        nbytes = self.layout.sizes[rank]
         with SharedFile(path) as file:
-            file.reserve(layout.sizes[rank], self.staging.pool)
-            if rank == LEAD:
-                for name, offset in layout.values.items():
-                    file.write_at(offset, self.values[name])
-            with write_queue(layout.sizes[rank], self.staging, self.wrote) as queue:
-                items = [self._write_chunk(file, queue, chunk) for chunk in layout.chunks.get(rank, ())]
+            file.reserve(nbytes, self.staging.pool)
+            for name, place in self.layout.values.items():
+                if place.rank == rank:
+                    file.write_at(place.offset, self.values[name])
+            with write_queue(nbytes, self.staging, self.wrote) as queue:
+                items = [self._write_chunk(file, queue, chunk) for chunk in self.layout.chunks.get(rank, ())]
             for item, writer in items:
                 writer.finish(item)
             file.seal()

@@ -1,8 +1,9 @@
 """The items of a distributed checkpoint: which chunks and values each rank stores, and where in its file.
 
 An item is a ``torch.save`` file of one chunk or of one value. The region of a rank is one chunk for each of its boxes,
-because a chunk is contiguous in the tensor. Values that are not tensors are the same on every rank; the lead stores
-them. All sizes are known beforehand, so that every rank knows the places of all items. Tensors are described, not held.
+because a chunk is contiguous in the tensor. A value that is not a tensor is the same on every rank that has it; the
+first of them stores it. All sizes are known beforehand, so that every rank knows the places of all items. Tensors are
+described, not held.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from msgspec import Struct
@@ -17,15 +19,14 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice._geometry import contiguous_stride, round_up
-from sluice.writing.dcp_metadata import ItemPlace, StoredChunk, StoredTensor
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.ranks.division import Box, DividedTensor, boxes
 from sluice.writing.ranks.group import LEAD
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_tensors import Geometry, dense
 from sluice.writing.torch_zip import TorchZipWriter
 
-__all__ = ["ItemLayout", "OwnChunk", "chunk_writer", "flatten", "lay_out_items", "value_item"]
+__all__ = ["ItemLayout", "OwnChunk", "RankItem", "chunk_writer", "flatten", "lay_out_items", "value_item"]
 
 _Path = tuple[str | int, ...]
 
@@ -44,6 +45,17 @@ class OwnChunk(Struct, frozen=True, kw_only=True):
     offset: int
 
 
+class RankItem(NamedTuple):
+    """Where an item is stored."""
+
+    #: The rank that writes the file.
+    rank: int
+    #: First byte of the item in the file.
+    offset: int
+    #: Size of the item, in bytes.
+    nbytes: int
+
+
 class ItemLayout(Struct, frozen=True, kw_only=True):
     """The items of all ranks."""
 
@@ -51,57 +63,39 @@ class ItemLayout(Struct, frozen=True, kw_only=True):
     sizes: dict[int, int]
     #: Chunks of each rank.
     chunks: dict[int, list[OwnChunk]]
-    #: First byte of each value in the file of the lead.
-    values: dict[str, int]
-    #: Start and shape of each chunk of a tensor, its rank, and first byte and size of its item.
-    stored: dict[str, list[tuple[Box, int, int, int]]]
-
-    def tensors(self, tensors: Mapping[str, DividedTensor], names: Mapping[int, str]) -> dict[str, StoredTensor]:
-        """Return the tensors for the metadata; ``names`` are the files of ranks."""
-        return {
-            name: StoredTensor(
-                dtype=tensors[name].dtype,
-                shape=tensors[name].shape,
-                chunks=tuple(
-                    StoredChunk(
-                        start=start, shape=shape, place=ItemPlace(file=names[rank], offset=offset, nbytes=nbytes)
-                    )
-                    for (start, shape), rank, offset, nbytes in chunks
-                ),
-            )
-            for name, chunks in self.stored.items()
-        }
+    #: Place of each value.
+    values: dict[str, RankItem]
+    #: Start and shape of each chunk of a tensor, and its place.
+    stored: dict[str, list[tuple[Box, RankItem]]]
 
 
-def lay_out_items(tensors: Mapping[str, DividedTensor], values: Mapping[str, bytes]) -> ItemLayout:
+def lay_out_items(tensors: Mapping[str, DividedTensor], values: Mapping[str, tuple[int, int]]) -> ItemLayout:
     """Return the place of each item.
 
     Args:
         tensors: The tensors of all ranks.
-        values: Items of the values.
+        values: The rank that stores each value, and the size of its item in bytes.
     """
     layout = ItemLayout(sizes={}, chunks={}, values={}, stored={name: [] for name in tensors})
 
-    def take(rank: int, nbytes: int) -> int:
+    def take(rank: int, nbytes: int) -> RankItem:
         offset = round_up(layout.sizes.get(rank, 0), _ALIGNMENT_BYTES)
         layout.sizes[rank] = offset + nbytes
-        return offset
+        return RankItem(rank, offset, nbytes)
 
-    for name, item in values.items():
-        layout.values[name] = take(LEAD, len(item))
+    for name, (rank, nbytes) in values.items():
+        layout.values[name] = take(rank, nbytes)
     for name, tensor in tensors.items():
-        for region, rank in zip(tensor.regions, tensor.writers, strict=True):
-            for box, own in zip(boxes(region), boxes(_local(region)), strict=True):
-                nbytes = _item_bytes(tensor.dtype, box[1])
-                offset = take(rank, nbytes)
-                layout.chunks.setdefault(rank, []).append(OwnChunk(name=name, box=own, offset=offset))
-                layout.stored[name].append((box, rank, offset, nbytes))
-        if not tensor.regions:  # readers expect an item of every tensor
-            box = (0,) * len(tensor.shape), tensor.shape
-            nbytes = _item_bytes(tensor.dtype, tensor.shape)
-            offset = take(LEAD, nbytes)
-            layout.chunks.setdefault(LEAD, []).append(OwnChunk(name=name, box=box, offset=offset))
-            layout.stored[name].append((box, LEAD, offset, nbytes))
+        parts = [
+            (rank, box, own)
+            for region, rank in zip(tensor.regions, tensor.writers, strict=True)
+            for box, own in zip(boxes(region), boxes(_local(region)), strict=True)
+        ]
+        whole = (0,) * len(tensor.shape), tensor.shape
+        for rank, box, own in parts or [(LEAD, whole, whole)]:  # readers expect an item of every tensor
+            place = take(rank, _item_bytes(tensor.dtype, box[1]))
+            layout.chunks.setdefault(rank, []).append(OwnChunk(name=name, box=own, offset=place.offset))
+            layout.stored[name].append((box, place))
     return layout
 
 
@@ -129,7 +123,7 @@ def _chunk_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
         storage=0, elements=prod(shape), dtype=dtype, start=0, shape=shape, stride=contiguous_stride(shape)
     )
     walked = walk_object(chunk, lambda _: {})
-    return bytes(pickle_object(chunk, walked, [Described(content=geometry)]))
+    return bytes(pickle_object(chunk, walked, [dense(geometry)]))
 
 
 @lru_cache(maxsize=4096)

@@ -9,13 +9,15 @@ A rank that fails in any step fails the save on every rank, and what existed is 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -40,14 +42,15 @@ from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties
 from sluice.writing.ranks.group import LEAD, AgreedSave, Alone, RankGroup, together
 from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.item_files import ItemFiles
-from sluice.writing.ranks.items import flatten, value_item
-from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal
-from sluice.writing.ranks.torch_object import outline_object, pickle_outlined, storage_sizes
+from sluice.writing.ranks.items import flatten, lay_out_items, value_item
+from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal, disagreement
+from sluice.writing.ranks.torch_object import outline_object, pickle_merged, pickle_outlined, storage_sizes
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
-from sluice.writing.save import SavedFiles, SaveJob, counting, header_metadata
 from sluice.writing.save_formats import SaveFormat
+from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import lay_out_shards, write_model_directory
 from sluice.writing.torch_zip import TorchZipWriter
+from sluice.writing.uploads import UploadedFile
 
 __all__ = ["save_by_ranks"]
 
@@ -63,6 +66,10 @@ class _Contribution(Struct, frozen=True, kw_only=True):
     arguments: dict[str, str]
     #: Its tensors, by name.
     held: dict[str, HeldTensor]
+    #: Digest and size in bytes of the item of each of its other values, by flat name.
+    values: dict[str, tuple[str, int]] = {}
+    #: Path of each tensor and value in its object, by flat name.
+    paths: dict[str, list[str | int]] = {}
 
 
 class _Division(Struct, frozen=True, kw_only=True):
@@ -76,13 +83,22 @@ class _Division(Struct, frozen=True, kw_only=True):
     ties: dict[str, str]
     #: Bytes that each rank writes.
     written: tuple[int, ...]
+    #: The messages of all ranks.
+    ranks: list[_Contribution]
 
     def outlines(self) -> dict[str, TensorOutline]:
         """Return dtype and shape of each stored tensor."""
         return {name: TensorOutline(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
 
-    def saved(self, files: list[Path], tensors: int) -> SavedFiles:
-        return SavedFiles(files=files, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
+    @property
+    def destination(self) -> Path:
+        assert isinstance(self.job.destination, Path)  # ranks save to file systems
+        return self.job.destination
+
+    def saved(self, files: Iterable[Path], tensors: int) -> SavedFiles:
+        """Return what was written; the sizes of the files are not known yet."""
+        sizes = {str(file): 0 for file in files}
+        return SavedFiles(files=sizes, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
 
 
 def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
@@ -122,56 +138,76 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
 
     def work() -> bytes:
         saved.append(_WRITERS[save_format](job, state, group))
-        return msgspec.json.encode([str(file) for file in saved[0].files])
+        is_lead = group.position == LEAD
+        return msgspec.json.encode({file: os.path.getsize(file) for file in saved[0].files} if is_lead else {})
 
-    files = msgspec.json.decode(together(group, work), type=list[str])
-    return replace(saved[0], files=list(map(Path, files)))
+    files = msgspec.json.decode(together(group, work), type=dict[str, int])
+    return replace(saved[0], files=files)
 
 
 def _save_torch(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+    names = [msgspec.json.decode(each) for each in group.exchange(lambda: msgspec.json.encode(_tensor_names(state)))]
+    if None not in names and any(own != names[0] for own in names):
+        held, division = _flat(job, state, group)
+        every_name = dict.fromkeys(name for own in names for name in own)
+        pickled = pickle_merged(every_name, division.tensors, division.ties)
+        return _write_torch(division, pickled, held, group, len(every_name))
     outlined = outline_object(state)
     division = _divided(job, partial(held_tensors, outlined.storages, job.dtype), group)
     pickled = pickle_outlined(outlined, division.tensors, division.ties, job.dtype)
+    return _write_torch(division, pickled, outlined.storages, group, outlined.walked.places)
+
+
+def _tensor_names(state: object) -> list[str] | None:
+    """Return the names of a state dict of tensors, which stages of a pipeline hold in parts; None of other objects."""
+    if isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values()):
+        return [name for name, _ in tensor_items(state)]
+    return None
+
+
+def _write_torch(
+    division: _Division, pickled: bytearray, held: Mapping[str, torch.Tensor], group: RankGroup, places: int
+) -> SavedFiles:
     writer = TorchZipWriter(pickled, storage_sizes(division.tensors))
     numbers = {name: number for number, name in enumerate(division.tensors)}
     starts = {name: writer.offset(number) for name, number in numbers.items()}
     plan = FilePlan.make(writer.records_bytes, starts, pickled)
-    with _rank_writer(division, outlined.storages, group) as ranks:
+    with _rank_writer(division, held, group) as ranks:
         write = partial(ranks.write, plan, crcs=partial(_account, writer, numbers), sums=writer.sums)
         if group.position != LEAD:
             write(None)
         else:
-            with Replacement(job.destination, overwrite=job.overwrite) as out:
+            with Replacement(division.destination, overwrite=division.job.overwrite) as out:
                 for sums in write(out)[LEAD + 1 :]:
                     writer.add_sums(sums)
                 out.commit(nbytes=writer.finish(out))
-    return division.saved([job.destination], outlined.walked.places)
+    return division.saved([division.destination], places)
 
 
 def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     held, division = _flat(job, state, group)
-    layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, header_metadata(job)))
+    layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, job.header()))
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
             _write_safetensors(layout, ranks, None)
         else:
-            with Replacement(job.destination, overwrite=job.overwrite) as out:
+            with Replacement(division.destination, overwrite=job.overwrite) as out:
                 _write_safetensors(layout, ranks, out)
                 out.commit(nbytes=layout.nbytes)
-    return division.saved([job.destination], len(division.tensors) + len(division.ties))
+    return division.saved([division.destination], len(division.tensors) + len(division.ties))
 
 
 def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     held, division = _flat(job, state, group)
-    outlines, ties, metadata = division.outlines(), division.ties, header_metadata(job)
-    files: list[Path] = []
+    outlines, ties, metadata = division.outlines(), division.ties, job.header()
+    names: list[str] = []
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
             for layout in lay_out_shards(outlines, ties=ties, metadata=metadata, limit_bytes=job.limit_bytes):
                 _write_safetensors(layout, ranks, None)
         else:
-            files = write_model_directory(
-                job.destination,
+            names = write_model_directory(
+                division.destination,
                 outlines,
                 ties=ties,
                 metadata=metadata,
@@ -179,6 +215,7 @@ def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles
                 overwrite=job.overwrite,
                 write=lambda layout, out: _write_safetensors(layout, ranks, out),
             )
+    files = (division.destination / name for name in names)
     return division.saved(files, len(division.tensors) + len(division.ties))
 
 
@@ -186,19 +223,36 @@ def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFil
     flat, paths = flatten(state)
     held = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     values = {name: value_item(value, name) for name, value in flat.items() if name not in held}
-    division = _divided(job, partial(held_tensors, held, job.dtype), group, tied=False)
+    division = _divided(job, partial(held_tensors, held, job.dtype), group, tied=False, values=values, paths=paths)
+    layout = lay_out_items(division.tensors, _agreed_values(division))
     with _progress(division, group) as wrote:
         items = ItemFiles(
             group=group,
             tensors=division.tensors,
+            layout=layout,
             held=held,
             values=values,
-            paths=paths,
+            paths={name: path for rank in division.ranks for name, path in rank.paths.items()},
             staging=division.job.staging,
             wrote=wrote,
         )
-        files = items.write(job.destination, overwrite=job.overwrite)
+        files = items.write(division.destination, overwrite=job.overwrite)
     return division.saved(files, len(division.tensors))
+
+
+def _agreed_values(division: _Division) -> dict[str, tuple[int, int]]:
+    """Return the first rank that has each value, and the size of its item; ranks may have different values.
+
+    Raises:
+        SaveError: Ranks have different values under one name.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(division.ranks):
+        for name, (digest, nbytes) in each.values.items():
+            first, _ = found.setdefault(name, (rank, nbytes))
+            if name in division.tensors or division.ranks[first].values[name][0] != digest:
+                raise disagreement(first, rank, "have different values in the object", name)
+    return found
 
 
 _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] = {
@@ -209,10 +263,11 @@ _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] =
 }
 
 
-def _write_safetensors(layout: SafetensorsLayout, ranks: RankWriter, out: Replacement | None) -> None:
+def _write_safetensors(layout: SafetensorsLayout, ranks: RankWriter, out: Replacement | UploadedFile | None) -> None:
     starts = {name: start for name, _, start in layout.tensors}
     plan = FilePlan.make(layout.nbytes, starts, layout.header)
     if out is not None:
+        assert isinstance(out, Replacement)  # ranks save to file systems
         out.write_at(0, layout.header)
     ranks.write(plan, out)
 
@@ -239,7 +294,13 @@ def _flat(job: SaveJob, state: object, group: RankGroup) -> tuple[dict[str, torc
 
 
 def _divided(
-    job: SaveJob, describe: Callable[[], dict[str, HeldTensor]], group: RankGroup, *, tied: bool = True
+    job: SaveJob,
+    describe: Callable[[], dict[str, HeldTensor]],
+    group: RankGroup,
+    *,
+    tied: bool = True,
+    values: Mapping[str, bytes] = MappingProxyType({}),
+    paths: Mapping[str, Sequence[str | int]] = MappingProxyType({}),
 ) -> _Division:
     """Tell all ranks what this one holds, and return what all hold.
 
@@ -248,6 +309,8 @@ def _divided(
         describe: Returns what this rank holds.
         group: The ranks.
         tied: Whether a tensor with several names is stored once.
+        values: Items of values that are not tensors, by name.
+        paths: Path of each tensor and value in the object, by name.
 
     Raises:
         RankError: A rank cannot describe what it holds.
@@ -256,7 +319,13 @@ def _divided(
     host = this_process().host
 
     def contribute() -> bytes:
-        own = _Contribution(host=host, arguments=_arguments(job), held=describe())
+        own = _Contribution(
+            host=host,
+            arguments=_arguments(job),
+            held=describe(),
+            values={name: (hashlib.sha256(item).hexdigest(), len(item)) for name, item in values.items()},
+            paths={name: list(path) for name, path in paths.items()},
+        )
         return zlib.compress(msgspec.msgpack.encode(own), 1)  # regions of layers are alike: a tenth of the size
 
     decode = msgspec.msgpack.Decoder(_Contribution).decode
@@ -271,14 +340,13 @@ def _divided(
     tensors = divide(stored)
     local = sum(rank.host == host for rank in ranks)
     staging = Staging.make(defaults.SAVE_STAGING_BYTES // local)
-    return _Division(
-        job=replace(job, staging=staging), tensors=tensors, ties=ties, written=_written(tensors, group.size)
-    )
+    written = _written(tensors, group.size)
+    return _Division(job=replace(job, staging=staging), tensors=tensors, ties=ties, written=written, ranks=ranks)
 
 
 def _arguments(job: SaveJob) -> dict[str, str]:
     return {
-        "path": os.path.abspath(job.destination),
+        "path": os.path.abspath(str(job.destination)),
         "dtype": str(job.dtype),
         "max_shard_size": str(job.limit_bytes),
         "overwrite": str(job.overwrite),
@@ -303,7 +371,7 @@ def _rank_writer(division: _Division, held: Mapping[str, torch.Tensor], group: R
 @contextmanager
 def _progress(division: _Division, group: RankGroup) -> Iterator[Callable[[int], None]]:
     """Yield a function that reports the bytes of each piece, and ends the work if a different rank has failed."""
-    with counting(division.job, division.written[group.position]) as count:
+    with division.job.counting(division.written[group.position]) as count:
 
         def wrote(nbytes: int) -> None:
             count(nbytes)

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice.dtensors.description import local_of
+from sluice.sharding.dtensors import local_of
 from sluice.sharding.regions import Region
 from sluice.sharding.runs import Runs
 from sluice.writing.chunks import Staging
@@ -35,7 +35,7 @@ from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.ranks.group import LEAD, RankGroup
 from sluice.writing.write_queue import write_queue
 
-__all__ = ["CrcSink", "FilePlan", "RankWriter", "check_equal"]
+__all__ = ["CrcSink", "FilePlan", "RankWriter", "check_equal", "disagreement"]
 
 
 class CrcSink(Protocol):
@@ -167,7 +167,7 @@ def _crcs(data: memoryview, sizes: list[int]) -> npt.NDArray[np.uint32]:
     return crcs
 
 
-def check_equal(values: Sequence[str], problem: str) -> None:
+def check_equal(values: Sequence[object], problem: str) -> None:
     """Refuse values of ranks that differ; every rank has all of them, and raises the same error.
 
     Raises:
@@ -175,8 +175,14 @@ def check_equal(values: Sequence[str], problem: str) -> None:
     """
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
-        raise SaveError(
-            f"ranks 0 and {other} {problem}",
-            advice="Existing files are intact. Call save with the same arguments on every rank, and keep values that "
-            "differ between ranks, such as random states, in files of their own.",
-        )
+        raise disagreement(0, other, problem)
+
+
+def disagreement(rank: int, other: int, problem: str, name: str | None = None) -> SaveError:
+    """Return the error of two ranks whose objects do not fit together; ``name`` is that of a value in them."""
+    return SaveError(
+        f"ranks {rank} and {other} {problem}",
+        tensor=name,
+        advice="Existing files are intact. Call save with the same arguments on every rank, and keep values that "
+        "differ between ranks, such as random states, in files of their own.",
+    )

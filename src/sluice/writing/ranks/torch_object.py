@@ -7,7 +7,9 @@ objects on two ranks give equal pickles.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,15 +19,16 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
 from sluice._geometry import contiguous_stride
-from sluice.dtensors.description import is_dtensor
 from sluice.entries.tree import component
+from sluice.sharding.dtensors import is_dtensor
 from sluice.writing.items import StorageSpan, collect_spans, finished_dtype, refuse_unsupported, storage_key
+from sluice.writing.pickle_opcodes import Call
 from sluice.writing.pickle_walk import WalkedObject, walk_object
 from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_tensors import Geometry, dense, rebuilt
 
-__all__ = ["OutlinedObject", "outline_object", "pickle_outlined"]
+__all__ = ["OutlinedObject", "outline_object", "pickle_merged", "pickle_outlined", "storage_sizes"]
 
 
 class OutlinedObject(Struct, frozen=True, kw_only=True):
@@ -89,7 +92,7 @@ def pickle_outlined(
 
 def _descriptions(
     outlined: OutlinedObject, tensors: Mapping[str, DividedTensor], ties: Mapping[str, str], dtype: str | None
-) -> Iterator[Described]:
+) -> Iterator[Call]:
     numbers = {name: number for number, name in enumerate(tensors)}
     for tensor, own in zip(outlined.walked.tensors, outlined.storage_of, strict=True):
         name = ties.get(own, own)
@@ -105,12 +108,40 @@ def _descriptions(
             shape=tuple(tensor.shape),
             stride=contiguous_stride(tuple(tensor.shape)) if whole else tensor.stride(),
         )
-        yield Described(
-            content=geometry,
+        yield rebuilt(
+            partial(dense, geometry),
             requires_grad=tensor.requires_grad,
             parameter=isinstance(tensor, torch.nn.Parameter),
             attributes=_attributes(tensor),
         )
+
+
+def pickle_merged(names: Iterable[str], tensors: Mapping[str, DividedTensor], ties: Mapping[str, str]) -> bytearray:
+    """Return the pickle of the state dict of all ranks, if they hold tensors of different names: plain whole tensors.
+
+    Args:
+        names: Names of all tensors.
+        tensors: The stored tensors, by name.
+        ties: Names that are not stored: ``{name: stored name}``.
+    """
+    numbers = {name: number for number, name in enumerate(tensors)}
+    merged = OrderedDict((name, object()) for name in names)  # described, not held
+    walked = walk_object(merged, lambda _: {}, by_value=True)
+
+    def described(name: str) -> Call:
+        stored = ties.get(name, name)
+        shape = tensors[stored].shape
+        geometry = Geometry(
+            storage=numbers[stored],
+            elements=prod(shape),
+            dtype=tensors[stored].dtype,
+            start=0,
+            shape=shape,
+            stride=contiguous_stride(shape),
+        )
+        return dense(geometry)
+
+    return pickle_object(merged, walked, map(described, merged))
 
 
 def storage_sizes(tensors: Mapping[str, DividedTensor]) -> list[int]:

@@ -1,0 +1,4 @@
+"""Official extension points of other libraries, with sluice behind them.
+
+One module for each library, imported explicitly; it imports that library, and nothing of it is patched.
+"""

@@ -1,0 +1,43 @@
+"""Make a load, alone or together with other ranks."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+from sluice._progress import Progress
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.loading.job import LoadRequest, decide, load_report, run
+from sluice.machine.peaks import PeakMeter
+from sluice.records.bulk import collector_paused
+from sluice.reports.load import LoadReport
+
+__all__ = ["load"]
+
+
+def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], *, progress: Progress) -> LoadReport:
+    """Open a checkpoint, decide a load, run it and report it.
+
+    Args:
+        request: Arguments of the load.
+        opening: Opens the checkpoint, and closes it unless the caller opened it.
+        progress: As in ``sluice.load_into``.
+
+    Raises:
+        BudgetError: The memory limits cannot be kept; nothing was read.
+        RankError: Several ranks load together, and one of them failed.
+    """
+    started = time.perf_counter()
+    group = request.group()
+    if group is not None:
+        # Here, not above: most loads are those of one process.
+        from sluice.loading.joint import load_together
+
+        return load_together(request, opening, group, progress=progress, started=started)
+    with PeakMeter(sampling=False) as meter, opening as checkpoint:
+        with collector_paused():
+            job = decide(request, checkpoint)
+        if job.plan.readers:  # without readers the load takes less time than a thread
+            meter.sample()
+        loaded = run(job, progress=progress)
+    return load_report(job, loaded, seconds=time.perf_counter() - started, measured=meter.peaks)

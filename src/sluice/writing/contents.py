@@ -1,0 +1,105 @@
+"""Tensors that a save writes, whether they are in memory or in a checkpoint, and the queue of their writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from msgspec import Struct
+
+from sluice._dtypes import ITEM_BYTES
+from sluice.writing.manifest import ManifestWriter
+from sluice.writing.safetensors import TensorOutline
+from sluice.writing.torch_zip import TorchFile
+from sluice.writing.write_queue import Put, WriteQueue
+
+__all__ = ["Contents", "Item", "write_items"]
+
+
+class Item(Struct, frozen=True, kw_only=True):
+    """A tensor or storage of a file: its row-major elements are consecutive bytes."""
+
+    #: What holds the elements, for ``Contents.pieces``.
+    source: Any
+    #: Dtype in the file.
+    dtype: str
+    #: First byte in the file.
+    first: int
+    #: Writes bytes of it, from any thread.
+    put: Put
+    #: Key of the item in the manifest.
+    stored: object
+
+
+class Contents(Protocol):
+    """What a save writes. Tensors are values of its own: ``torch.Tensor`` or ``Entry``."""
+
+    #: A nested object with tensors, or a state dict.
+    tree: object
+
+    def named(self) -> Mapping[str, Any]:
+        """Return the tensors of the tree by the names under which ``sluice.open`` shows them."""
+        ...
+
+    def distinct(self, *, pickled: bool) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return each tensor of the state dict under one name, and its other names: ``{name: stored name}``.
+
+        Args:
+            pickled: Whether each is pickled, with its flags, rather than stored as dense elements.
+
+        Raises:
+            SaveError: It is not a state dict, or has a tensor that the format cannot store.
+        """
+        ...
+
+    def outlines(self, tensors: Mapping[str, Any]) -> dict[str, TensorOutline]:
+        """Return dtype and shape in the file of each tensor."""
+        ...
+
+    def casts(self, tensors: Iterable[Any]) -> Mapping[str, int]:
+        """Return the number of cast tensors by pair of dtypes; a save does not count them."""
+        ...
+
+    def lay_out(self, obj: object, named: Mapping[str, Any]) -> TorchFile:
+        """Return the layout of the torch file of an object; no tensor data is read.
+
+        Args:
+            obj: A tensor, or an object with tensors.
+            named: Its tensors by their names in the manifest; empty without one.
+
+        Raises:
+            SaveError: It contains something that ``torch.load(weights_only=True)`` would refuse, or a tensor that
+                cannot be saved.
+        """
+        ...
+
+    def pieces(self, items: Iterable[Item], drain: Callable[[], None]) -> Iterator[tuple[Item, torch.Tensor]]:
+        """Yield the elements of each item in row-major order, in pieces that live until they are written.
+
+        Args:
+            items: The items; each has at least one piece.
+            drain: Waits for all writes of the pieces so far.
+        """
+        ...
+
+
+def write_items(
+    queue: WriteQueue, contents: Contents, items: Iterable[Item], manifest: ManifestWriter | None = None
+) -> None:
+    """Write items one after the other, and hash them."""
+    last, at, look = None, 0, None
+    for item, tensor in contents.pieces(items, queue.drain):
+        if item is not last:
+            if manifest and last is not None:
+                manifest.done(last.stored)
+            last, at, look = item, 0, manifest.in_order(item.stored) if manifest else None
+        queue.write(tensor, item.dtype, item.first + at, partial(_put_from, item.put, at) if at else item.put, look)
+        at += tensor.numel() * ITEM_BYTES[item.dtype]
+    if manifest and last is not None:
+        manifest.done(last.stored)
+
+
+def _put_from(put: Put, start: int, at: int, piece: memoryview) -> None:
+    put(start + at, piece)

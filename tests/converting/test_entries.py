@@ -1,0 +1,53 @@
+"""Entries of a checkpoint, read in batches in the order of the new file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice
+from sluice import MemoryLimits, rules
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.converting.entries import _identity
+from sluice.writing.aliases import stored_once
+from support.gguf_files import packed, write
+
+WIDE, WIDE_VALUES = packed((96, 256), "Q4_0")
+TALL, TALL_VALUES = packed((512, 64), seed=4)
+
+
+def test_packed_tensors_turned_cut_and_scaled(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", {"wide": WIDE, "tall": TALL})
+    parts = rules.split("wide", ("left", "right"), dim=1, sizes=(100, 156))
+    changes = [parts, rules.transpose("left"), rules.scale("right", 0.5), rules.transpose("tall")]
+    sluice.convert(tmp_path / "m.gguf", tmp_path / "m.pth", rules=changes, manifest=tmp_path / "m.json")
+    state = torch.load(tmp_path / "m.pth", weights_only=True)
+    assert torch.equal(state["left"], WIDE_VALUES[:, :100].T)
+    assert torch.equal(state["right"], WIDE_VALUES[:, 100:] * 0.5)
+    assert torch.equal(state["tall"], TALL_VALUES.T)
+    assert sluice.verify(tmp_path / "m.pth", manifest=tmp_path / "m.json").ok
+
+
+@pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])
+@pytest.mark.parametrize("to", [None, torch.float64])
+def test_tensors_larger_than_a_batch_are_read_in_pieces(tmp_path: Path, name: str, to: torch.dtype | None) -> None:
+    state = {"turned": torch.randn(900, 700).t(), "row": torch.randn(600_000), "cut": torch.randn(3, 5, 70_000)[:, 1:4]}
+    torch.save(state, tmp_path / "in.pt")
+    small = MemoryLimits(staging="2MiB")
+    sluice.convert(tmp_path / "in.pt", tmp_path / name, dtype=to, memory=small, manifest=tmp_path / "m.json")
+    found = sluice.load_state_dict(tmp_path / name)
+    assert all(torch.equal(found[key], each.to(to)) for key, each in state.items())
+    assert sluice.verify(tmp_path / name, manifest=tmp_path / "m.json").ok
+
+
+def test_a_tensor_is_stored_under_its_first_name(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    value = {"z": weight, "b": torch.nn.Parameter(weight), "part": weight[:3], "e": torch.empty(0), "f": torch.empty(0)}
+    torch.save(value, tmp_path / "m.pt")
+    checkpoint = OpenCheckpoint.open(tmp_path / "m.pt")
+    stored, aliases = stored_once(checkpoint.entries, _identity)
+    checkpoint.close()
+    assert list(stored) == ["b", "part", "e", "f"]
+    assert aliases == {"z": "b"}

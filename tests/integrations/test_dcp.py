@@ -1,0 +1,97 @@
+"""dcp.load reads any checkpoint, and dcp.save writes ordinary ones, on one rank and on several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import sluice
+from sluice.integrations.dcp import SluiceReader, SluiceWriter
+from support.ranks import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize("name", ["m.pth", "m.safetensors", "dcp", "shards"])
+def test_any_format_fills_a_state_dict(tmp_path: Path, name: str) -> None:
+    saved, filled = network(), network()
+    known: dict[str, Any] = {"dcp": {"format": "dcp"}, "shards": {"max_shard_size": 100}}
+    options = known.get(name, {})
+    sluice.save(saved, tmp_path / name, **options)
+    state = filled.state_dict()
+    load(state, storage_reader=SluiceReader(tmp_path / name), no_dist=True)
+    assert all(torch.equal(value, saved.state_dict()[key]) for key, value in filled.state_dict().items())
+
+
+def test_nested_states_and_values(tmp_path: Path) -> None:
+    saved, filled = network(), network()
+    torch.save({"model": saved.state_dict(), "step": 3, "name": "a"}, tmp_path / "run.pt")
+    state: dict[str, Any] = {"model": filled.state_dict(), "step": 0, "name": ""}
+    load(state, storage_reader=SluiceReader(tmp_path / "run.pt"), no_dist=True)
+    assert (state["step"], state["name"]) == (3, "a")
+    assert torch.equal(filled.get_parameter("1.weight"), saved.get_parameter("1.weight"))
+    part = network().state_dict()
+    load(part, storage_reader=SluiceReader(tmp_path / "run.pt", key="model"), no_dist=True)
+    assert torch.equal(part["0.bias"], saved.get_parameter("0.bias"))
+
+
+def test_saves_are_ordinary_files(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": network().state_dict(), "step": 4}
+    save(state, storage_writer=SluiceWriter(tmp_path / "run.pt"), no_dist=True)
+    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert loaded["step"] == 4
+    assert torch.equal(loaded["model"]["0.weight"], state["model"]["0.weight"])
+    with pytest.raises(CheckpointException, match="DefaultSavePlanner"):
+        save(state, storage_writer=SluiceWriter(tmp_path / "x.pt"), planner=_Planner(), no_dist=True)
+
+
+class _Planner(SavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
+
+    def create_local_plan(self) -> Any:
+        return SavePlan([])
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return new_plan
+
+    def resolve_data(self, write_item: Any) -> Any: ...
+
+
+def divided(path: Path, out: Path) -> bool:
+    """Load a file into DTensors with dcp, and save them; on each rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = network()
+    fully_shard(model, mesh=mesh)
+    state = model.state_dict()
+    load(state, storage_reader=SluiceReader(path))
+    expected = torch.load(path, weights_only=True)
+    equal = all(torch.equal(value.full_tensor(), expected[name]) for name, value in state.items())
+    save(state, storage_writer=SluiceWriter(out))
+    return equal
+
+
+@pytest.mark.ranks
+def test_ranks_read_and_write_their_shards(tmp_path: Path, two_ranks: Ranks) -> None:
+    torch.save(network().state_dict(), tmp_path / "m.pth")
+    assert all(two_ranks.run(divided, tmp_path / "m.pth", tmp_path / "out.safetensors"))
+    written = sluice.load_state_dict(tmp_path / "out.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in torch.load(tmp_path / "m.pth").items())

@@ -1,0 +1,189 @@
+"""After every end of every verb a module answers right, or refuses by name: never with numbers of other weights."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice._errors import PartialLoadError, SluiceError, StreamError
+from support.fault_injection import Injection, failing
+from support.hf_architectures import CASES
+from support.module_zoo import ZOO, sample, trained
+
+Build = Callable[[], nn.Module]
+Call = Callable[[nn.Module], list[torch.Tensor]]
+
+_ARCHITECTURES = [
+    *("T5ForConditionalGeneration", "ViTForImageClassification", "ConvNextForImageClassification"),
+    *("WhisperForConditionalGeneration", "GPT2LMHeadModel", "MixtralForCausalLM"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice._defaults.STREAMED_BYTES", 1)
+    monkeypatch.setattr("sluice._defaults.RECYCLED_STEP_BYTES", 64)
+
+
+def _streamed(model: nn.Module, file: Path, inside: Callable[[], object]) -> None:
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    for share in (0.6, 0.9, 2):
+        try:
+            stream = sluice.stream(model, file, memory=int(nbytes * share) + 64)
+        except sluice.BudgetError:
+            continue
+        with stream:
+            inside()
+        return
+
+
+def _raise(error: type[BaseException]) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def _interrupt(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _unreadable(load: Callable[[], object]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Injection(patch, failing(errno.EIO), 0)
+        load()
+
+
+def _quantize(root: nn.Module) -> None:
+    for parameter in root.parameters():
+        if not parameter.is_meta:
+            raise RuntimeError("no memory")
+
+
+def _optimizer(model: nn.Module, file: Path) -> None:
+    sluice.load_into(model, file)
+    optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    sluice.load_optimizer(optimizer, file)
+
+
+#: What ends with or without an error. Arguments: a model on the meta device, the file of its weights, and a call.
+_ENDS: dict[str, Callable[[nn.Module, Path, Callable[[], object]], object]] = {
+    "stream closed": _streamed,
+    "exception in a stream": lambda model, file, _: _streamed(model, file, _raise(ValueError)),
+    "interrupt in a stream": lambda model, file, _: _streamed(model, file, _raise(KeyboardInterrupt)),
+    "load failed": lambda model, file, _: _unreadable(lambda: sluice.load_into(model, file)),
+    "load stopped": lambda model, file, _: sluice.load_into(model, file, progress=_interrupt),
+    "quantizing failed": lambda model, file, _: sluice.load_into(model, file, quantize=_quantize),
+    "optimizer failed": lambda model, file, _: _optimizer(model, file),
+}
+
+
+def _check(build: Build, model: nn.Module, call: Call, file: Path, end: str, want: list[torch.Tensor]) -> None:
+    torch.save(model.state_dict(), file)
+    with sluice.empty_init():
+        empty = build().eval()
+    with torch.no_grad():
+        with suppress(SluiceError, ValueError, RuntimeError, KeyboardInterrupt):
+            _ENDS[end](empty, file, lambda: call(empty))
+        _right_or_refused(empty, call, want)
+        sluice.load_into(empty, file)
+        assert _equal(call(empty), want)
+
+
+def _right_or_refused(model: nn.Module, call: Call, want: list[torch.Tensor]) -> None:
+    try:
+        found = call(model)
+    except StreamError as error:
+        assert error.tensor is not None
+    else:
+        assert _equal(found, want)
+
+
+def _equal(found: Any, want: list[torch.Tensor]) -> bool:
+    return isinstance(found, list) and len(found) == len(want) and all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("end", _ENDS)
+@pytest.mark.parametrize("name", sorted(ZOO.keys() - {"lazy", "orthogonal"}))
+def test_modules_of_torch_and_of_users(name: str, end: str, tmp_path: Path) -> None:
+    model, x = trained(name).eval(), sample(name)
+
+    def call(module: nn.Module) -> list[torch.Tensor]:
+        found = module(x)
+        return [found] if isinstance(found, torch.Tensor) else [found[0]]
+
+    with torch.no_grad():
+        want = call(model)
+    _check(ZOO[name][0], model, call, tmp_path / "f.pth", end, want)
+
+
+@pytest.mark.parametrize("end", _ENDS)
+@pytest.mark.parametrize("name", _ARCHITECTURES)
+def test_models_of_transformers(name: str, end: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    case = next(case for case in CASES if case.name == name)
+    model, inputs = case.model(transformers), case.inputs()
+    build = lambda: getattr(transformers, name)(case.config(transformers))  # noqa: E731
+    call = lambda module: _outputs(module, inputs)  # noqa: E731
+    _check(build, model, call, tmp_path / "f.pth", end, _outputs(model, inputs))
+
+
+def _outputs(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [found for found in module(**inputs).values() if isinstance(found, torch.Tensor)]
+
+
+class _Interrupt(Exception):
+    """A failure of a callback."""
+
+
+@pytest.mark.parametrize("error", [_Interrupt, KeyboardInterrupt])
+def test_live_modules_are_refused_after_a_load_that_changed_a_part(tmp_path: Path, error: type[BaseException]) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+
+    saved, model, x = make(), make(), torch.randn(2, 512)
+    torch.save(saved.state_dict(), tmp_path / "f.pth")
+    before, seen = {name: tensor.clone() for name, tensor in model.state_dict().items()}, 0
+
+    def stop(_: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            raise error
+
+    with pytest.raises((PartialLoadError, error)):
+        sluice.load_into(model, tmp_path / "f.pth", progress=stop)
+    for part in (model, model[0]):
+        with pytest.raises(StreamError, match="not in memory"):
+            part(x)
+    lent = torch.func.functional_call(model, saved.state_dict(), (x,))
+    assert torch.equal(lent, saved(x))
+    if error is KeyboardInterrupt:
+        sluice.load_into(model, tmp_path / "f.pth")
+        assert torch.equal(model(x), saved(x))
+        assert not model._forward_pre_hooks
+    else:
+        model.load_state_dict(before)  # also restored without sluice
+        fresh = make()
+        fresh.load_state_dict(before)
+        assert torch.equal(model(x), fresh(x))
+
+
+def test_the_state_of_an_optimizer_does_not_touch_its_model(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"other": torch.ones(2)}, tmp_path / "f.pth")
+    want = model(torch.ones(4))
+    with pytest.raises(SluiceError):
+        sluice.load_optimizer(optimizer, tmp_path / "f.pth")
+    assert torch.equal(model(torch.ones(4)), want)

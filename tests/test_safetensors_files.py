@@ -1,0 +1,127 @@
+"""The functions of safetensors.torch: the same bytes, values, names and errors as the library's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch as library
+import torch
+from torch import nn
+
+import sluice
+from sluice import safetensors as ours
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+SHARED = torch.ones(4)
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.arange(6).reshape(2, 3).to(dtype) for i, dtype in enumerate(DTYPES)} | {
+        "e": torch.empty(2, 0)
+    }
+
+
+@pytest.mark.parametrize("metadata", [None, {"epoch": "3"}, {"format": "pt"}])
+def test_files_have_the_bytes_of_the_library(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None
+) -> None:
+    library.save_file(tensors, tmp_path / "theirs.safetensors", metadata)
+    ours.save_file(tensors, tmp_path / "ours.safetensors", metadata)
+    written = (tmp_path / "ours.safetensors").read_bytes()
+    assert written == (tmp_path / "theirs.safetensors").read_bytes()
+    assert ours.save(tensors, metadata) == written
+    for loaded in (ours.load_file(tmp_path / "ours.safetensors"), ours.load(written)):
+        expected = library.load_file(tmp_path / "theirs.safetensors")
+        assert list(loaded) == list(expected)
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        ("notadict", ValueError),
+        ({"x": {"some": "thing"}}, ValueError),
+        ({"x": torch.eye(2).to_sparse()}, ValueError),
+        ({"x": torch.ones(2, 3).t()}, ValueError),
+        ({"x": torch.empty(2, device="meta")}, RuntimeError),
+        ({"x": SHARED, "y": SHARED[:2]}, RuntimeError),
+    ],
+    ids=["str", "dict", "sparse", "strided", "meta", "shared"],
+)
+def test_what_the_library_refuses_to_save_is_refused(tmp_path: Path, bad: Any, kind: type[Exception]) -> None:
+    for save in (library.save_file, ours.save_file):
+        with pytest.raises(kind):
+            save(bad, tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x09" + b"\0" * 7 + b"not json!", b"\xff" * 40])
+def test_errors_about_a_file_are_those_of_both_libraries(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(safetensors.SafetensorError) as caught:
+        ours.load_file(path)
+    assert isinstance(caught.value, sluice.CheckpointError)
+    with pytest.raises(FileNotFoundError):
+        ours.load_file(tmp_path / "missing.safetensors")
+    torch.save({"w": torch.ones(1)}, tmp_path / "m.pth")
+    with pytest.raises(ours.SafetensorError, match="not a safetensors file: torch-zip"):
+        ours.load_file(tmp_path / "m.pth")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.b = self.a
+        self.c = nn.Linear(3, 3)
+        self.c.weight = nn.Parameter(torch.rand(3, 3).t())
+
+
+def outcome(load: Callable[..., Any], model: nn.Module, path: Path, *, strict: bool) -> tuple[Any, ...]:
+    model = copy.deepcopy(model)
+    try:
+        missing, unexpected = load(model, path, strict=strict)
+    except RuntimeError as error:
+        return (str(error),)  # the library has changed the model by now
+    return missing, sorted(unexpected), {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("change", ["none", "other name", "missing", "unexpected", "both names"])
+def test_models_are_saved_and_filled_as_by_the_library(tmp_path: Path, change: str, *, strict: bool) -> None:
+    saved, model, path = Tied(), Tied(), tmp_path / "m.safetensors"
+    ours.save_model(saved, path)
+    library.save_model(saved, str(tmp_path / "theirs.safetensors"))
+    with ours.safe_open(path, "pt") as file:
+        assert file.metadata() == {"b.bias": "a.bias", "b.weight": "a.weight"}
+    state = library.load_file(path)
+    assert state.keys() == library.load_file(tmp_path / "theirs.safetensors").keys()
+    if change == "other name":
+        state["b.weight"] = state.pop("a.weight")
+    elif change == "missing":
+        del state["c.bias"]
+    elif change == "unexpected":
+        state["z"] = torch.ones(1)
+    elif change == "both names":
+        state["b.weight"] = state["a.weight"].clone()
+    library.save_file(state, path)
+    before = copy.deepcopy(model.state_dict())
+    expected = outcome(library.load_model, model, path, strict=strict)
+    assert outcome(ours.load_model, model, path, strict=strict) == expected
+    if len(expected) == 1:
+        with pytest.raises(RuntimeError):
+            ours.load_model(model, path)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_strided_weights_are_saved_without_copies_unless_the_caller_wants_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="force_contiguous=True"):
+        ours.save_model(Tied(), tmp_path / "m.safetensors", force_contiguous=False)
