@@ -98,44 +98,25 @@ class Flawed(MemorySource):
         return super().read_into(offset, buffer)
 
 
-class ShowsPassword(Flawed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.path = "https://me:secret@host/f.bin"
+def having(**attributes: object) -> Callable[[], Source]:
+    """Return a function that makes a source with other attributes."""
+
+    def make() -> Source:
+        source = type("Changed", (Flawed,), {"access": attributes.get("access", Flawed.access)})()
+        vars(source).update({name: value for name, value in attributes.items() if name != "access"})
+        return source  # type: ignore[no-any-return]
+
+    return make
 
 
-class ShowsSignature(Flawed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.path = "https://host/f.bin?X-Signature=secret"
-
-
-class OtherSize(Flawed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.identity = replace(self.identity, nbytes=1)
+def requests(request_bytes: int = 1 << 20, *, gap: int = 0, parallel: int = 1) -> AccessFacts:
+    return AccessFacts(request_bytes=request_bytes, gap_bytes=gap, parallel_requests=parallel)
 
 
 class OtherIdentityEachTime(Flawed):
     def __init__(self) -> None:
         super().__init__()
         self.identity = replace(self.identity, inode=id(self))
-
-
-class OddRequests(Flawed):
-    access = AccessFacts(request_bytes=(1 << 20) + 1, gap_bytes=0, parallel_requests=1)
-
-
-class SmallRequests(Flawed):
-    access = AccessFacts(request_bytes=4096, gap_bytes=0, parallel_requests=1)
-
-
-class NegativeGap(Flawed):
-    access = AccessFacts(request_bytes=1 << 20, gap_bytes=-1, parallel_requests=1)
-
-
-class NoRequests(Flawed):
-    access = AccessFacts(request_bytes=1 << 20, gap_bytes=0, parallel_requests=0)
 
 
 class NoBytesType(Flawed):
@@ -273,14 +254,14 @@ class ClosedForGood(Flawed):
 @pytest.mark.parametrize(
     ("flawed", "check"),
     [
-        (ShowsPassword, "path"),
-        (ShowsSignature, "path"),
-        (OtherSize, "identity"),
+        (having(path="https://me:secret@host/f.bin"), "path"),
+        (having(path="https://host/f.bin?X-Signature=secret"), "path"),
+        (having(identity=FileIdentity(nbytes=1)), "identity"),
         (OtherIdentityEachTime, "identity"),
-        (OddRequests, "access"),
-        (SmallRequests, "access"),
-        (NegativeGap, "access"),
-        (NoRequests, "access"),
+        (having(access=requests((1 << 20) + 1)), "access"),
+        (having(access=requests(4096)), "access"),
+        (having(access=requests(gap=-1)), "access"),
+        (having(access=requests(parallel=0)), "access"),
         (NoBytesType, "read_at"),
         (OffByOne, "read_at"),
         (ShortAtTheEnd, "read_at_outside"),
