@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -97,13 +98,17 @@ class Flawed(MemorySource):
     def put(self, offset: int, buffer: memoryview) -> int:
         return super().read_into(offset, buffer)
 
+    def take(self, offset: int, nbytes: int) -> bytes:
+        return super().read_at(offset, nbytes)
 
-def having(**attributes: object) -> Callable[[], Source]:
-    """Return a function that makes a source with other attributes."""
+
+def having(**attributes: Any) -> Callable[[], Source]:
+    """Return a function that makes a source with other methods and attributes."""
+    methods = {name: value for name, value in attributes.items() if callable(value) or name == "access"}
 
     def make() -> Source:
-        source = type("Changed", (Flawed,), {"access": attributes.get("access", Flawed.access)})()
-        vars(source).update({name: value for name, value in attributes.items() if name != "access"})
+        source = type("Changed", (Flawed,), methods)()
+        vars(source).update({name: value for name, value in attributes.items() if name not in methods})
         return source  # type: ignore[no-any-return]
 
     return make
@@ -117,21 +122,6 @@ class OtherIdentityEachTime(Flawed):
     def __init__(self) -> None:
         super().__init__()
         self.identity = replace(self.identity, inode=id(self))
-
-
-class NoBytesType(Flawed):
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return bytearray(super().read_at(offset, nbytes))  # type: ignore[return-value]
-
-
-class OffByOne(Flawed):
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return super().read_at(max(0, offset - 1), nbytes)
-
-
-class ShortAtTheEnd(Flawed):
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return CONTENT[offset : offset + nbytes]
 
 
 class PythonsErrors(Flawed):
@@ -195,12 +185,6 @@ class KeepsTheBuffer(Flawed):
         return self.put(offset, buffer)
 
 
-class WrongInTheLastBlock(Flawed):
-    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        found = self.put(offset, buffer)
-        return len(buffer) if direct else found
-
-
 class OneBufferForAll(Flawed):
     def __init__(self) -> None:
         super().__init__()
@@ -262,9 +246,9 @@ class ClosedForGood(Flawed):
         (having(access=requests(4096)), "access"),
         (having(access=requests(gap=-1)), "access"),
         (having(access=requests(parallel=0)), "access"),
-        (NoBytesType, "read_at"),
-        (OffByOne, "read_at"),
-        (ShortAtTheEnd, "read_at_outside"),
+        (having(read_at=lambda self, *at: bytearray(self.take(*at))), "read_at"),
+        (having(read_at=lambda self, offset, nbytes: self.take(max(0, offset - 1), nbytes)), "read_at"),
+        (having(read_at=lambda _, offset, nbytes: CONTENT[offset : offset + nbytes]), "read_at_outside"),
         (PythonsErrors, "read_at_outside"),
         (NamelessError, "read_at_outside"),
         (ShortReads, "read_into"),
@@ -274,7 +258,10 @@ class ClosedForGood(Flawed):
         (CountsFromTheEnd, "read_into_at_the_end"),
         (AsksForNothing, "no_bytes"),
         (KeepsTheBuffer, "buffer_is_not_kept"),
-        (WrongInTheLastBlock, "direct"),
+        (
+            having(read_into=lambda self, at, buffer, direct=False: self.put(at, buffer) if not direct else 4096),
+            "direct",
+        ),
         (OneBufferForAll, "threads"),
         (FailsInThreads, "threads"),
         (ForgetsForEver, "forget"),
