@@ -206,16 +206,6 @@ class FailsInThreads(Flawed):
         return super().read_at(offset, nbytes)
 
 
-class ForgetsForEver(Flawed):
-    def forget(self, offset: int, nbytes: int) -> None:
-        self._stream = io.BytesIO(bytes(len(CONTENT)))
-
-
-class ForgetsWithAnError(Flawed):
-    def forget(self, offset: int, nbytes: int) -> None:
-        raise NotImplementedError
-
-
 class AlwaysChanged(Flawed):
     def check_unchanged(self) -> None:
         raise SourceChangedError("it changed", file=self.path)
@@ -228,11 +218,6 @@ class ClosesOnce(Flawed):
         if self.closed:
             raise ValueError("closed twice")
         self.closed = True
-
-
-class ClosedForGood(Flawed):
-    def close(self) -> None:
-        self._stream = io.BytesIO()
 
 
 @pytest.mark.parametrize(
@@ -264,11 +249,11 @@ class ClosedForGood(Flawed):
         ),
         (OneBufferForAll, "threads"),
         (FailsInThreads, "threads"),
-        (ForgetsForEver, "forget"),
-        (ForgetsWithAnError, "forget"),
+        (having(forget=lambda self, *_: self.__dict__.update(_stream=io.BytesIO(bytes(30_000)))), "forget"),
+        (having(forget=lambda *_: int("an error")), "forget"),
         (AlwaysChanged, "unchanged"),
         (ClosesOnce, "close"),
-        (ClosedForGood, "close"),
+        (having(close=lambda self: self.__dict__.update(_stream=io.BytesIO())), "close"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from support.command_line import run_command, state_dict
 
@@ -33,23 +30,3 @@ def test_the_tree_shows_names_that_dots_cannot_tell_apart(directory: Path) -> No
 def test_inspect_refuses_options_that_json_would_ignore(directory: Path) -> None:
     assert run_command("inspect", "x", "--json", "--all").exit_code == 2
     assert run_command("inspect", "x", "--json", "--tree").exit_code == 2
-
-
-def test_inspect_and_help_import_no_torch(directory: Path) -> None:
-    torch.save(state_dict(), "net.pth")
-    save_file(state_dict(), "net.safetensors")
-    code = (
-        "import sys\n"
-        "from sluice.cli import main\n"
-        "main(sys.argv[1:], standalone_mode=False)\n"
-        "print([name for name in ('torch', 'numpy', 'safetensors') if name in sys.modules])\n"
-    )
-    for arguments in (
-        ["inspect", "net.pth"],
-        ["inspect", "net.safetensors"],
-        ["inspect", "net.pth", "--tree"],
-        ["inspect", "net.pth", "--json"],
-        ["load", "--help"],
-    ):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "[]", arguments
