@@ -20,7 +20,7 @@ BUDGET = {"src/sluice": 65_700, "tests": 58_500}
 #: Patterns of paths below src/sluice by feature; ``*`` also matches "/".
 FEATURES = {
     "remote: HTTP": ("sources/remote/http*", "sources/remote/connections*", "sources/remote/retries*"),
-    "remote: cache and prefetch": ("sources/remote/cach*", "*prefetch*"),
+    "remote: cache and prefetch": ("sources/remote/cach*", "reading/caches.py", "*prefetch*"),
     "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
     "ranks": (
         *("ranks/*", "sharding/*", "writing/ranks/*"),

@@ -81,7 +81,7 @@ class CacheEntry(Struct, frozen=True, kw_only=True):
 class OpenCacheEntry(Struct, frozen=True):
     """Open files of an entry."""
 
-    #: What it is the entry of.
+    #: The entry.
     entry: CacheEntry
     #: Descriptor of the data.
     data: int
@@ -196,14 +196,14 @@ class CacheDirectory:
         """Lend the open files of an entry, which is marked as used until its sums are closed."""
         with ExitStack() as stack:
             with self._locked() as directory:
+                if suffix:
+                    self._make_room(directory, entry)
+                data = stack.enter_context(_opened(directory, entry.file + suffix, make=bool(suffix)))
                 sums = stack.enter_context(_opened(directory, f"{entry.file}.sums", make=True))
                 flock(sums, LOCK_SH | LOCK_NB)
                 if not os.fstat(sums).st_size:
                     _append(sums, json.dumps({name: getattr(entry, name) for name in ("address", "version", "nbytes")}))
                 os.utime(sums)
-                if suffix:
-                    self._make_room(directory, entry)
-                data = stack.enter_context(_opened(directory, entry.file + suffix, make=bool(suffix)))
             yield OpenCacheEntry(entry, data, sums)
 
     def _make_room(self, directory: int, entry: CacheEntry) -> None:
@@ -253,7 +253,7 @@ def _wait_for_writer(part: OpenCacheEntry, report: Callable[[int], None]) -> Non
 
 @contextmanager
 def _opened(directory: int, name: str, *, make: bool = False) -> Iterator[int]:
-    """Open a file of the cache for reading and writing; one that is a link or of another user is refused."""
+    """Open a file of the cache for reading and writing; links and files of other users are refused."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if make else 0)
     descriptor = os.open(name, flags, 0o600, dir_fd=directory)
     try:

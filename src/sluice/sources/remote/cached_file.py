@@ -33,13 +33,19 @@ class CompleteFile(LocalFile):
 
     note = "read from the cache"
 
-    def __init__(self, entry: CacheEntry, mark: int, path: str) -> None:
+    def __init__(self, entry: CacheEntry, mark: int, path: str, traffic: Traffic) -> None:
         """Own the descriptor that marks the entry as used.
+
+        Args:
+            entry: The entry.
+            mark: The descriptor.
+            path: The file.
+            traffic: Requests that were made for it.
 
         Raises:
             SluiceError: The file cannot be examined.
         """
-        self._address = entry.address
+        self._address, self.traffic = entry.address, traffic
         self._unmark = weakref.finalize(self, os.close, mark)
         super().__init__(path)
 
@@ -137,7 +143,7 @@ class CachedFile(ForwardingSource):
                 found = self.cache.complete(self._entry)
                 if found is None:
                     raise FileNotFoundError(0, "the file was removed meanwhile")
-                self._local = CompleteFile(self._entry, *found)
+                self._local = CompleteFile(self._entry, *found, self.traffic)
                 reached(self._entry.nbytes)
             except SluiceError:  # some of them are errors of the system as well
                 raise

@@ -7,7 +7,7 @@ from email.utils import formatdate
 
 import pytest
 
-from sluice.sources.remote.http_answers import Answer, check_range, conditions
+from sluice.sources.remote.http_responses import ResponseHead, check_range, conditions
 from sluice.sources.remote.protocol import ObjectFacts, RequestFailedError
 
 FACTS = ObjectFacts(nbytes=100)
@@ -16,7 +16,7 @@ FACTS = ObjectFacts(nbytes=100)
 def failure(status: int, **headers: str) -> RequestFailedError:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     with pytest.raises(RequestFailedError) as caught:
-        check_range(Answer(status=status, headers=named, path="http://h/x"), 0, 10, FACTS)
+        check_range(ResponseHead(status=status, headers=named, path="http://h/x"), 0, 10, FACTS)
     return caught.value
 
 
@@ -58,7 +58,7 @@ def test_ranges_that_say_too_little(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["Bytes 0-9/100", "BYTES 0-9/100", "bytes  0-9/100", " bytes 0-9/100 "])
 def test_spellings_of_a_range(text: str) -> None:
-    check_range(Answer(status=206, headers={"Content-Range": text}, path="http://h/x"), 0, 10, FACTS)
+    check_range(ResponseHead(status=206, headers={"Content-Range": text}, path="http://h/x"), 0, 10, FACTS)
 
 
 @pytest.mark.parametrize("length", ["10, 10", "-10", "1e1", "ten"])
