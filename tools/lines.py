@@ -44,14 +44,11 @@ FEATURES = {
     ),
     "testing, shipped": ("testing/*",),
     "following other load_state_dict code": (
-        *("modules/custom_loaders.py", "modules/load_hooks.py", "modules/load_overrides.py"),
+        *("modules/custom_loaders.py", "modules/following.py", "modules/load_hooks.py", "modules/load_overrides.py"),
         *("modules/meta_copy.py", "modules/symbolic_tensors.py"),
     ),
     "empty_init": (
-        *("modules/constructor_calls.py", "modules/emptied.py", "modules/empty_init.py", "modules/factories.py"),
-        *("modules/followers.py", "modules/function_kinds.py", "modules/histories.py", "modules/leftovers.py"),
-        *("modules/meta_initialisers.py", "modules/moves.py", "modules/special_calls.py", "modules/stand_ins.py"),
-        *("modules/storage_table.py", "modules/unseen_calls.py", "modules/refusals.py"),
+        *("modules/constructor_calls.py", "modules/emptied.py", "modules/empty_init.py", "modules/leftovers.py"),
     ),
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),

@@ -18,7 +18,7 @@ _GONE = "The file or its directory was replaced on the file server: check the ne
 _MOUNT = "The network mount does not answer: check it, then try again."
 _DEVICE = "The disk failed: check the log of the system (dmesg), and the disk, before you try again."
 
-_COMMON = {
+_ANY_USE = {
     errno.EMFILE: _DESCRIPTORS,
     errno.ENFILE: _MANY_FILES,
     errno.ELOOP: _LINKS,
@@ -35,12 +35,12 @@ _COMMON = {
     errno.ENODEV: _DEVICE,
 }
 
-_READING = _COMMON | {errno.EISDIR: "Pass the path of a file."}
+_READING = _ANY_USE | {errno.EISDIR: "Pass the path of a file."}
 
 _PERMISSIONS = "Check the permissions of the directory, or choose another path."
 _SPACE = "Free space or choose another path, then save again."
 
-_SAVING = _COMMON | {
+_SAVING = _ANY_USE | {
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: f"The quota is used up. {_SPACE}",
     errno.EFBIG: "The file system or a limit (ulimit -f) does not allow a file of this size: choose another path, or "

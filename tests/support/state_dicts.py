@@ -12,9 +12,9 @@ from sluice._geometry import contiguous_stride
 from sluice.matching.match import Match, match
 from sluice.matching.placement import device_of
 from sluice.modules.collect import ModuleState, collect
+from sluice.modules.following import follow_loading
 from sluice.modules.initial_values import initial_values
 from sluice.modules.install import finish_loading, install
-from sluice.modules.load_hooks import follow_loading
 from sluice.records import Entry, Request, elements_of
 
 

@@ -87,7 +87,7 @@ def _key(owner: Owner) -> tuple[int, str]:
 def _check(request: Request, state: ModuleState, slot: int) -> None:
     if request.existing or request.replaces:
         raise ValueError(f"quantize=: {request.name!r} has memory already; build the model under sluice.empty_init()")
-    if slot in state.aliases or slot in state.followers:
+    if slot in state.aliases:
         raise ValueError(
             f"quantize=: {request.name!r} shares its memory with another tensor; leave it out, as with filter_fn of "
             "quantize_"

@@ -42,8 +42,6 @@ def fill_caches(
         needed = Counter[int]()
         for read in plan.reads:
             needed[read.file] += read.nbytes
-        for shared in plan.rounds:
-            needed[shared.file] += shared.nbytes
         least = 0.0 if look is not None else _LEAST_SHARE
         files = [
             (i, file)

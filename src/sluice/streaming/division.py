@@ -172,7 +172,7 @@ def _is_ordinary(job: ModuleJob, position: int) -> bool:
     """Return whether a request fills a parameter on the meta device that shares its memory with no other tensor."""
     state, slot, request = job.state, job.match.slots[position], job.requests[position]
     ordinary = type(state.tensors[slot]) is nn.Parameter and state.tensors[slot].is_meta
-    shared = slot in state.aliases or slot in state.followers or slot in state.shards
+    shared = slot in state.aliases or slot in state.shards
     return ordinary and not shared and not request.existing and not request.replaces
 
 
