@@ -366,9 +366,12 @@ def test_weights_that_the_caller_replaces_are_used_and_kept(file: Path) -> None:
         running.linear(3).weight = running.linear(2).weight  # tied now
         model.linear(3).weight = model.linear(2).weight
         running.embedding.weight = model.embedding.weight
+        torch.utils.swap_tensors(running.linear(4).weight, nn.Parameter(torch.zeros(WIDTH, WIDTH)))
+        model.linear(4).weight.data.zero_()
         for _ in range(2):
             assert torch.equal(running(IDS), model(IDS))
     assert running.linear(1).weight is own
+    assert not running.linear(4).weight.any()
 
 
 def test_freezing_and_loading_other_weights_while_it_is_streamed(file: Path) -> None:

@@ -46,7 +46,8 @@ class Weight(Struct, frozen=True, kw_only=True, eq=False):
 
     def exchange(self, held: torch.Tensor, tensor: torch.Tensor) -> None:
         """Put a tensor where the owners hold another one. What the caller put there instead stays."""
-        for owner in self.owners:
+        swapped = held is self.parked and type(held) is not ParkedParameter  # by torch.utils.swap_tensors
+        for owner in self.owners if not swapped else ():
             tensors = registered(owner)
             if tensors.get(owner.name) is held:
                 tensors[owner.name] = tensor
