@@ -25,8 +25,8 @@ from sluice.dtensors.description import UndescribedError, is_dtensor, region_hel
 from sluice.dtensors.local_ranks import local_rank_count
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
-from sluice.loading.deferred_state import keep_devices, move_at_first_step
-from sluice.loading.divided_state import as_dtensors
+from sluice.loading.deferred_state import keep_device, move_at_first_step
+from sluice.loading.divided_state import as_dtensor
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.optimizer_leaves import LeafDecisions
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
@@ -183,11 +183,7 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         """
         file = self.checkpoint.path
         tensors, result = fetched
-        state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file)
-        if self.divided:
-            state_dict["state"] = as_dtensors(self.state_dict["state"], state_dict["state"], self.divided)
-        if self.deferred:
-            state_dict["state"] = keep_devices(self.state_dict["state"], state_dict["state"], self.deferred)
+        state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file, finish=self._finished)
         before = dict(vars(self.optimizer))
         try:
             self.optimizer.load_state_dict(state_dict)
@@ -199,6 +195,11 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         if self.deferred:
             move_at_first_step(self.optimizer)
         return Loaded(result=result, missing=self.missing, unexpected=self.unexpected)
+
+    def _finished(self, entry: Entry, tensor: Any) -> Any:
+        if (parameter := self.divided.get(id(entry))) is not None:
+            return as_dtensor(tensor, parameter)
+        return keep_device(tensor) if id(entry) in self.deferred else tensor
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
