@@ -393,7 +393,8 @@ def test_parameters_that_the_checkpoint_does_not_have_stay_in_memory(file: Path)
     with pytest.raises(MismatchError, match=r"adapter\.weight"):
         sluice.stream(running, file, memory=3 * block_bytes())
     own = running.get_parameter("adapter.weight").clone()
-    with sluice.stream(running, file, memory=3 * block_bytes(), strict=False):
+    with sluice.stream(running, file, memory=3 * block_bytes(), strict=False) as stream:
+        assert "not in the checkpoint (2): adapter.weight, adapter.bias" in str(stream)
         state = running.state_dict()
         running.load_state_dict({"adapter.bias": torch.ones(WIDTH)}, strict=False)
         assert torch.equal(running(IDS), model(IDS))
