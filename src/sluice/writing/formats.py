@@ -25,7 +25,7 @@ from sluice.writing.parameters import (
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
-from sluice.writing.shards import plan_model_directory, write_model_directory
+from sluice.writing.shards import Model, plan_model_directory, write_model_directory
 from sluice.writing.torch_zip import TorchFile, TorchZipWriter
 from sluice.writing.uploads import Upload, UploadedFile
 
@@ -89,15 +89,14 @@ def _write_safetensors(job: SaveJob, contents: Contents) -> SavedFiles:
 def _write_directory(job: SaveJob, contents: Contents) -> SavedFiles:
     tensors, ties = contents.distinct(pickled=False)
     outlines = contents.outlines(tensors)
-    nbytes = sum(outline.nbytes for outline in outlines.values())
-    destination = job.destination
-    how: dict[str, Any] = {"ties": ties, "metadata": job.header(), "limit_bytes": job.limit_bytes}
-    planned = plan_model_directory(destination, outlines, **how)
+    model = Model(tensors=outlines, ties=ties, metadata=job.header(), limit_bytes=job.limit_bytes)
+    destination, nbytes = job.destination, model.nbytes
+    planned = plan_model_directory(destination, model)
     files = {_inside(destination, name): size for name, size in planned.sizes.items()}
     if not job.dry_run:
         with job.counting(nbytes) as wrote:
             fill = partial(_fill_safetensors, job, contents, tensors, outlines, wrote)
-            names = write_model_directory(destination, outlines, **how, overwrite=job.overwrite, write=fill)
+            names = write_model_directory(destination, model, overwrite=job.overwrite, write=fill)
         files = dict(zip((_inside(destination, name) for name in names), files.values(), strict=True))
     replaced = tuple(_inside(destination, name) for name in planned.old)
     return _saved(contents, tensors, ties, files=files, nbytes=nbytes, replaced=replaced)

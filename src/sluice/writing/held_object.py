@@ -10,9 +10,8 @@ import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
-from sluice.writing.aliases import stored_once
 from sluice.writing.composites import count_parts, dense_parts, describe
-from sluice.writing.contents import Item
+from sluice.writing.contents import Item, stored_once
 from sluice.writing.items import (
     StorageSpan,
     collect_spans,

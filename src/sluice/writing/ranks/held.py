@@ -9,7 +9,7 @@ import torch
 from sluice._errors import SaveError
 from sluice.dtensors.description import UndescribedError, is_dtensor, local_of, region_held, sharding_of
 from sluice.sharding.regions import Region
-from sluice.writing.aliases import stored_once
+from sluice.writing.contents import stored_once
 from sluice.writing.items import finished_dtype, refuse_unsupported
 from sluice.writing.ranks.division import HeldTensor
 
