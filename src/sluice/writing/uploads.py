@@ -157,9 +157,8 @@ class Upload:
                 raise _ExistsError(self.url) from None
             found = translated(error, self.url, pinned=False)
             refused = SaveError(getattr(found, "problem", str(found)), file=self.url)
-            refused.advice = (
-                getattr(found, "advice", None) or "Check the address, the credentials and the network, then save again."
-            )
+            advice = "Check the address, the credentials and the network, then save again."
+            refused.advice = getattr(found, "advice", None) or advice
             raise refused from None
 
 
