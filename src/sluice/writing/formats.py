@@ -28,6 +28,7 @@ from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model, plan_model_directory, write_model_directory
 from sluice.writing.torch_zip import TorchFile, TorchZipWriter
 from sluice.writing.uploads import Upload, UploadedFile
+from sluice.writing.write_queue import write_queue
 
 __all__ = ["write_contents"]
 
@@ -172,7 +173,7 @@ def _fill_safetensors(
 
     out.reserve(layout.nbytes, job.staging.pool)
     out.write_at(0, layout.header)
-    with job.queue(layout.nbytes, wrote) as queue:
+    with write_queue(0 if job.in_order else layout.nbytes, job.staging, wrote) as queue:
         write_items(queue, contents, items(), job.manifest)
 
 
@@ -229,7 +230,8 @@ def _fill_torch_files(job: SaveJob, contents: Contents, files: Sequence[_Made], 
                 first = writer.offset(storage)
                 yield Item(source=source, dtype=dtype, first=first, put=put, stored=(number, storage))
 
-    with job.queue(sum(writer.records_bytes for _, writer, _ in files), wrote) as queue:
+    nbytes = 0 if job.in_order else sum(writer.records_bytes for _, writer, _ in files)
+    with write_queue(nbytes, job.staging, wrote) as queue:
         write_items(queue, contents, items(), job.manifest)
 
 
@@ -242,7 +244,7 @@ def _hash_storages(job: SaveJob, contents: Contents, file: TorchFile, number: in
             continue
         item = Item(source=tensor.apart, dtype=tensor.outline.dtype, first=0, put=_drop, stored=(name, number))
         _expect(job.manifest, name, tensor.outline, item.stored)
-        with job.queue(0, lambda _: None) as queue:
+        with write_queue(0, job.staging, lambda _: None) as queue:
             write_items(queue, contents, [item], job.manifest)
 
 

@@ -34,7 +34,7 @@ from sluice.writing.durable.replacement import Replacement
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.uploads import Upload, UploadedFile
 
-__all__ = ["Model", "ModelFiles", "plan_model_directory", "split_shards", "write_model_directory"]
+__all__ = ["Model", "ModelFiles", "plan_model_directory", "remove_files", "split_shards", "write_model_directory"]
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -171,7 +171,7 @@ def write_model_directory(
                 out.seal(nbytes=len(files.index))
                 written.append(out)
             _publish(directory, written, files.old)
-        _remove(directory, [name for name in files.old if name not in files.sizes])
+        remove_files(directory, [name for name in files.old if name not in files.sizes])
     return list(files.sizes)
 
 
@@ -246,8 +246,8 @@ def _remove_leftovers(directory: Path) -> None:
     uncommitted = set[str]().union(*(_shards_of(directory, name) for name in hidden))
     model = {_WHOLE, _INDEX, *_shards_of(directory, _INDEX)}
     orphans = [name for name in names if name in uncommitted or _TOKEN.fullmatch(name)]
-    _remove(directory, [name for name in orphans if name not in model])
-    _remove(directory, hidden)  # last: only a hidden index tells which shards are uncommitted
+    remove_files(directory, [name for name in orphans if name not in model])
+    remove_files(directory, hidden)  # last: only a hidden index tells which shards are uncommitted
 
 
 def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
@@ -258,7 +258,7 @@ def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _remove(directory: Path, names: Sequence[str]) -> None:
+def remove_files(directory: Path, names: Sequence[str]) -> None:
     """Remove files, best effort: the next save retries."""
     if not names:
         return
