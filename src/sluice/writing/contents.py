@@ -23,7 +23,7 @@ _Tensor = TypeVar("_Tensor")
 class Item(Struct, frozen=True, kw_only=True):
     """A tensor or storage of a file: its row-major elements are consecutive bytes."""
 
-    #: What holds the elements, for ``Contents.pieces``.
+    #: Holder of the elements, for ``Contents.pieces``.
     source: Any
     #: Dtype in the file.
     dtype: str
@@ -36,7 +36,7 @@ class Item(Struct, frozen=True, kw_only=True):
 
 
 class Contents(Protocol):
-    """What a save writes. Tensors are values of its own: ``torch.Tensor`` or ``Entry``."""
+    """Tensors to write. They are values of any kind: ``torch.Tensor`` or ``Entry``."""
 
     #: A nested object with tensors, or a state dict.
     tree: object

@@ -226,7 +226,7 @@ _SCALARS: Mapping[type, Callable[[PickleOpcodes, Any], None]] = {
     float: PickleOpcodes.floating,
 }
 
-#: What stands for plain values that the pickle has no opcodes for.
+#: Calls and names in place of plain values that the pickle has no opcodes for.
 _REDUCED: Mapping[type, Callable[[Any], Call | Global]] = {
     complex: lambda value: Call(Global("__builtin__", "complex"), (value.real, value.imag)),
     bytes: _bytes,

@@ -41,7 +41,7 @@ _STORAGE_CLASSES = {
     "qint32": Global("torch", "QInt32Storage"),
 }
 
-#: What torch writes in place of a tensor's hooks, which are never saved.
+#: The empty hooks that torch writes for each tensor: hooks are never saved.
 _HOOKS = Call(Global("collections", "OrderedDict"), ())
 
 _STORAGE = Constant("storage")
