@@ -15,9 +15,9 @@ import torch
 import sluice
 from sluice.benchmark import cache as _cache
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.child import make_context, touch
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
+from sluice.benchmark.loads import make_context, touch
 from sluice.benchmark.methods import METHODS
 from sluice.benchmark.records import MethodJob, Precision
 from sluice.benchmark.strategies import STRATEGIES

@@ -58,7 +58,7 @@ FEATURES = {
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
-    "advice on other loaders": ("planning/other_methods.py", "planning/recommendation.py", "loading/read_probe.py"),
+    "advice on other loaders": ("planning/other_methods.py", "loading/read_probe.py"),
     "core": (
         *("_*.py", "api/*", "checkpoint/*", "cli/*", "engine/*", "entries/*", "formats/*", "loading/*", "machine/*"),
         *("matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*"),

@@ -11,8 +11,7 @@ from sluice._messages import listed
 from sluice._public import public
 from sluice._units import format_bytes
 from sluice.planning.budget import MemoryLimit
-from sluice.planning.other_methods import Rates
-from sluice.planning.recommendation import MethodVerdict
+from sluice.planning.other_methods import MethodVerdict
 from sluice.records import Peaks, RemoteReads
 from sluice.reports.document import (
     Grid,
@@ -116,8 +115,8 @@ class PlanReport(Report):
     recommended: str | None
     #: The reason for the recommendation.
     reason: str
-    #: Measured speed of the machine; None without a probe.
-    rates: Rates | None = None
+    #: Measured speed of a small load of the same files; None without a probe.
+    bytes_per_second: float | None = None
     #: The loads of all ranks of a mesh, of which the other fields describe the fullest; None without a mesh.
     ranks: RanksPlan | None = None
     #: The model as a stream; None unless it was requested.
@@ -134,8 +133,9 @@ class PlanReport(Report):
 
     @property
     def seconds(self) -> float | None:
-        """Estimated seconds of the load; None without a probe."""
-        return next(each.seconds for each in self.methods if each.method.startswith("sluice"))
+        """Estimated seconds of the load, mapped pages touched; None without a probe."""
+        speed = self.bytes_per_second
+        return None if speed is None else (self.read_bytes + self.mapped_bytes) / speed
 
     def explain(self) -> Explanation:
         """Return how each group of tensors would be moved: reads, their methods, staging, casts."""
@@ -160,7 +160,6 @@ class PlanReport(Report):
                 format_bytes(each.host.anon_bytes),
                 format_bytes(each.host.file_bytes),
                 *devices,
-                "-" if each.seconds is None else f"{each.seconds:.2f}",
                 "yes" if each.fits else "no",
                 "; ".join(filter(None, (each.remark, each.needs))),
             )
@@ -168,7 +167,7 @@ class PlanReport(Report):
     @property
     def headers(self) -> tuple[str, ...]:
         """Titles of the columns of ``rows()``."""
-        return ("method", "host peak", "anonymous", "file pages", *self.device_bytes, "seconds", "fits", "remark")
+        return ("method", "host peak", "anonymous", "file pages", *self.device_bytes, "fits", "remark")
 
     def _methods(self) -> Grid:
         left = {"method", "fits", "remark"}
@@ -195,6 +194,8 @@ class PlanReport(Report):
         yield f"predicted growth: {format_bytes(self.predicted.total_bytes)} of host memory" + "".join(
             f", {format_bytes(nbytes)} of {device} memory" for device, nbytes in self.device_bytes.items()
         )
+        if self.seconds is not None:
+            yield f"estimated time: {self.seconds:.2f} s, by a small load of the same files"
         for limit in self.limits:
             yield f"limit of {limit.where}: {format_bytes(limit.nbytes)} ({limit.origin})"
         yield from self.shortages

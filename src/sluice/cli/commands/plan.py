@@ -75,7 +75,7 @@ _DOES_NOT_FIT = 3
 @place_option
 @encoding_option
 @mesh_options
-@click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
+@click.option("--probe", is_flag=True, help="Load up to 128 MiB to estimate the time.")
 @click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
