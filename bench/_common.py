@@ -1,4 +1,4 @@
-"""What the commands of this folder share: options, folders, results, and one process for each measurement."""
+"""Options, folders and results of the commands of this folder, and one process for a measurement."""
 
 from __future__ import annotations
 

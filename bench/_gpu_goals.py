@@ -1,4 +1,4 @@
-"""Tables of ``bench.gpu`` beside those of the scenarios: raw limits, the puzzle, and goals against figures."""
+"""Further tables of ``bench.gpu``: raw limits, the puzzle, and goals against figures."""
 
 from __future__ import annotations
 

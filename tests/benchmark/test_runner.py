@@ -93,14 +93,13 @@ def test_a_reference_of_several_scenarios_runs_once(log: list[str]) -> None:
 
 def test_what_does_not_start_in_time_has_a_row_with_the_reason(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(_runner.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(_runner.time, "sleep", lambda _: now.append(now.pop() + 10))
+    monkeypatch.setattr("sluice.benchmark.runner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sluice.benchmark.runner.time.sleep", lambda _: now.append(now.pop() + 10))
     timeouts: list[float] = []
-    run_job = _runner.run_job
 
-    def timed(job: MethodJob, *, timeout_seconds: float, **_: object) -> Outcome:
+    def timed(_: MethodJob, *, timeout_seconds: float, **__: object) -> Outcome:
         timeouts.append(timeout_seconds)
-        return run_job(job)
+        return Outcome(status="ok", seconds=1.0)
 
     monkeypatch.setattr(_runner, "run_job", timed)
     console = Console(file=io.StringIO())

@@ -13,12 +13,12 @@ from support.documents import DOCUMENTS, ROOT, run_document
 SKIPPED = {
     "CONTRIBUTING.md": 1,
     "README.md": 2,  # sets everything up, installs
-    "bench/README.md": 20,
+    "bench/README.md": 15,
     "docs/benchmarking.md": 1,  # many processes
     "docs/index.md": 1,  # installs
     "docs/own-loading.md": 1,
-    "docs/performance.md": 10,
-    "docs/quantizing.md": 5,  # torchao, bitsandbytes, minutes
+    "docs/performance.md": 8,
+    "docs/quantizing.md": 4,  # torchao, bitsandbytes, minutes
     "docs/quickstart.md": 1,
     "docs/ranks.md": 3,  # several ranks
     "docs/recipes/hugging-face-directory.md": 1,
@@ -28,7 +28,6 @@ SKIPPED = {
     "docs/reliability.md": 1,
     "docs/saving.md": 1,  # several ranks
     "docs/remote.md": 4,  # a bucket and credentials
-    "docs/scaling.md": 1,
     "docs/streaming.md": 3,  # torchao, a checkpoint of Mixtral, an accelerator
     "docs/versions.md": 1,  # builds environments of several gigabytes
 }

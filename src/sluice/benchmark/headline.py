@@ -17,7 +17,7 @@ __all__ = ["explain_final_bytes", "finding", "findings", "headline"]
 #: The usual way to load, under the names of its methods.
 _USUAL = dict.fromkeys(("naive", "torch-load"), "plain torch.load")
 
-#: What another method does that explains its figures.
+#: Explanation of the figures of another method.
 _HOW = dict.fromkeys(("mmap", "torch-mmap", "safetensors-load-file"), " (maps the file instead of copying it)")
 
 _STATES: Mapping[State, str] = {"cold": "cold", "warm": "cached"}

@@ -110,7 +110,7 @@ def _run(tasks: Sequence[Task], commands: Sequence[Sequence[str]], timeout_secon
             child.process.kill()
     outcomes = [child.outcome() for child in children]
     if overdue.is_set():
-        reason = f"stopped after {timeout_seconds:g} s"
+        reason = f"stopped after {timeout_seconds:.3g} s"
         outcomes = [dataclasses.replace(each, status="timeout", reason=reason) for each in outcomes]
     return outcomes
 

@@ -105,7 +105,7 @@ class MethodJob:
         return dtype
 
 
-#: What the function of a ``Task`` returns.
+#: Result of the function of a ``Task``.
 Work = Generator[None, None, dict[str, Any]]
 
 #: Result of a method: a model, or the memory that a raw read filled.
@@ -223,7 +223,7 @@ class Outcome:
     verdict: Verdict | None = None
     #: Memory over time; None if the load did not begin.
     trace: Trace | None = None
-    #: What the work returned.
+    #: Values that the work returned.
     facts: dict[str, Any] = field(default_factory=dict)
     #: Peak memory of its control group, file pages included; 0 without a limit.
     group_bytes: int = 0

@@ -113,7 +113,7 @@ def run_with_progress(
         repetitions: Number of repetitions.
         timeout_seconds: Time limit of a run.
         settle_seconds: Pause before each run.
-        end_seconds: Time after which no run starts or goes on: a method without a run has a row with the reason.
+        end_seconds: Time after which no run starts, and a run is stopped: a method without a run has a row with the reason.
 
     Returns:
         Every run, in order.

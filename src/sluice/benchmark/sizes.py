@@ -24,7 +24,7 @@ _CHOICE = SIZES[1:]
 #: Longest estimate of a comparison, including the creation of its checkpoints.
 _BUDGET_SECONDS = 120.0
 
-#: Time after which a chosen comparison starts no load: the machine became busier than the probes found it.
+#: Time of the whole command after which a chosen comparison ends: the machine became busier than the probes found it.
 END_SECONDS = 150.0
 
 #: States of the page cache and dtypes of a comparison.
@@ -119,6 +119,8 @@ def choose(finals: Mapping[str, int], processes: Mapping[Extent, int], condition
         reason = f"memory or disk space is too small for GPT-2 {larger}"
     else:
         reason = f"GPT-2 {larger} would take about {conditions.seconds(finals[larger], count):.0f} s"
+    if (states, dtypes) != next(iter(processes)):
+        reason += "; the machine is too slow or busy for all dtypes and states in two minutes"
     seconds = conditions.seconds(finals[size], count)
     return Choice(size=size, states=states, dtypes=dtypes, seconds=seconds, reason=reason)
 

@@ -19,7 +19,7 @@ __all__ = ["ALARMING", "Section", "console_for_tables", "print_section", "print_
 
 _GIB = 1 << 30
 
-#: Width of the longest bar, in characters; the smallest useful one; columns of the table beside it.
+#: Width of the longest bar, in characters; the smallest useful one; columns for the rest of the table.
 _BAR, _NARROWEST_BAR, _COLUMNS_BESIDE_BAR = 18, 8, 82
 
 #: Width if the output is not a terminal.

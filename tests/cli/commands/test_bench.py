@@ -90,7 +90,7 @@ def test_without_a_size_the_machine_decides_it_and_the_states(
     assert result.exit_code == 0, result.output
     assert "GPT-2 tiny, fp32, cold: about 99 s; GPT-2 small would take about 200 s" in result.stderr
     assert [(each.model, each.dtype, each.states) for each in runner.scenarios] == [("tiny", "float32", ("cold",))]
-    assert runner.end_seconds == END_SECONDS
+    assert END_SECONDS - 60 < runner.end_seconds < END_SECONDS
     assert json.loads(result.stdout)["command"] == "sluice bench --size tiny --device cpu --dtype fp32 --cold"
     # A reference for each dtype; in addition only the requested methods are counted.
     both = ("cold", "warm")

@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -140,7 +141,7 @@ def bench_command(
         directory.mkdir(parents=True, exist_ok=True)
     console = console_for_tables(stderr=as_json)
     where = device or _machine.device()
-    end_seconds = math.inf
+    begin, end_seconds = time.monotonic(), math.inf
     with _full_disk_is_a_failure(), temporary_folder(directory, keep=keep) as folder:
         machine = _machine.describe(folder, _PACKAGES)
         print_machine(console, machine)
@@ -160,9 +161,8 @@ def bench_command(
         with console.status("making the checkpoints"):
             plan = partial(scenario, subject, Checkpoints(subject, folder), chosen, device=where, states=states)
             scenarios = [plan(dtype, host_limit_bytes=ram_limit) for dtype in precisions or ("float32", "bfloat16")]
-        found = run_with_progress(
-            console, scenarios, repetitions=runs, timeout_seconds=timeout, end_seconds=end_seconds
-        )
+        left = end_seconds - (time.monotonic() - begin)
+        found = run_with_progress(console, scenarios, repetitions=runs, timeout_seconds=timeout, end_seconds=left)
         command = _command(click.get_current_context(), subject, states, precisions)
         document = _write(out, subject.title, machine, command, scenarios, found)
     if as_json:
