@@ -89,12 +89,13 @@ def show(out: Path, name: str, packages: Sequence[str], sections: Sequence[Secti
 def write_shards(state: Mapping[str, torch.Tensor], folder: Path, count: int) -> None:
     """Write a state dict as safetensors shards in Hugging Face's layout."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = list(state)
-    weight_map: dict[str, str] = {}
-    for number in range(count):
-        file = f"model-{number + 1:05}-of-{count:05}.safetensors"
-        part = names[number * len(names) // count : (number + 1) * len(names) // count]
-        write_checkpoint({name: state[name] for name in part}, folder / file, "safetensors")
-        weight_map |= dict.fromkeys(part, file)
+    total, before, weight_map = sum(tensor.nbytes for tensor in state.values()), 0, dict[str, str]()
+    for name, tensor in state.items():  # neighbours stay together, in files of about the same size
+        number = min(count - 1, (before + tensor.nbytes // 2) * count // total)
+        weight_map[name] = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        before += tensor.nbytes
+    for file in dict.fromkeys(weight_map.values()):
+        part = {name: tensor for name, tensor in state.items() if weight_map[name] == file}
+        write_checkpoint(part, folder / file, "safetensors")
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

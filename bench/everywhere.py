@@ -99,7 +99,6 @@ def _row(name: str, place: Place, spot: Spot, file: str, nbytes: int, runs: int)
         nbytes=nbytes,
         cores=len(os.sched_getaffinity(0)),
         has_disk=place.has_disk,
-        groups=spot.groups,
         limited=place.limited,
         rival=spot.folder / _RIVAL if place.rival else None,
     )

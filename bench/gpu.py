@@ -51,6 +51,9 @@ _SHARE_OF_PUZZLE = 0.35
 #: Seconds reserved for tables and the page.
 _LAST_SECONDS = 10.0
 
+#: Longest time of a load.
+_LOAD_SECONDS = 60.0
+
 #: Needed disk space in files: three checkpoints of the same weights, and a margin.
 _DISK_IN_FILES = 3.1
 
@@ -189,7 +192,7 @@ def main(size: str, device: str, minutes: float, directory: Path | None, out: Pa
         pinned = run_alone("bench.gpu:pinned_copy", {"nbytes": nbytes}, timeout_seconds=end - time.monotonic())
         scenarios = scenarios_for(size, folder)
         seconds = end - time.monotonic() - _SHARE_OF_PUZZLE * minutes * 60
-        runs = run_with_progress(console, scenarios, repetitions=1, end_seconds=seconds)
+        runs = run_with_progress(console, scenarios, repetitions=1, timeout_seconds=_LOAD_SECONDS, end_seconds=seconds)
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         left = end - time.monotonic()

@@ -36,9 +36,7 @@ class ComparedModel:
 
     #: As in ``MethodJob``.
     model: str
-    #: As in ``MethodJob``.
     model_args: str = "{}"
-    #: As in ``MethodJob``.
     key: str | None = None
     #: Name in the tables.
     title: str

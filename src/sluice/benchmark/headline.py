@@ -17,12 +17,17 @@ __all__ = ["explain_final_bytes", "finding", "findings", "headline"]
 #: The usual way to load, under the names of its methods.
 _USUAL = dict.fromkeys(("naive", "torch-load"), "plain torch.load")
 
-#: Explanation of the figures of another method.
+#: Explanation of the figures of a method.
 _HOW = dict.fromkeys(("mmap", "torch-mmap", "safetensors-load-file"), " (maps the file instead of copying it)")
 
 _STATES: Mapping[State, str] = {"cold": "cold", "warm": "cached"}
 
-_FAILURES = {"killed": "was killed", "timeout": "ran out of time", "absent": "was not installed"}
+_FAILURES = {
+    "killed": "was killed",
+    "timeout": "ran out of time",
+    "absent": "was not installed",
+    "skipped": "was not run",
+}
 
 #: Why sluice can be the slowest.
 _SLOWEST: Mapping[State, str] = {
@@ -67,7 +72,11 @@ def finding(scenario: Scenario, state: State, runs: Sequence[MethodRun]) -> str:
     slower = [name for name in good if name != ours and ours in good and good[name][0] >= good[ours][0]]
     if ours in good and len(good) > 2 and not slower:
         clauses.append(f"sluice was the slowest: {_SLOWEST[state]}")
-    dead = [name for name, row in loaders.items() if name not in good and row.failures.get(state) != "absent"]
+    dead = [
+        name
+        for name, row in loaders.items()
+        if name not in good and row.failures.get(state) not in {"absent", "skipped"}
+    ]
     clauses += [f"did not finish: {', '.join(others)}"] if (others := sorted({*dead} - {ours, usual})) else []
     return f"{scenario.short_dtype}, {_STATES[state]}{limit}: {'; '.join(clauses or ['no method finished'])}"
 

@@ -71,8 +71,8 @@ Precision = Literal["float32", "bfloat16", "float16"]
 SHORT_DTYPES: dict[Precision, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 #: ``killed``: a signal ended the process, for example because memory ran out. ``failed``: an exception did.
-#: ``absent``: the package of the method is not installed.
-Status = Literal["ok", "killed", "failed", "timeout", "absent"]
+#: ``absent``: the package of the method is not installed. ``skipped``: the time of the whole comparison was up.
+Status = Literal["ok", "killed", "failed", "timeout", "absent", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +207,8 @@ class Outcome:
     seconds: float = 0.0
     #: Processor time of the load by all threads, user and system, measured by another process, in seconds.
     cpu_seconds: float = 0.0
-    #: Time to import what the method needs after torch was imported, in seconds.
+    #: Seconds to import what the method needs after torch was imported, and to build the empty model.
     import_seconds: float = 0.0
-    #: Time to build the empty model, in seconds; 0 for a method whose load builds it.
     build_seconds: float = 0.0
     #: Peaks of private anonymous memory, of mapped file pages, of shared memory, and of their sum.
     anon_bytes: int = 0
@@ -240,15 +239,12 @@ class Scenario:
 
     #: Heading of its table.
     title: str
-    #: As in ``MethodJob``.
+    #: As in ``MethodJob``; the key is for ``truth``: copies for other methods contain weights only.
     model: str
-    #: As in ``MethodJob``.
     model_args: str = "{}"
-    #: As in ``MethodJob``, for ``truth``; copies for other methods contain weights only.
     key: str | None = None
-    #: Dtype of the finished model.
+    #: Dtype and device of the finished model.
     dtype: Precision
-    #: Device of the finished model.
     device: str
     #: States of the page cache, a column each.
     states: tuple[State, ...]
@@ -280,13 +276,9 @@ class Scenario:
 class MethodRun:
     """One process of one scenario."""
 
-    #: Title of the scenario.
+    #: Title of the scenario, name of the method, state of the page cache, number of the repetition from 0.
     scenario: str
-    #: Name of the method.
     method: str
-    #: State of the page cache.
     state: State
-    #: Number of the repetition, from 0.
     repetition: int
-    #: Its result.
     outcome: Outcome

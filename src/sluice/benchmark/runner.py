@@ -86,14 +86,14 @@ def _run(step: _Step, known: dict[MethodJob, Outcome], *, end: float, timeout_se
         return known[job]
     if reason := absence(method):
         return Outcome(status="absent", reason=reason)
-    if (left := end - time.monotonic()) <= 0:
-        return Outcome(status="timeout", reason=f"{state}: not started, the time was up")
+    if time.monotonic() >= end:
+        return Outcome(status="skipped", reason=f"{state}: not started, the time was up")
     if is_reference:
-        known[job] = run_job(job, timeout_seconds=min(left, timeout_seconds))
+        known[job] = run_job(job, timeout_seconds=timeout_seconds)
         return known[job]
     if not _PREPARATIONS[state](scenario.checkpoints[method]):
         return Outcome(status="failed", reason=f"the page cache could not be made {state}")
-    return run_job(job, timeout_seconds=min(left, timeout_seconds), host_limit_bytes=scenario.host_limit_bytes)
+    return run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
 
 
 def run_with_progress(
@@ -113,7 +113,7 @@ def run_with_progress(
         repetitions: Number of repetitions.
         timeout_seconds: Time limit of a run.
         settle_seconds: Pause before each run.
-        end_seconds: Time after which no run starts, and a run is stopped: a method without a run has a row with the reason.
+        end_seconds: Time after which no run starts: a method without a run has a row with the reason.
 
     Returns:
         Every run, in order.

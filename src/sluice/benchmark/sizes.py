@@ -24,8 +24,8 @@ _CHOICE = SIZES[1:]
 #: Longest estimate of a comparison, including the creation of its checkpoints.
 _BUDGET_SECONDS = 120.0
 
-#: Time of the whole command after which a chosen comparison ends: the machine became busier than the probes found it.
-END_SECONDS = 150.0
+#: Time of the whole command after which a chosen comparison starts no load: the machine became busier than estimated.
+END_SECONDS = 180.0
 
 #: States of the page cache and dtypes of a comparison.
 Extent = tuple[tuple[State, ...], tuple[Precision, ...]]

@@ -34,7 +34,14 @@ ALARMING = ("NO", "no", "missed", "killed", "failed", "timeout")
 #: Text of a figure that was not measured.
 _NOTHING = "-"
 
-_STYLES = {**dict.fromkeys(ALARMING, "bold red"), "yes": "green", "reached": "green", "absent": "dim", _NOTHING: "dim"}
+_STYLES = {
+    **dict.fromkeys(ALARMING, "bold red"),
+    "yes": "green",
+    "reached": "green",
+    "absent": "dim",
+    "skipped": "dim",
+    _NOTHING: "dim",
+}
 
 #: Largest ratio of peak to F that is drawn green, and yellow.
 _LEAN, _FAIR = 1.1, 1.6

@@ -43,7 +43,7 @@ def write_checkpoint(
         format: Format of the checkpoint.
     """
     if format == "safetensors":
-        save_file(dict(state_dict), path)
+        save_file(dict(state_dict), path, metadata={"format": "pt"})  # transformers refuses files without it
     elif format == "torch":
         torch.save(state_dict, path)
     elif format == "tensorizer":
