@@ -54,7 +54,7 @@ FEATURES = {
     "Hugging Face models": ("hf/*",),
     "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
-    "advice on other loaders": ("planning/other_methods.py", "planning/recommendation.py", "loading/read_probe.py"),
+    "advice on other loaders": ("planning/other_methods.py", "loading/read_probe.py"),
     "core": (
         *("_*.py", "api/*", "checkpoint/*", "cli/*", "engine/*", "entries/*", "formats/*", "loading/*", "machine/*"),
         *("matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*"),
