@@ -21,8 +21,7 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry
-from sluice.writing.aliases import stored_once
-from sluice.writing.contents import WrittenItem
+from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal

@@ -88,18 +88,6 @@ class StridedBytes(Struct, frozen=True):
             seen = neg_view(seen)
         return seen
 
-    def part(self, shape: tuple[int, ...], stride: tuple[int, ...], begin: int) -> StridedBytes:
-        """Return a view of the same bytes, so that only its own are moved if they are not aligned.
-
-        Args:
-            shape: Sizes of the part, in elements.
-            stride: Its steps, in elements.
-            begin: Its first element, counted from the first of this one.
-        """
-        item = self.item_bytes
-        raw = self.raw[begin * item : (begin + span_elements(shape, stride)) * item]
-        return replace(self, raw=raw, shape=shape, stride=stride)
-
 
 def staged_bytes(copy: Copy, buffer: StagingBuffer, first: int, target_dtype: str) -> StridedBytes:
     """Return the source of a copy out of a staging buffer, as integers if every bit is copied unchanged.

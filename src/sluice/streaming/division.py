@@ -18,7 +18,7 @@ from sluice.loading.module_job import ModuleJob
 from sluice.modules.blocks import ModuleBlock
 from sluice.modules.collect import Owner
 from sluice.modules.parked import ParkedParameter
-from sluice.planning.streaming import Step, StreamedUnit, Streaming, decide_streaming
+from sluice.planning.streaming import Step, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
 from sluice.records import LoadPlan, Request
 from sluice.streaming.lookup import looks_up_rows
@@ -135,7 +135,7 @@ def divide(
         units=tuple(units),
         others=others,
         decision=decide_streaming(
-            [StreamedUnit(name=unit.name, nbytes=unit.nbytes) for unit in units],
+            [unit.nbytes for unit in units],
             list(_steps(blocks, list(groups))),
             fixed_bytes=_bytes(job.requests[i] for i in others),
             memory_bytes=memory_bytes,

@@ -44,7 +44,7 @@ class Call(Struct, frozen=True):
 
 
 class Persistent(Struct, frozen=True):
-    """An object that is stored apart."""
+    """An object that is stored apart; its key has no containers."""
 
     key: tuple[Any, ...]
 
@@ -129,6 +129,13 @@ class PickleOpcodes:
         if not self.recall(value):
             self.text(value)
             self.remember(value)
+
+    def integers(self, values: tuple[int, ...]) -> None:
+        """Append a tuple of integers."""
+        self.open_tuple(len(values))
+        for value in values:
+            self.integer(value)
+        self.close_tuple(len(values))
 
     def open_tuple(self, length: int) -> None:
         """Begin a tuple, before its elements; append no value."""

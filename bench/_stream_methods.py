@@ -1,10 +1,9 @@
-"""A process of ``bench.stream``: a model that runs from its file by one method, called several times."""
+"""The ways of ``bench.stream`` to run a model from its file, and the work of its processes."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -12,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import sluice
 from bench._stream_models import model_of
+from sluice.benchmark.records import Work
 
-__all__ = ["METHODS", "PREPARATIONS", "same_dtype_only"]
+__all__ = ["METHODS", "PREPARATIONS", "fetched_bytes", "same_dtype_only", "work"]
 
 Attach = Callable[[nn.Module, Path, int], AbstractContextManager[nn.Module]]
 
@@ -129,29 +128,26 @@ METHODS: dict[str, Attach] = {
 PREPARATIONS: dict[str, Callable[[Path], None]] = {"airllm": _split_for_airllm}
 
 
-def _fetched() -> int:
+def fetched_bytes() -> int:
     """Return the bytes that this process has fetched from disks."""
     with open("/proc/self/io", encoding="ascii") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def main() -> None:
-    """Attach a file to a model, call it, and print what each call took."""
-    job: dict[str, Any] = json.loads(sys.argv[1])
-    model = _empty(job["size"], getattr(torch, job["dtype"]))
-    count = job["batch"] * job["tokens"]
-    calls = []
-    with torch.inference_mode(), METHODS[job["method"]](model, Path(job["path"]), job["memory"]) as running:
-        for number in range(job["calls"]):
+def work(method: str, path: str, size: str, dtype: str, batch: int, tokens: int, calls: int, memory: int) -> Work:
+    """Attach a file to a model and call it. Returns seconds and bytes read of each call, and a hash of the logits."""
+    yield
+    model = _empty(size, getattr(torch, dtype))
+    yield
+    found = []
+    with torch.inference_mode(), METHODS[method](model, Path(path), memory) as running:
+        for number in range(calls):
             # Other tokens in each call, for which a router chooses other experts.
-            tokens = (torch.arange(count) + 977 * number).reshape(job["batch"], job["tokens"]) % 50_000
-            before, begin = _fetched(), time.perf_counter()
-            found = running(tokens)
-            logits = getattr(found, "logits", found)
-            calls.append({"seconds": time.perf_counter() - begin, "read": _fetched() - before})
+            ids = (torch.arange(batch * tokens) + 977 * number).reshape(batch, tokens) % 50_000
+            before, begin = fetched_bytes(), time.perf_counter()
+            output = running(ids)
+            logits = getattr(output, "logits", output)
+            found.append({"seconds": time.perf_counter() - begin, "read": fetched_bytes() - before})
         digest = hashlib.sha256(logits.float().contiguous().numpy().tobytes()).hexdigest()
-    print(json.dumps({"calls": calls, "logits": digest}))
-
-
-if __name__ == "__main__":
-    main()
+    yield
+    return {"calls": found, "logits": digest}

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from bench._common import write_shards
 from sluice.benchmark.gpt2 import random_weight
+from sluice.benchmark.writing import write_checkpoint
 
 __all__ = ["LLAMA_1B", "LLAMA_TINY", "LlamaShape", "llama", "write_directory"]
 
@@ -111,28 +112,21 @@ def llama(**shape: int) -> nn.Module:
 
 
 def write_directory(folder: Path, shape: LlamaShape, *, shards: int) -> None:
-    """Write random weights in bf16 as a Hugging Face directory; one shard at a time is in memory.
+    """Write random weights in bf16 as a Hugging Face directory, all of which are in memory meanwhile.
 
     Args:
         folder: The directory to create.
         shape: The model.
-        shards: Number of files, of about equal size.
+        shards: Number of files.
     """
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in llama(**shape).state_dict().items()}
-    files = _divide({name: each.numel() for name, each in shapes.items()}, shards)
-    folder.mkdir(parents=True)
-    for file in dict.fromkeys(files.values()):
-        names = [name for name, other in files.items() if other == file]
-        save_file(
-            {name: random_weight(name, shapes[name]).to(torch.bfloat16) for name in names},
-            folder / file,
-            metadata={"format": "pt"},  # transformers refuses files without it
-        )
-    if shards > 1:
-        total = sum(2 * each.numel() for each in shapes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    state = {name: random_weight(name, each).to(torch.bfloat16) for name, each in shapes.items()}
+    if shards == 1:
+        folder.mkdir(parents=True)
+        write_checkpoint(state, folder / "model.safetensors", "safetensors")
+    else:
+        write_shards(state, folder, shards)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -141,13 +135,3 @@ def write_directory(folder: Path, shape: LlamaShape, *, shards: int) -> None:
         **shape,
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def _divide(elements: dict[str, int], shards: int) -> dict[str, str]:
-    """Return the file of each name: neighbours stay together, and files have about the same number of elements."""
-    total, before, files = sum(elements.values()), 0, {}
-    for name, count in elements.items():
-        number = min(shards - 1, (before + count // 2) * shards // total)
-        files[name] = f"model-{number + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
-        before += count
-    return files

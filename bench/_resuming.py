@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sluice.benchmark.gpt2 import build, final_bytes, random_weight
+from sluice.benchmark.gpt2 import final_bytes, gpt2, random_weight
+from sluice.benchmark.methods import METHODS
 from sluice.benchmark.records import Loaded, Method, MethodJob
 
 __all__ = ["RESUMING", "RESUMING_REFERENCE", "Training", "make_run", "resumed_bytes"]
@@ -20,7 +21,7 @@ __all__ = ["RESUMING", "RESUMING_REFERENCE", "Training", "make_run", "resumed_by
 _READS = (".run.pt",)
 
 #: Imported by torch when the first optimizer is created; imported before the clock starts.
-_OPTIMIZER_IMPORTS = ("torch._dynamo",)
+_IMPORTS = ("torch._dynamo",)
 
 #: Number of finished steps of the run.
 _STEPS = 1000.0
@@ -45,14 +46,14 @@ class Training(nn.Module):
 def resumed_bytes(size: str) -> int:
     """Return F of a run in bytes: the model in fp32, and two moments and a step per parameter."""
     with torch.device("meta"):
-        parameters = list(build(size).parameters())
+        parameters = list(gpt2(size).parameters())
     return final_bytes(size, torch.float32) + sum(2 * parameter.nbytes + 4 for parameter in parameters)
 
 
 def make_run(path: Path, size: str) -> None:
     """Write a training checkpoint of random weights and moments, all of which is in memory meanwhile."""
     with torch.device("meta"):
-        model = build(size)
+        model = gpt2(size)
         optimizer = torch.optim.AdamW(model.parameters())
     # torch fills tensors without the interpreter lock: one tensor per thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -84,7 +85,7 @@ def _optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 def _generate(job: MethodJob) -> Loaded:
     """Return the reference: the run with the random numbers of the checkpoint, generated and not read."""
-    model = build(job.model)
+    model = gpt2(job.model)
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             weight.copy_(random_weight(name, weight.shape))
@@ -122,47 +123,39 @@ def _with_sluice(job: MethodJob, model: nn.Module) -> Loaded:
 
 
 def _real(job: MethodJob) -> nn.Module:
-    return build(job.model)
+    return gpt2(job.model)
 
 
 def _on_meta(job: MethodJob) -> nn.Module:
     with torch.device("meta"):
-        return build(job.model)
+        return gpt2(job.model)
 
 
 def _empty(job: MethodJob) -> nn.Module:
     import sluice
 
     with sluice.empty_init():
-        return build(job.model)
+        return gpt2(job.model)
 
 
-def _resuming(
+def _method(
     name: str,
-    resume: Callable[[MethodJob, nn.Module], Loaded],
-    make: Callable[[MethodJob], nn.Module],
+    load: Callable[..., Loaded],
+    build: Callable[[MethodJob], nn.Module] | None,
     imports: tuple[str, ...] = (),
 ) -> Method:
-    def start(job: MethodJob) -> Callable[[], Loaded]:
-        return partial(resume, job, make(job))
-
-    return Method(name=name, start=start, imports=(*_OPTIMIZER_IMPORTS, *imports), reads=_READS)
+    return Method(name=name, load=load, build=build, imports=(*_IMPORTS, *imports, "bench._resuming"), reads=_READS)
 
 
 #: Generates the reference; not a loader, so no table shows it.
-RESUMING_REFERENCE = Method(
-    name="resuming-reference", start=lambda job: partial(_generate, job), imports=_OPTIMIZER_IMPORTS, reads=_READS
-)
+RESUMING_REFERENCE = _method("resuming-reference", _generate, None)
 
 #: In the order of the table.
 RESUMING = (
-    _resuming("torch-resume", partial(_with_torch, mmap=False), _real),
-    _resuming("torch-resume-mmap", partial(_with_torch, mmap=True), _real),
-    _resuming("torch-resume-assign", _with_torch_assign, _on_meta),
-    _resuming(
-        "sluice-resume",
-        _with_sluice,
-        _empty,
-        imports=("sluice:empty_init", "sluice:load_into", "sluice:load_optimizer"),
-    ),
+    _method("torch-resume", partial(_with_torch, mmap=False), _real),
+    _method("torch-resume-mmap", partial(_with_torch, mmap=True), _real),
+    _method("torch-resume-assign", _with_torch_assign, _on_meta),
+    _method("sluice-resume", _with_sluice, _empty, ("sluice:empty_init", "sluice:load_into", "sluice:load_optimizer")),
 )
+
+METHODS.update({method.name: method for method in (RESUMING_REFERENCE, *RESUMING)})
