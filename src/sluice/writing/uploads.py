@@ -16,7 +16,7 @@ from typing import Any, Self
 from sluice import _defaults as defaults
 from sluice._errors import SaveError, UnsupportedError
 from sluice._geometry import round_up
-from sluice._threads import Task, Worker, start_threads
+from sluice._threads import Task, Worker, join_threads, start_threads
 from sluice.engine.staging import StagingPool
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings
@@ -238,11 +238,11 @@ class UploadedFile:
     def _begin_parts(self) -> None:
         for _ in range(defaults.UPLOAD_PIECES):
             self._room.put(None)
-        task = Task(self._send)
-        start_threads(self._threads, 1, task.run, "sluice-upload")
+        self._task = Task(self._send)
+        start_threads(self._threads, 1, self._task.run, "sluice-upload")
         if not self._threads:
+            self._task = None
             raise SaveError("the upload needs a thread, and the process may not start one", file=self.path)
-        self._task = task
 
     def _send(self) -> None:
         interrupts: list[BaseException] = []
@@ -280,10 +280,9 @@ class UploadedFile:
 
     def _finish(self) -> None:
         """Wait for the thread, and raise its failure."""
+        join_threads(self._threads)
         task, self._task = self._task, None
-        for thread in self._threads:
-            thread.finish()
-        if task is not None:
+        if task is not None and all(thread.ident is not None for thread in self._threads):
             task.result()
 
 
