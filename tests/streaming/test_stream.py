@@ -366,7 +366,7 @@ def test_weights_that_the_caller_replaces_are_used_and_kept(file: Path) -> None:
         running.linear(3).weight = running.linear(2).weight  # tied now
         model.linear(3).weight = model.linear(2).weight
         running.embedding.weight = model.embedding.weight
-        torch.utils.swap_tensors(running.linear(4).weight, nn.Parameter(torch.zeros(WIDTH, WIDTH)))
+        torch.utils.swap_tensors(running.linear(4).weight, nn.Parameter(torch.zeros(WIDTH, WIDTH)))  # type: ignore[no-untyped-call]
         model.linear(4).weight.data.zero_()
         for _ in range(2):
             assert torch.equal(running(IDS), model(IDS))
