@@ -19,10 +19,10 @@ from sluice.quantizing.inner_tensors import assemble
 from sluice.reading.reader import CheckpointReader
 from sluice.reading.transfer import Prepared
 
-__all__ = ["Unit", "UnitPlan", "Weight"]
+__all__ = ["StreamedWeight", "Unit", "UnitPlan"]
 
 
-class Weight(Struct, frozen=True, kw_only=True, eq=False):
+class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
     """One parameter of a unit."""
 
     #: Positions of its tensors in the unit: one, or the plain tensors of a quantized weight.
@@ -63,7 +63,7 @@ class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
     #: How it is read; one view for each of its tensors.
     prepared: Prepared
     #: Its parameters.
-    weights: tuple[Weight, ...]
+    weights: tuple[StreamedWeight, ...]
 
 
 class Unit:
