@@ -177,7 +177,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            from sluice._keywords import name_hint
+            from sluice._public import name_hint
 
             raise AttributeError(f"module 'sluice' has no attribute {name!r}{name_hint(name)}")
         # Here, not above: an interrupt of the command line during imports shows a traceback.

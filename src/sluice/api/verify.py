@@ -6,10 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 from sluice._arguments import check_load, path_argument
-from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.checking.verification import verify_checkpoint
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.formats.manifest import HashAlgorithm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from sluice._near_names import nearest_names
+from sluice._messages import nearest_names
 from sluice.formats.manifest import Manifest, TensorHash
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import is_castable, torch_dtype
-from sluice._geometry import CopyPiece, collapse, cut, span_elements
 from sluice._private_torch import copy_each, neg_view
 from sluice.engine.elementwise import ElementFunction, cast, element_function, scratch
 from sluice.engine.packs import decode_packs
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Arithmetic, Constant, Copy, Elements, Packing
+from sluice.records.geometry import CopyPiece, collapse, cut, span_elements
 
 __all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_thread", "staged_bytes"]
 

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from sluice import _defaults as defaults
-from sluice._geometry import round_up
 from sluice.engine.host_memory import HostMemory
+from sluice.records.geometry import round_up
 
 __all__ = ["RecycledMemory"]
 

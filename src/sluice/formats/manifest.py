@@ -26,7 +26,7 @@ from msgspec import Meta, Struct, ValidationError, convert, structs
 
 from sluice._errors import FormatError, LimitError, MissingFileError, UnsupportedError
 from sluice._options import Limits
-from sluice._strict_json import kind_of, parse_strict_json
+from sluice.formats.strict_json import kind_of, parse_strict_json
 from sluice.records.bulk import collector_paused
 from sluice.sources.opening import open_source
 from sluice.sources.remote_names import missing_advice

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError
-from sluice._geometry import contiguous_stride, is_dense
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
 from sluice.records import Entry
+from sluice.records.geometry import contiguous_stride, is_dense
 from sluice.sharding.dtensors import home, is_dtensor, local_of, region_held, with_local
 from sluice.sharding.regions import select_region
 

@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, PartialLoadError
-from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
@@ -29,6 +28,7 @@ from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request
 from sluice.records.bulk import collector_paused
+from sluice.records.geometry import contiguous_stride
 from sluice.sharding.dtensors import local_of
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from sluice._defaults import PROBE_READ_BYTES, READ_BYTES
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import contiguous_stride
 from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.reading.transfer import plan_transfer, run
 from sluice.records import Request
+from sluice.records.geometry import contiguous_stride
 
 __all__ = ["probed_bytes_per_second"]
 

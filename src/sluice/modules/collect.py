@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
-from sluice._geometry import contiguous_stride
 from sluice._private_torch import EXTRA_STATE_KEY, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import home_of
@@ -31,6 +30,7 @@ from sluice.modules.leftovers import find_leftovers
 from sluice.modules.regions import Region as MemoryRegion
 from sluice.modules.regions import region_of
 from sluice.modules.swap import is_plain
+from sluice.records.geometry import contiguous_stride
 from sluice.sharding.dtensors import UndescribedError, home, is_dtensor, local_of, region_held
 from sluice.sharding.regions import Region
 

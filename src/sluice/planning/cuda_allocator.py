@@ -19,8 +19,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
-from sluice._geometry import round_up
 from sluice.records import Reservation
+from sluice.records.geometry import round_up
 
 __all__ = ["plan_reservation", "scratch_bytes"]
 

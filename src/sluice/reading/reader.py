@@ -14,7 +14,6 @@ import torch
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
-from sluice._geometry import contiguous_stride
 from sluice._options import PageCache
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunningPlan, RunResult, SessionEndedError, TargetMemory
@@ -24,6 +23,7 @@ from sluice.machine.facts import machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import Entry, Index, LoadPlan, MachineFacts, Request, Storage, View, elements_of
+from sluice.records.geometry import contiguous_stride
 from sluice.sources.protocol import Source
 
 __all__ = ["CheckpointReader", "PendingTensors"]

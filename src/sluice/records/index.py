@@ -10,9 +10,9 @@ from typing import ClassVar
 from msgspec import Struct, field
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import span_elements
 from sluice._public import public
 from sluice.records.elements import Elements, MathBit
+from sluice.records.geometry import span_elements
 
 __all__ = [
     "NO_STORAGE",

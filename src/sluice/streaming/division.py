@@ -12,7 +12,6 @@ from torch import nn
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice._geometry import round_up
 from sluice._options import TransferOptions
 from sluice.loading.module_job import ModuleJob
 from sluice.modules.blocks import ModuleBlock
@@ -21,6 +20,7 @@ from sluice.modules.parked import ParkedParameter
 from sluice.planning.streaming import Step, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
 from sluice.records import LoadPlan, Request
+from sluice.records.geometry import round_up
 from sluice.streaming.lookup import looks_up_rows
 from sluice.streaming.units import StreamedWeight, UnitPlan
 

@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._dtypes import torch_dtype
-from sluice._geometry import round_up
 from sluice.engine.host_copies import copy_in_thread
 from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.records.geometry import round_up
 from sluice.writing.durable.direct import block_bytes
 
 __all__ = ["Chunk", "Staging", "chunks"]

@@ -15,9 +15,9 @@ from typing import Any, Self
 
 from sluice import _defaults as defaults
 from sluice._errors import SaveError, UnsupportedError
-from sluice._geometry import round_up
 from sluice._threads import Task, Worker, join_threads, start_threads
 from sluice.engine.staging import StagingPool
+from sluice.records.geometry import round_up
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address, shown

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice._geometry import contiguous_stride, round_up
+from sluice.records.geometry import contiguous_stride, round_up
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.ranks.division import Box, DividedTensor, boxes
 from sluice.writing.ranks.group import LEAD

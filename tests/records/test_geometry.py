@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice._geometry import (
+from sluice.records.geometry import (
     CopyPiece,
     collapse,
     contiguous_stride,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sluice._near_names import MOST_NAMES, nearest_names
+from sluice._messages import MOST_NAMES, nearest_names
 from support.work import at_most
 
 SHAPE = (4, 4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import sluice
-from sluice._keywords import _HINTS, explain_keywords
+from sluice._public import _HINTS, explain_keywords
 
 #: The package, for calls that a type checker refuses.
 untyped: Any = sluice

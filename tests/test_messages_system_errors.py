@@ -8,7 +8,7 @@ import os
 import pytest
 
 from sluice._errors import ReadError, ReadPermissionError, SaveError
-from sluice._system_errors import read_error, save_error
+from sluice._messages import read_error, save_error
 
 
 @pytest.mark.parametrize(
