@@ -15,9 +15,9 @@ from sluice.benchmark import machine as _machine
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_tasks
-from sluice.benchmark.records import Outcome, Task
+from sluice.benchmark.records import BenchTask, Outcome
 from sluice.benchmark.results import show_document
-from sluice.benchmark.table import Section, console_for_tables
+from sluice.benchmark.table import TableSection, console_for_tables
 from sluice.benchmark.writing import write_checkpoint
 
 __all__ = ["options", "run_alone", "show", "working_folder", "write_shards"]
@@ -65,13 +65,13 @@ def run_alone(
     timeout_seconds: float = TIMEOUT_SECONDS,
     host_limit_bytes: int | None = None,
 ) -> Outcome:
-    """Run one task in a fresh process; see ``Task`` and ``run_tasks``."""
-    task = Task(work=work, arguments=dict(arguments), claimed_bytes=claimed_bytes)
+    """Run one task in a fresh process; see ``BenchTask`` and ``run_tasks``."""
+    task = BenchTask(work=work, arguments=dict(arguments), claimed_bytes=claimed_bytes)
     (outcome,) = run_tasks([task], timeout_seconds=timeout_seconds, host_limit_bytes=host_limit_bytes)
     return outcome
 
 
-def show(out: Path, name: str, packages: Sequence[str], sections: Sequence[Section], **results: object) -> None:
+def show(out: Path, name: str, packages: Sequence[str], sections: Sequence[TableSection], **results: object) -> None:
     """Print tables, and write them with the machine, the command line and the results to ``out``."""
     context = click.get_current_context()
     given = [

@@ -9,7 +9,7 @@ from bench._puzzle import Puzzle
 from sluice._units import format_bytes
 from sluice.benchmark.records import MethodRun, Outcome, State
 from sluice.benchmark.summary import Row
-from sluice.benchmark.table import Section
+from sluice.benchmark.table import TableSection
 
 __all__ = ["Figures", "Goal", "goals_section", "judge", "limits_section", "puzzle_section"]
 
@@ -139,7 +139,7 @@ def _time_and_memory(row: Row, states: Sequence[State], nbytes: int) -> str:
     return ", ".join([*(f"{state} {row.seconds[state]:.2f} s" for state in states), format_bytes(nbytes)])
 
 
-def limits_section(file_bytes: int, pinned: Outcome, runs: Sequence[MethodRun]) -> Section:
+def limits_section(file_bytes: int, pinned: Outcome, runs: Sequence[MethodRun]) -> TableSection:
     """Return the raw limits of the machine for the bytes of the file."""
     outcomes = {"copy from page-locked memory": pinned}
     outcomes |= {f"{run.method}, {run.state}": run.outcome for run in runs if run.method.startswith("raw-")}
@@ -151,10 +151,10 @@ def limits_section(file_bytes: int, pinned: Outcome, runs: Sequence[MethodRun]) 
         speed = f"{file_bytes / seconds / 1e9:.2f}" if good else "-"
         rows.append((name, f"{seconds:.3f}" if good else outcome.reason, speed))
     title = f"Raw limits: the {format_bytes(file_bytes)} of the fp32 file"
-    return Section(title=title, headings=("what", "seconds", "GB/s"), rows=tuple(rows))
+    return TableSection(title=title, headings=("what", "seconds", "GB/s"), rows=tuple(rows))
 
 
-def puzzle_section(puzzle: Puzzle | None, solved: Outcome | None, reason: str) -> Section:
+def puzzle_section(puzzle: Puzzle | None, solved: Outcome | None, reason: str) -> TableSection:
     """Return the result of the puzzle; ``reason`` is why it was not tried."""
     rows = []
     if puzzle is not None:
@@ -177,11 +177,11 @@ def puzzle_section(puzzle: Puzzle | None, solved: Outcome | None, reason: str) -
             ("wrong matrices", str(facts["wrong_matrices"])),
             ("computes", "yes" if facts["computes"] else "NO"),
         ]
-    return Section(title="The puzzle of pytorch issue 75242", headings=("what", "figure"), rows=tuple(rows))
+    return TableSection(title="The puzzle of pytorch issue 75242", headings=("what", "figure"), rows=tuple(rows))
 
 
-def goals_section(goals: Sequence[Goal]) -> Section:
+def goals_section(goals: Sequence[Goal]) -> TableSection:
     """Return a table of goals and figures."""
     words = {True: "reached", False: "missed", None: "not measured"}
     rows = tuple((goal.name, goal.bound, goal.found, words[goal.reached]) for goal in goals)
-    return Section(title="Goals", headings=("goal", "bound", "measured", "verdict"), rows=rows)
+    return TableSection(title="Goals", headings=("goal", "bound", "measured", "verdict"), rows=rows)

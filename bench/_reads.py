@@ -23,7 +23,7 @@ from bench._pattern import Pattern, wrong_tensors
 from sluice.benchmark.child import touch_free_memory
 from sluice.benchmark.process import run_tasks
 from sluice.benchmark.raw import READ_BYTES, read_file
-from sluice.benchmark.records import Task, Work
+from sluice.benchmark.records import BenchTask, Work
 from sluice.machine.cgroups import memory_groups
 from sluice.measuring import limited_group
 
@@ -124,7 +124,7 @@ def measure(method: str, job: Job, processes: int) -> tuple[float, str]:
             stack.enter_context(rival)
             stack.callback(rival.kill)
         arguments = {"method": method, "job": msgspec.to_builtins(job, enc_hook=str)}
-        tasks = [Task(work="bench._reads:work", arguments=arguments, sample_seconds=0.1)] * processes
+        tasks = [BenchTask(work="bench._reads:work", arguments=arguments, sample_seconds=0.1)] * processes
         found = run_tasks(tasks, timeout_seconds=_TIMEOUT_SECONDS)
     wrong: Sequence[str] = next((each.facts["wrong"] for each in found if each.facts.get("wrong")), ())
     problem = f"wrong values in {len(wrong)} tensors, first {wrong[0]}" if wrong else ""

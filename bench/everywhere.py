@@ -27,7 +27,7 @@ from bench.places import PLACES, Place, Spot, Unavailable, own_mounts
 from sluice._units import parse_bytes
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.table import Section
+from sluice.benchmark.table import TableSection
 from sluice.measuring import memory_limit_refusal
 
 __all__ = ["GOAL", "Row", "main", "section"]
@@ -65,10 +65,12 @@ class Row:
         return not self.skipped and ("sluice" in self.problems or self.ratio is None or self.ratio > GOAL)
 
 
-def section(rows: Sequence[Row]) -> Section:
+def section(rows: Sequence[Row]) -> TableSection:
     """Return the table."""
     seconds = (f"{name} s" for name in (*METHODS, "sluice"))
-    return Section(title="", headings=("place", "file", *seconds, "/ best", "remark"), rows=tuple(map(_cells, rows)))
+    return TableSection(
+        title="", headings=("place", "file", *seconds, "/ best", "remark"), rows=tuple(map(_cells, rows))
+    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from sluice.benchmark.results import write_results
 from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.strategies import STRATEGIES
 from sluice.benchmark.summary import raw_seconds, summarise
-from sluice.benchmark.table import Section, console_for_tables, print_section, print_tables
+from sluice.benchmark.table import TableSection, console_for_tables, print_section, print_tables
 
 __all__ = ["main", "pinned_copy", "scenarios_for"]
 
@@ -222,7 +222,7 @@ def _present(
     out: Path,
     scenarios: Sequence[Scenario],
     runs: Sequence[MethodRun],
-    sections: Sequence[Section],
+    sections: Sequence[TableSection],
     *,
     machine: dict[str, str],
     command: str,

@@ -25,7 +25,7 @@ from bench._llama import LLAMA_1B, LLAMA_TINY, LlamaShape, llama, write_director
 from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.records import Outcome, Work
-from sluice.benchmark.table import Section
+from sluice.benchmark.table import TableSection
 
 __all__ = ["CONFIGS", "METHODS", "main", "section", "work"]
 
@@ -146,7 +146,7 @@ def _plain(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name} {type(tensor).__name__}", plain
 
 
-def section(config: str, runs: Mapping[str, Sequence[Outcome]]) -> Section:
+def section(config: str, runs: Mapping[str, Sequence[Outcome]]) -> TableSection:
     """Return the table of a configuration: medians, and whether the bits are those of the first good run."""
     hashes = [run.facts["hash"] for each in runs.values() for run in each if run.status == "ok"]
     rows = []
@@ -160,7 +160,9 @@ def section(config: str, runs: Mapping[str, Sequence[Outcome]]) -> Section:
         above = format_bytes(peak - good[0].facts["bytes"])
         seconds = f"{median(run.seconds for run in good):.2f}"
         rows.append((method, seconds, format_bytes(peak), above, "yes" if same else "NO"))
-    return Section(title=config, headings=("method", "s", "peak", "above the model", "same bits"), rows=tuple(rows))
+    return TableSection(
+        title=config, headings=("method", "s", "peak", "above the model", "same bits"), rows=tuple(rows)
+    )
 
 
 @click.command()

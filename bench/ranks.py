@@ -28,8 +28,8 @@ from bench._stream_methods import fetched_bytes
 from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.gpt2 import CausalAttention, gpt2, random_weight
 from sluice.benchmark.process import run_tasks
-from sluice.benchmark.records import Task, Work
-from sluice.benchmark.table import Section
+from sluice.benchmark.records import BenchTask, Work
+from sluice.benchmark.table import TableSection
 from sluice.benchmark.writing import write_checkpoint
 
 __all__ = ["Cell", "empty_model", "main", "section", "work"]
@@ -125,7 +125,7 @@ def _loaded(cell: Cell, path: Path, size: str, runs: int) -> Cell:
             job = {"method": cell.method, "path": str(path), "size": size, "dtype": cell.dtype, "ranks": cell.ranks}
             tasks = [
                 # Seldom sampled: the processors are for the ranks, and the kernel records the peak.
-                Task(
+                BenchTask(
                     work="bench.ranks:work",
                     arguments={**job, "rank": rank, "store": f"{folder}/store"},
                     sample_seconds=0.1,
@@ -160,9 +160,9 @@ def _cells(
                 yield cell
 
 
-def section(cells: Sequence[Cell]) -> Section:
+def section(cells: Sequence[Cell]) -> TableSection:
     """Return the table."""
-    return Section(
+    return TableSection(
         title="",
         headings=(
             *("method", "file", "dtype", "ranks", "page cache", "s"),

@@ -49,7 +49,7 @@ from sluice.benchmark.cache import make_warm
 from sluice.benchmark.gpt2 import random_weight
 from sluice.benchmark.records import Work
 from sluice.benchmark.results import show_document
-from sluice.benchmark.table import Section, console_for_tables
+from sluice.benchmark.table import TableSection, console_for_tables
 from sluice.benchmark.writing import write_checkpoint
 
 __all__ = ["Cell", "Run", "default_cells", "main", "missing", "section", "work"]
@@ -208,7 +208,7 @@ def _run(cell: Cell, method: str, folder: Path, size: str, port: int) -> Run:
     )
 
 
-def section(runs: Sequence[Run]) -> Section:
+def section(runs: Sequence[Run]) -> TableSection:
     """Return the table: medians, a row for each cell and method."""
     grouped: dict[tuple[Cell, str], list[Run]] = {}
     for run in runs:
@@ -227,7 +227,7 @@ def section(runs: Sequence[Run]) -> Section:
         start = (method, cell.kind, cell.dtype, f"{cell.gbit:g} Gbit/s, {cell.latency:g} ms")
         rows.append((*start, *(_figures(good, raw) if good else ("-",) * 6), same[-1].problem))
     headings = ("method", "file", "dtype", "network", "s", "/ raw", "peak - F, MiB", "CPU s", "requests")
-    return Section(title="", headings=(*headings, "bytes / needed", "remark"), rows=tuple(rows))
+    return TableSection(title="", headings=(*headings, "bytes / needed", "remark"), rows=tuple(rows))
 
 
 def _runs(left: Sequence[tuple[Cell, str]], folder: Path, size: str, end: float) -> Iterator[Run | None]:

@@ -20,7 +20,7 @@ import sluice
 from bench._common import options, run_alone, show, working_folder
 from sluice.benchmark.gpt2 import random_state_dict
 from sluice.benchmark.records import Outcome, Work
-from sluice.benchmark.table import Section
+from sluice.benchmark.table import TableSection
 
 __all__ = ["METHODS", "main", "section", "work"]
 
@@ -124,7 +124,7 @@ def work(method: str, size: str, folder: str) -> Work:
     return {"nbytes": nbytes}
 
 
-def section(done: dict[str, list[Outcome]]) -> Section:
+def section(done: dict[str, list[Outcome]]) -> TableSection:
     """Return the table: medians."""
     raw = median(run.seconds for run in done["raw write"]) if "raw write" in done else None
     rows = []
@@ -138,7 +138,7 @@ def section(done: dict[str, list[Outcome]]) -> Section:
             f"{max(run.total_bytes for run in runs) / 2**20:.0f}",
         ))  # fmt: skip
     headings = ("method", "file GB", "seconds", "from", "to", "/ raw write", "peak MiB")
-    return Section(title="", headings=headings, rows=tuple(rows))
+    return TableSection(title="", headings=headings, rows=tuple(rows))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -25,7 +25,7 @@ from sluice.benchmark.records import MethodJob, Scenario
 from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.strategies import STRATEGIES
 from sluice.benchmark.summary import summarise
-from sluice.benchmark.table import Section, console_for_tables, print_section
+from sluice.benchmark.table import TableSection, console_for_tables, print_section
 
 __all__ = ["PUBLISHED", "main", "run"]
 
@@ -62,7 +62,7 @@ def _plug_in() -> None:
     simulated_device.plug_in()
 
 
-def _tutorial(console: Console, size: str, folder: Path) -> Section:
+def _tutorial(console: Console, size: str, folder: Path) -> TableSection:
     """Return the tutorial's table for a size, in fp32."""
     final = final_bytes(size, torch.float32)
     make_checkpoint(folder / "model.pth", size, torch.float32, "torch")
@@ -87,7 +87,7 @@ def _tutorial(console: Console, size: str, folder: Path) -> Section:
         rows.append((row.method, allocated, reserved, published[0], host, published[1], right))
         if row.method == "sluice":
             _judge(size, row.device_reserved_bytes - final, row.total_bytes, right)
-    return Section(
+    return TableSection(
         title=f"GPT-2 {size}, fp32, on the simulated device: peaks in units of F = {format_bytes(final)}",
         headings=("method", "allocated", "reserved", "published GPU", "host", "published host", "right"),
         rows=tuple(rows),
@@ -95,7 +95,7 @@ def _tutorial(console: Console, size: str, folder: Path) -> Section:
     )
 
 
-def _puzzle(folder: Path) -> Section:
+def _puzzle(folder: Path) -> TableSection:
     """Return the outcome of each method on a device of 24 units, a host of 32 and a file of 40."""
     size = Puzzle(layers=_FILE_UNITS, width=_PUZZLE_WIDTH)
     unit = size.file_bytes // _FILE_UNITS
@@ -122,7 +122,7 @@ def _puzzle(folder: Path) -> Section:
             raise click.ClickException(f"{method}: {outcome.reason}")
         if method == "sluice" and not fits:
             raise click.ClickException(f"sluice does not solve the puzzle: {why}")
-    return Section(
+    return TableSection(
         title=f"The puzzle on the simulated device: 24 units of device, 32 of host, a file of 40; F is 20 units of "
         f"{format_bytes(unit)}",
         headings=("method", "reserved, units", "host, units", "outcome"),
@@ -137,7 +137,7 @@ def _judge(size: str, extra_bytes: int, host_bytes: int, right: str) -> None:
         raise click.ClickException(f"sluice misses its bounds for GPT-2 {size}: {found}")
 
 
-def run(console: Console, sizes: Sequence[str], directory: Path | None) -> list[Section]:
+def run(console: Console, sizes: Sequence[str], directory: Path | None) -> list[TableSection]:
     """Measure and print the tables."""
     _plug_in()
     sections = []

@@ -23,7 +23,7 @@ from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.raw import read_file
 from sluice.benchmark.records import Outcome
-from sluice.benchmark.table import Section
+from sluice.benchmark.table import TableSection
 
 __all__ = ["main", "row"]
 
@@ -138,7 +138,12 @@ def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
         f"{size} in {dtype}: {format_bytes(nbytes)}; computes in {_figures(loaded)[0]:.2f} s; "
         f"raw reads {rate / 1e9:.2f} GB/s"
     )
-    show(out, "stream", ("torch", "sluice", "accelerate"), [Section(title=title, headings=_HEADINGS, rows=tuple(rows))])
+    show(
+        out,
+        "stream",
+        ("torch", "sluice", "accelerate"),
+        [TableSection(title=title, headings=_HEADINGS, rows=tuple(rows))],
+    )
 
 
 if __name__ == "__main__":

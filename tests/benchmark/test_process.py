@@ -12,7 +12,7 @@ from sluice.benchmark import process as _process
 from sluice.benchmark.gpt2 import final_bytes
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.process import run_tasks
-from sluice.benchmark.records import MethodJob, Outcome, Task, Work
+from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
 from support import fresh_process
 
 
@@ -102,7 +102,7 @@ def steps(number: int, fails: int, folder: str) -> Work:
 
 def _steps(folder: Path, *, fails: int = -1) -> list[Outcome]:
     work = f"{__name__}:steps"
-    tasks = [Task(work=work, arguments={"number": n, "fails": fails, "folder": str(folder)}) for n in range(2)]
+    tasks = [BenchTask(work=work, arguments={"number": n, "fails": fails, "folder": str(folder)}) for n in range(2)]
     return run_tasks(tasks, timeout_seconds=100)
 
 

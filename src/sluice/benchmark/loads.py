@@ -17,7 +17,7 @@ from torch import nn
 from sluice.benchmark.gpt2 import GPTConfig, GPTModel
 from sluice.benchmark.methods import METHODS
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_tasks
-from sluice.benchmark.records import MethodJob, Outcome, Task, Verdict, Work
+from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Verdict, Work
 from sluice.benchmark.subjects import is_builtin
 
 __all__ = ["load", "make_context", "run_job", "touch", "verdict"]
@@ -32,7 +32,7 @@ def run_job(
     job: MethodJob, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
 ) -> Outcome:
     """Run a job in a fresh process and return its outcome; see ``process.run_tasks``."""
-    task = Task(
+    task = BenchTask(
         work=f"{__name__}:load",
         arguments=dataclasses.asdict(job),
         imports=METHODS[job.method].imports,
@@ -54,7 +54,7 @@ def _size_on_disk(path: Path) -> int:
 
 
 def load(**job_fields: Any) -> Work:
-    """Load a model with one method: the work of a ``Task``. Seconds end when every weight is in place.
+    """Load a model with one method: the work of a ``BenchTask``. Seconds end when every weight is in place.
 
     Returns:
         Peaks of the device's memory, and the verdict if the job requested it.

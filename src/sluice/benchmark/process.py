@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sluice._units import format_bytes
-from sluice.benchmark.records import Outcome, Task
+from sluice.benchmark.records import BenchTask, Outcome
 from sluice.benchmark.watching import Watcher
 from sluice.measuring._limit import limited_group
 
@@ -55,7 +55,7 @@ _EVENTS = ("ready", "built", "ok", "checked")
 
 
 def run_tasks(
-    tasks: Sequence[Task], *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
+    tasks: Sequence[BenchTask], *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
 ) -> list[Outcome]:
     """Run tasks at once, each in a fresh process, and return their outcomes; failures are outcomes, not exceptions.
 
@@ -86,7 +86,7 @@ def run_tasks(
         ]
 
 
-def _run(tasks: Sequence[Task], commands: Sequence[Sequence[str]], timeout_seconds: float) -> list[Outcome]:
+def _run(tasks: Sequence[BenchTask], commands: Sequence[Sequence[str]], timeout_seconds: float) -> list[Outcome]:
     overdue = threading.Event()
     with contextlib.ExitStack() as stack:
         children = [_Child(task, command, stack) for task, command in zip(tasks, commands, strict=True)]
@@ -118,7 +118,7 @@ def _run(tasks: Sequence[Task], commands: Sequence[Sequence[str]], timeout_secon
 class _Child:
     """One process, the last message from it, and what was measured of it."""
 
-    def __init__(self, task: Task, command: Sequence[str], stack: contextlib.ExitStack) -> None:
+    def __init__(self, task: BenchTask, command: Sequence[str], stack: contextlib.ExitStack) -> None:
         self._task = task
         self._errors = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self.process = subprocess.Popen(

@@ -23,6 +23,7 @@ __all__ = [
     "SHARDS",
     "SHORT_DTYPES",
     "TENSORS",
+    "BenchTask",
     "Kind",
     "Loaded",
     "Method",
@@ -33,7 +34,6 @@ __all__ = [
     "Scenario",
     "State",
     "Status",
-    "Task",
     "Trace",
     "Verdict",
     "Work",
@@ -105,7 +105,7 @@ class MethodJob:
         return dtype
 
 
-#: Result of the function of a ``Task``.
+#: Result of the function of a ``BenchTask``.
 Work = Generator[None, None, dict[str, Any]]
 
 #: Result of a method: a model, or the memory that a raw read filled.
@@ -173,7 +173,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class BenchTask:
     """The work of one measured process, for ``sluice bench`` and every benchmark of ``bench/``.
 
     ``work`` is a generator function. Its code before the first ``yield`` prepares (imports, contexts) and is not

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sluice.benchmark.records import MethodRun, Outcome, Scenario, Trace
 from sluice.benchmark.summary import summarise, typical_runs
-from sluice.benchmark.table import Section, print_section, section_of
+from sluice.benchmark.table import TableSection, print_section, section_of
 
 __all__ = ["as_document", "show_document", "write_document", "write_results"]
 
@@ -39,7 +39,7 @@ def write_results(
     command: str,
     scenarios: Sequence[Scenario],
     runs: Sequence[MethodRun],
-    sections: Sequence[Section] = (),
+    sections: Sequence[TableSection] = (),
 ) -> dict[str, Any]:
     """Write ``NAME.json`` with all runs and ``NAME.md`` with the tables; return the content of the former.
 
@@ -58,7 +58,7 @@ def write_results(
     return document
 
 
-def write_document(directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[Section]) -> None:
+def write_document(directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[TableSection]) -> None:
     """Write ``NAME.json``, and ``NAME.md`` with command, machine and tables.
 
     Args:
@@ -76,7 +76,7 @@ def write_document(directory: Path, name: str, document: Mapping[str, Any], sect
 
 
 def show_document(
-    console: Console, directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[Section]
+    console: Console, directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[TableSection]
 ) -> None:
     """Write a document as ``write_document``, and print the tables and the paths."""
     write_document(directory, name, document, sections)

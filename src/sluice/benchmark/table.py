@@ -15,7 +15,7 @@ from sluice._units import format_bytes
 from sluice.benchmark.records import MethodRun, Scenario, State
 from sluice.benchmark.summary import Row, summarise
 
-__all__ = ["ALARMING", "Section", "console_for_tables", "print_section", "print_tables", "section_of"]
+__all__ = ["ALARMING", "TableSection", "console_for_tables", "print_section", "print_tables", "section_of"]
 
 _GIB = 1 << 30
 
@@ -48,7 +48,7 @@ _LEAN, _FAIR = 1.1, 1.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class TableSection:
     """A table of texts."""
 
     #: Its heading.
@@ -72,7 +72,7 @@ class Section:
         return [*lines, "", *(f"- {note}" for note in self.notes), *[""] * bool(self.notes)]
 
 
-def section_of(scenario: Scenario, runs: Sequence[MethodRun]) -> Section:
+def section_of(scenario: Scenario, runs: Sequence[MethodRun]) -> TableSection:
     """Return the table of a scenario; a dash means not measured."""
     rows = summarise(scenario, runs)
     raw = any(method.startswith("raw-") for method in scenario.checkpoints)
@@ -80,7 +80,7 @@ def section_of(scenario: Scenario, runs: Sequence[MethodRun]) -> Section:
     seconds = [head for state in scenario.states for head in (f"{state}\ns", f"{state}\n/ raw")[: 1 + raw]]
     right = "same\nlogits" if scenario.builtin else "same\nweights"
     on_device = scenario.device != "cpu"
-    return Section(
+    return TableSection(
         title=scenario.title,
         headings=("method", *peaks, _RATIO, *seconds, right),
         rows=tuple((row.method, *_cells(row, scenario.states, on_device=on_device, raw=raw)) for row in rows),
@@ -128,7 +128,7 @@ def print_tables(console: Console, scenarios: Sequence[Scenario], runs: Sequence
         print_section(console, section_of(scenario, runs), bars=bars)
 
 
-def print_section(console: Console, section: Section, *, bars: Sequence[Text] | None = None) -> None:
+def print_section(console: Console, section: TableSection, *, bars: Sequence[Text] | None = None) -> None:
     """Print a table; names that begin with "sluice" are emphasized.
 
     Args:
