@@ -121,7 +121,7 @@ def test_different_files(two_ranks: Ranks, checkpoint: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_an_older_copy_with_equal_sizes_and_headers(two_ranks: Ranks, tmp_path: Path, suffix: str) -> None:
-    """Of a zip file any record may differ, because its CRC-32 does; of others a large part."""
+    """Any record of a zip file may differ, because its CRC-32 does; in other formats a large part."""
     paths = [f"{tmp_path}/{name}.{suffix}" for name in "ab"]
     name = "norm.bias" if suffix == "pth" else "third.weight"
     sluice.save(truth(), paths[0])

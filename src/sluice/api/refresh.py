@@ -74,7 +74,7 @@ def refresh(
 
     Raises:
         MismatchError: Checkpoint and model disagree, or a tensor cannot be filled in place; nothing was touched.
-        BudgetError: What changed does not fit into memory beside the model; nothing was read.
+        BudgetError: What changed does not fit into memory with the model; nothing was read.
         PartialLoadError: With ``torn="allow"``, a failure after weights began to change.
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         ReadError: The operating system failed a read.

@@ -42,7 +42,7 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
     key: str | None = None
     #: Rules to apply to the tensors.
     rules: Sequence[Rule] = ()
-    #: Whether the whole object of the file is wanted, in its own containers.
+    #: Whether the whole object of the file is requested, in its own containers.
     whole: bool = False
 
     def job(self, checkpoint: OpenCheckpoint) -> StateDictJob:

@@ -89,7 +89,7 @@ class LoadReport(LoadFigures):
 
     @property
     def state(self) -> RefreshState | None:
-        """What the model holds now, for ``sluice.refresh(since=)``; None for a load into something else."""
+        """State of the model, for ``sluice.refresh(since=)``; None for a load into something else."""
         return None if self.state_maker is None else self.state_maker()
 
     def table(self) -> TensorTable:

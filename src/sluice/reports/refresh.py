@@ -1,4 +1,4 @@
-"""What a model holds: its version, and the digest of each tensor."""
+"""State of the weights of a model: their version, and the digest of each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RefreshState"]
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefreshState:
-    """What a model holds. It is small, and can be pickled: a digest for each tensor; the report is left out then.
+    """State of the weights of a model: a digest for each tensor. It is small, and can be pickled without the report.
 
     Example:
         >>> state = sluice.refresh(model, "weights/step_20.pth")

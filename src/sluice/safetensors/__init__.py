@@ -1,4 +1,4 @@
-"""The names of ``safetensors`` and ``safetensors.torch``, with the reading and writing of sluice behind them.
+"""The names of ``safetensors`` and ``safetensors.torch`` for the readers and writers of sluice.
 
 Replace the import and keep the code::
 
