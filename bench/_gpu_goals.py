@@ -1,16 +1,17 @@
-"""Goals of sluice on a GPU, compared with measured figures. Pure functions."""
+"""Further tables of ``bench.gpu``: raw limits, the puzzle, and goals against figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from bench._puzzle import Puzzle
 from sluice._units import format_bytes
-from sluice.benchmark.records import State
+from sluice.benchmark.records import MethodRun, Outcome, State
 from sluice.benchmark.summary import Row
+from sluice.benchmark.table import TableSection
 
-__all__ = ["Figures", "Goal", "judge"]
+__all__ = ["Figures", "Goal", "goals_section", "judge", "limits_section", "puzzle_section"]
 
 MIB = 1 << 20
 
@@ -55,7 +56,8 @@ def judge(
     *,
     pinned_copy_seconds: float | None,
     raw_read_seconds: float | None,
-    puzzle: Mapping[str, Any] | None,
+    puzzle: Puzzle | None = None,
+    solved: Outcome | None = None,
 ) -> list[Goal]:
     """Return all goals.
 
@@ -63,7 +65,8 @@ def judge(
         figures: Figures of each scenario, all from files of the same size.
         pinned_copy_seconds: Time of a copy of the file's bytes from page-locked memory to the device.
         raw_read_seconds: Time of the fastest cold read of the file into host memory.
-        puzzle: Result of the puzzle, with ``final_bytes``; None if it was not tried.
+        puzzle: Size of the puzzle; None if it was not tried.
+        solved: Outcome of the puzzle.
     """
     goals: list[Goal] = []
     for one in figures:
@@ -75,12 +78,11 @@ def judge(
             goals.append(_speed_goal(one, ours, "warm", pinned_copy_seconds, _OF_PINNED_COPY, "pinned copy"))
             goals.append(_speed_goal(one, ours, "cold", raw_read_seconds, _OF_RAW_READ, "raw read"))
         goals += _peer_goals(one, ours)
-    if puzzle and "seconds" in puzzle:
-        goals += _memory_goals(
-            "the puzzle", puzzle["device_reserved_bytes"], puzzle["final_bytes"], puzzle["host_growth_bytes"]
-        )
-        right = puzzle["wrong_matrices"] == 0 and puzzle["computes"]
-        found = "all right" if right else f"{puzzle['wrong_matrices']} wrong matrices"
+    if puzzle is not None and solved is not None and solved.status == "ok":
+        facts = solved.facts
+        goals += _memory_goals("the puzzle", facts["device_reserved_bytes"], puzzle.final_bytes, solved.total_bytes)
+        right = facts["wrong_matrices"] == 0 and facts["computes"]
+        found = "all right" if right else f"{facts['wrong_matrices']} wrong matrices"
         goals.append(Goal(name="the puzzle: every weight", bound="all right", found=found, reached=right))
     return goals
 
@@ -135,3 +137,51 @@ def _all_memory(figures: Figures, row: Row) -> int:
 
 def _time_and_memory(row: Row, states: Sequence[State], nbytes: int) -> str:
     return ", ".join([*(f"{state} {row.seconds[state]:.2f} s" for state in states), format_bytes(nbytes)])
+
+
+def limits_section(file_bytes: int, pinned: Outcome, runs: Sequence[MethodRun]) -> TableSection:
+    """Return the raw limits of the machine for the bytes of the file."""
+    outcomes = {"copy from page-locked memory": pinned}
+    outcomes |= {f"{run.method}, {run.state}": run.outcome for run in runs if run.method.startswith("raw-")}
+    rows = []
+    for name, outcome in outcomes.items():
+        # The copy is repeated in one process, which returns the fastest.
+        seconds = outcome.facts.get("seconds", outcome.seconds)
+        good = outcome.status == "ok" and seconds
+        speed = f"{file_bytes / seconds / 1e9:.2f}" if good else "-"
+        rows.append((name, f"{seconds:.3f}" if good else outcome.reason, speed))
+    title = f"Raw limits: the {format_bytes(file_bytes)} of the fp32 file"
+    return TableSection(title=title, headings=("what", "seconds", "GB/s"), rows=tuple(rows))
+
+
+def puzzle_section(puzzle: Puzzle | None, solved: Outcome | None, reason: str) -> TableSection:
+    """Return the result of the puzzle; ``reason`` is why it was not tried."""
+    rows = []
+    if puzzle is not None:
+        rows += [
+            ("scale", f"{puzzle.share:.2f} of the full puzzle"),
+            ("file, fp32", format_bytes(puzzle.file_bytes)),
+            ("model, bf16 (F)", format_bytes(puzzle.final_bytes)),
+            ("cap of the device", format_bytes(puzzle.device_limit_bytes)),
+        ]
+    if solved is None or solved.status != "ok":
+        rows.append(("result", reason if solved is None else solved.reason))
+    else:
+        facts = solved.facts
+        rows += [
+            ("reserved on the device", format_bytes(facts["device_reserved_bytes"])),
+            ("allocated on the device", format_bytes(facts["device_allocated_bytes"])),
+            ("growth of the host", format_bytes(solved.total_bytes)),
+            ("seconds, cold", f"{solved.seconds:.1f}"),
+            ("GB/s", f"{facts['read_bytes'] / solved.seconds / 1e9:.2f}"),
+            ("wrong matrices", str(facts["wrong_matrices"])),
+            ("computes", "yes" if facts["computes"] else "NO"),
+        ]
+    return TableSection(title="The puzzle of pytorch issue 75242", headings=("what", "figure"), rows=tuple(rows))
+
+
+def goals_section(goals: Sequence[Goal]) -> TableSection:
+    """Return a table of goals and figures."""
+    words = {True: "reached", False: "missed", None: "not measured"}
+    rows = tuple((goal.name, goal.bound, goal.found, words[goal.reached]) for goal in goals)
+    return TableSection(title="Goals", headings=("goal", "bound", "measured", "verdict"), rows=rows)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sluice.benchmark.gpt2 import random_weight
+from sluice.benchmark.records import Work
 
-__all__ = ["FULL", "Puzzle", "build", "choose", "load", "make_file"]
+__all__ = ["FULL", "Puzzle", "build", "choose", "make_file", "solve"]
 
 #: Size of a local zip header before its name, and position of the lengths of its name and extra field, in bytes.
 _LOCAL_HEADER, _NAME_AND_EXTRA = 30, struct.Struct("<26xHH")
@@ -62,11 +61,6 @@ class Puzzle:
     def device_limit_bytes(self) -> int:
         """Limit of torch's allocator, in bytes: 24 GiB at full scale, and in proportion at others."""
         return int((24 << 30) * self.file_bytes / FULL.file_bytes)
-
-    @property
-    def host_limit_bytes(self) -> int:
-        """Limit of the process's host memory, interpreter included, in bytes: 32 GB at full scale."""
-        return int(32e9 * self.share)
 
     @property
     def share(self) -> float:
@@ -148,46 +142,36 @@ def _storage_offsets(path: Path) -> list[int]:
     return offsets
 
 
-def load(path: str, puzzle: Puzzle, device: str) -> dict[str, Any]:
-    """Load the file into a model on the device with sluice, under the limit, and return time and memory.
+def solve(path: str, layers: int, width: int, device: str) -> Work:
+    """Load the file into a model on the device with sluice, under the limit: the work of a process.
 
     Returns:
-        Seconds, peaks in bytes, the number of wrong matrices, and whether the model computes.
+        Bytes read, peaks of the device in bytes, the number of wrong matrices, and whether the model computes.
     """
     import sluice
-    from sluice.machine.peaks import PeakMeter
 
+    puzzle = Puzzle(layers=layers, width=width)
     if device == "cuda":
         torch.ones(1, device=device).to(torch.bfloat16)  # creates the context, which does not belong to the load
         torch.cuda.empty_cache()
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, puzzle.device_limit_bytes / total))
         torch.cuda.reset_peak_memory_stats()
+    yield
     with sluice.empty_init():
         model = puzzle.build()
-    with PeakMeter() as meter:
-        begin = time.perf_counter()
-        report = sluice.load_into(model, path, device=device, dtype=torch.bfloat16)
-        seconds = time.perf_counter() - begin
-    allocated, reserved = _device_peaks(device)
+    yield
+    report = sluice.load_into(model, path, device=device, dtype=torch.bfloat16)
+    yield
+    on_device = device == "cuda"
+    peaks = {
+        "device_allocated_bytes": torch.cuda.max_memory_allocated() if on_device else 0,
+        "device_reserved_bytes": torch.cuda.max_memory_reserved() if on_device else 0,
+    }
     with torch.no_grad():
         out = model(torch.ones(1, puzzle.width, dtype=torch.bfloat16, device=device))
-    return {
-        "seconds": seconds,
-        "read_bytes": report.read_bytes,
-        "host_growth_bytes": meter.peaks.total_bytes,
-        "device_allocated_bytes": allocated,
-        "device_reserved_bytes": reserved,
-        "wrong_matrices": _wrong_matrices(model),
-        "computes": bool(out.isfinite().all()),
-        "notes": report.notes,
-    }
-
-
-def _device_peaks(device: str) -> tuple[int, int]:
-    if device != "cuda":
-        return 0, 0
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    right = {"wrong_matrices": _wrong_matrices(model), "computes": bool(out.isfinite().all())}
+    return {**peaks, **right, "read_bytes": report.read_bytes}
 
 
 def _wrong_matrices(model: nn.Module) -> int:

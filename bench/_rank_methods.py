@@ -31,6 +31,8 @@ class Method:
     load: Callable[[nn.Module, Path], object]
     #: Kinds of checkpoints that it reads.
     reads: tuple[str, ...]
+    #: Modules that are imported before the clock starts.
+    imports: tuple[str, ...] = ()
 
 
 def _whole(path: Path) -> dict[str, torch.Tensor]:
@@ -85,6 +87,6 @@ def _dcp(model: nn.Module, path: Path) -> None:
 METHODS: Mapping[str, Method] = {
     "sluice": Method(load=_sluice, reads=(FILE, SHARDS, DCP)),
     "set_model_state_dict": Method(load=_broadcast, reads=(FILE, SHARDS)),
-    "accelerate": Method(load=_accelerate, reads=(FILE, SHARDS)),
+    "accelerate": Method(load=_accelerate, reads=(FILE, SHARDS), imports=("accelerate.utils.fsdp_utils",)),
     "torch DCP": Method(load=_dcp, reads=(SHARDS, DCP)),
 }

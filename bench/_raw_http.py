@@ -1,10 +1,9 @@
-"""The raw client of ``bench.remote`` and ``bench.transports``, and the server's process."""
+"""The raw client of ``bench.remote``, and the server's process."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import ssl
 import subprocess
 import sys
 import urllib.request
@@ -84,9 +83,7 @@ def in_parallel(work: Callable[[Iterator[Span]], None], todo: Sequence[Span], th
         raise RuntimeError(f"a connection failed: {errors[0]!r}") from errors[0]
 
 
-def receive(
-    port: int, todo: Sequence[Span], memory: memoryview, *, connections: int = 16, context: ssl.SSLContext | None = None
-) -> None:
+def receive(port: int, todo: Sequence[Span], memory: memoryview, *, connections: int = 16) -> None:
     """Receive ranges into memory with the client of the standard library, the fastest one in Python.
 
     Raises:
@@ -94,11 +91,7 @@ def receive(
     """
 
     def work(mine: Iterator[Span]) -> None:
-        client = (
-            http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            if context is None
-            else http.client.HTTPSConnection("127.0.0.1", port, timeout=60, context=context)
-        )
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             for span in mine:
                 client.request(
@@ -119,10 +112,9 @@ def receive(
 
 
 @contextmanager
-def serving(root: Path, *, latency: float = 0.0, rate: float = 0.0, certificate: Path | None = None) -> Iterator[int]:
+def serving(root: Path, *, latency: float = 0.0, rate: float = 0.0) -> Iterator[int]:
     """Run the server in a process of its own; yield the port."""
     command = [sys.executable, "-m", "bench._remote_server", str(root), "--latency", str(latency), "--rate", str(rate)]
-    command += ["--certificate", str(certificate)] if certificate else []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -131,11 +123,9 @@ def serving(root: Path, *, latency: float = 0.0, rate: float = 0.0, certificate:
             process.kill()
 
 
-def taken_counts(port: int, context: ssl.SSLContext | None = None) -> dict[str, Any]:
+def taken_counts(port: int) -> dict[str, Any]:
     """Return the requests, bytes and CPU seconds of the server since this was last called."""
-    scheme = "http" if context is None else "https"
-    handlers = [urllib.request.ProxyHandler({})]
-    more = [urllib.request.HTTPSHandler(context=context)] if context else []
-    with urllib.request.build_opener(*handlers, *more).open(f"{scheme}://127.0.0.1:{port}{COUNTS}", timeout=30) as got:
-        found: dict[str, Any] = json.load(got)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{port}{COUNTS}", timeout=30) as answer:
+        found: dict[str, Any] = json.load(answer)
         return found

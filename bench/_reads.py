@@ -1,34 +1,33 @@
-"""The processes of ``bench.everywhere``: each loads a file once, or reads it raw, and reports seconds and wrong values.
-
-They are forked from a server that has imported torch, so that each is new and starts at once.
-"""
+"""The processes of ``bench.everywhere``: each loads a file once, or reads it raw, and returns wrong values."""
 
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Struct
 from safetensors.torch import save_file
 
 import sluice
 from bench._pattern import Pattern, wrong_tensors
+from sluice.benchmark.child import touch_free_memory
+from sluice.benchmark.process import run_tasks
 from sluice.benchmark.raw import READ_BYTES, read_file
+from sluice.benchmark.records import BenchTask, Work
 from sluice.machine.cgroups import memory_groups
 from sluice.measuring import limited_group
 
-__all__ = ["METHODS", "Job", "Outcome", "measure"]
+__all__ = ["METHODS", "Job", "measure", "work"]
 
 _WAITING_THREADS = 8
 _HUGE_PAGE_BYTES = 2 << 20
@@ -43,9 +42,22 @@ _TENSOR_BYTES, _LARGE_TENSOR_BYTES, _LARGE_BYTES = 2 << 10, 8 << 10, 1 << 20
 #: Memory of a group until its limit is set.
 _GENEROUS_BYTES = 1 << 40
 
+#: Joins groups and reads a file through the page cache again and again.
+_RIVAL = """
+import os, sys
+path, *groups = sys.argv[1:]
+for group in groups:
+    open(group, "w").write(str(os.getpid()))
+with open(path, "rb", buffering=0) as stream:
+    buffer = bytearray(1 << 20)
+    while True:
+        if not stream.readinto(buffer):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            stream.seek(0)
+"""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+
+class Job(Struct, frozen=True, kw_only=True):
     """One reading of a file."""
 
     path: Path
@@ -59,18 +71,10 @@ class Job:
     groups: tuple[Path, ...] = ()
     #: Whether the memory is limited to the contract.
     limited: bool = False
+    #: File with the limit of the memory of a group, which is set to the contract.
+    limit_file: Path | None = None
     #: A file that another process of the same group reads meanwhile; None for no such process.
     rival: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The result of one reading."""
-
-    #: Seconds from the call until every byte was there.
-    seconds: float = 0.0
-    #: Text of the failure, or the names of wrong tensors; empty without one.
-    problem: str = ""
 
 
 def _direct(job: Job) -> None:
@@ -102,83 +106,56 @@ def _mapped(job: Job) -> None:
 METHODS: dict[str, Callable[[Job], None]] = {"direct": _direct, "buffered": _buffered, "mapped": _mapped}
 
 
-def measure(method: str, job: Job, processes: int) -> Outcome:
-    """Read a file in new processes at once; the seconds are those of the slowest.
+def measure(method: str, job: Job, processes: int) -> tuple[float, str]:
+    """Read a file in new processes at once; return the seconds of the slowest, and the problem if there is one.
 
     Args:
         method: One of ``METHODS``, or ``"sluice"``.
         job: What is read.
         processes: Number of processes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench._reads"])
     with ExitStack() as stack:
-        groups = job.groups
-        limit_file = None
         if job.limited:
             group = stack.enter_context(limited_group(_GENEROUS_BYTES))
-            groups = (*groups, group.path / "cgroup.procs")
-            limit_file = group.path / ("memory.max" if group.version == 2 else "memory.limit_in_bytes")
+            limit = group.path / ("memory.max" if group.version == 2 else "memory.limit_in_bytes")
+            job = msgspec.structs.replace(job, groups=(*job.groups, group.path / "cgroup.procs"), limit_file=limit)
         if job.rival:
-            rival = context.Process(target=_read_forever, args=(job.rival, groups), daemon=True)
-            rival.start()
-            stack.callback(rival.join)
+            rival = subprocess.Popen([sys.executable, "-c", _RIVAL, job.rival, *job.groups])
+            stack.enter_context(rival)
             stack.callback(rival.kill)
-        barrier = context.Barrier(processes)
-        started = []
-        for _ in range(processes):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(method, job, groups, limit_file, barrier, theirs))
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.kill)
-            theirs.close()
-            started.append((process, ours))
-        outcomes = [_outcome(ours) for _, ours in started]
-    return Outcome(
-        seconds=max(outcome.seconds for outcome in outcomes),
-        problem=next((outcome.problem for outcome in outcomes if outcome.problem), ""),
-    )
+        arguments = {"method": method, "job": msgspec.to_builtins(job, enc_hook=str)}
+        tasks = [BenchTask(work="bench._reads:work", arguments=arguments, sample_seconds=0.1)] * processes
+        found = run_tasks(tasks, timeout_seconds=_TIMEOUT_SECONDS)
+    wrong: Sequence[str] = next((each.facts["wrong"] for each in found if each.facts.get("wrong")), ())
+    problem = f"wrong values in {len(wrong)} tensors, first {wrong[0]}" if wrong else ""
+    return max(each.seconds for each in found), problem or next((each.reason for each in found if each.reason), "")
 
 
-def _outcome(answers: Connection) -> Outcome:
-    with answers:
-        try:
-            if not answers.poll(_TIMEOUT_SECONDS):
-                return Outcome(problem=f"not finished after {_TIMEOUT_SECONDS} s")
-            answer: Outcome = answers.recv()
-            return answer
-        except EOFError:
-            return Outcome(problem="killed")
+def _decoded(kind: type, value: str) -> object:
+    return kind(value)
 
 
-def _work(
-    method: str, job: Job, groups: tuple[Path, ...], limit_file: Path | None, barrier: Barrier, answers: Connection
-) -> None:
-    """Read once and send the outcome; the work of a process."""
-    try:
-        for group in groups:
-            group.write_text(str(os.getpid()), encoding="ascii")
-        with torch.device("meta"):
-            model = Pattern(job.nbytes)
-        if method == "sluice":
-            _import_everything(job.path.suffix)
-        _claim_memory(job.nbytes)
-        if limit_file:
-            limit_file.write_text(str(_used_bytes(limit_file) + _contract_bytes(model)), encoding="ascii")
-        barrier.wait(_TIMEOUT_SECONDS)
-        begin = time.perf_counter()
-        if method == "sluice":
-            sluice.load_into(model, job.path)
-        else:
-            METHODS[method](job)
-        seconds = time.perf_counter() - begin
-        wrong = wrong_tensors(model) if method == "sluice" else []
-        problem = f"wrong values in {len(wrong)} tensors, first {wrong[0]}" if wrong else ""
-        answers.send(Outcome(seconds=seconds, problem=problem))
-    except BaseException as error:  # noqa: BLE001  (sent to the parent)
-        text = error.strerror if isinstance(error, OSError) and type(error).__module__ == "builtins" else str(error)
-        answers.send(Outcome(problem=f"{type(error).__name__}: {text}"))
+def work(method: str, job: dict[str, object]) -> Work:
+    """Read once: the work of a process. Returns the names of wrong tensors."""
+    one = msgspec.convert(job, Job, dec_hook=_decoded)
+    for group in one.groups:
+        group.write_text(str(os.getpid()), encoding="ascii")
+    with torch.device("meta"):
+        model = Pattern(one.nbytes)
+    if method == "sluice":
+        _import_everything(one.path.suffix)
+    touch_free_memory(one.nbytes + _STAGING_BYTES)
+    if one.limit_file:
+        allowed = _used_bytes(one.limit_file) + _contract_bytes(model)
+        one.limit_file.write_text(str(allowed), encoding="ascii")
+    yield
+    yield
+    if method == "sluice":
+        sluice.load_into(model, one.path)
+    else:
+        METHODS[method](one)
+    yield
+    return {"wrong": wrong_tensors(model) if method == "sluice" else []}
 
 
 def _import_everything(suffix: str) -> None:
@@ -195,13 +172,6 @@ def _import_everything(suffix: str) -> None:
         sluice.load_into(model, path)
 
 
-def _claim_memory(nbytes: int) -> None:
-    """Touch as much memory as the load will, so that no method pays for what the host had taken back."""
-    room = mmap.mmap(-1, nbytes + _STAGING_BYTES, flags=mmap.MAP_PRIVATE)
-    room.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(room, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
-
-
 def _used_bytes(limit_file: Path) -> int:
     """Return the memory of the group that the kernel cannot reclaim, in bytes."""
     group = next(group for group in memory_groups() if Path(group.usage_file).parent == limit_file.parent)
@@ -212,15 +182,3 @@ def _contract_bytes(model: torch.nn.Module) -> int:
     sizes = [int(tensor.nbytes) for tensor in model.state_dict().values()]
     each = sum(_TENSOR_BYTES + (_LARGE_TENSOR_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
     return sum(sizes) + _STAGING_BYTES + _CONSTANT_BYTES + each
-
-
-def _read_forever(path: Path, groups: tuple[Path, ...]) -> None:
-    """Read a file through the page cache again and again, as a member of the groups."""
-    for group in groups:
-        group.write_text(str(os.getpid()), encoding="ascii")
-    with path.open("rb", buffering=0) as stream:
-        buffer = bytearray(1 << 20)
-        while True:
-            if not stream.readinto(buffer):
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                stream.seek(0)

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -167,8 +166,8 @@ def _listing(bucket: Path, prefix: str) -> bytes:
 
 
 class _Server:
-    def __init__(self, root: Path, latency: float, rate: float, context: ssl.SSLContext | None) -> None:
-        self._root, self._latency, self._link, self._context = root, latency, Link(rate), context
+    def __init__(self, root: Path, latency: float, rate: float) -> None:
+        self._root, self._latency, self._link = root, latency, Link(rate)
         self._counts = _Counts()
 
     def serve(self, listener: socket.socket) -> None:
@@ -178,17 +177,12 @@ class _Server:
             threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
 
     def _talk(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            stack.enter_context(connection)
-            if self._context is not None:
-                connection = stack.enter_context(self._context.wrap_socket(connection, server_side=True))
+        with contextlib.suppress(OSError), connection:
             pause = 2 * self._latency
             for request in _requests(connection):
                 if request.path == COUNTS:
-                    connection.sendall(
-                        _head(Answer(status="200 OK", headers={}, content=(body := self._counts.take())))
-                    )
-                    connection.sendall(body)
+                    counts = Answer(status="200 OK", headers={}, content=self._counts.take())
+                    connection.sendall(_head(counts) + counts.content)
                     continue
                 time.sleep(pause)
                 pause = self._latency
@@ -211,9 +205,6 @@ class _Server:
 
 
 def _send_file(connection: socket.socket, file: int, offset: int, nbytes: int) -> int:
-    if isinstance(connection, ssl.SSLSocket):
-        connection.sendall(os.pread(file, nbytes, offset))
-        return nbytes
     sent = 0
     while sent < nbytes:
         sent += os.sendfile(connection.fileno(), file, offset + sent, nbytes - sent)
@@ -242,15 +233,10 @@ def _requests(connection: socket.socket) -> Iterator[Request]:
 @click.argument("root", type=click.Path(path_type=Path, exists=True))
 @click.option("--latency", type=float, default=0.0, help="Seconds before each answer.")
 @click.option("--rate", type=float, default=0.0, help="Bytes per second of all connections; 0: no limit.")
-@click.option("--certificate", help="PEM file of certificate and key, for TLS.")
-def main(root: Path, latency: float, rate: float, certificate: str | None) -> None:
+def main(root: Path, latency: float, rate: float) -> None:
     """Serve a folder on the loopback address until standard input ends; print the port."""
-    context = None
-    if certificate:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    server = _Server(root.resolve(), latency, rate, context)
+    server = _Server(root.resolve(), latency, rate)
     threading.Thread(target=server.serve, args=(listener,), daemon=True).start()
     print(listener.getsockname()[1], flush=True)
     sys.stdin.read()

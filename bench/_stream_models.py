@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bench._llama import LLAMA_1B, write_directory
 from sluice.benchmark.gpt2 import SIZES, GPTModel, config, gpt2, random_weight
-from sluice.benchmark.llama import LLAMA_1B, write_directory
 from sluice.benchmark.writing import write_checkpoint
 
 __all__ = ["EXPERTS", "LLAMA", "MODELS", "empty_state", "file_dtype", "model_of", "write_model"]

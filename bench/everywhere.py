@@ -8,31 +8,29 @@ The command fails if a value is wrong, a load fails, or sluice takes longer than
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
-from rich.console import Console
 
-from bench._pattern import FILES, write_files
-from bench._reads import METHODS, Job, Outcome, measure
+from bench._common import show
+from bench._pattern import FILES
+from bench._reads import METHODS, Job, measure
 from bench.places import PLACES, Place, Spot, Unavailable, own_mounts
 from sluice._units import parse_bytes
-from sluice.benchmark import machine as _machine
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.results import show_document
-from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.table import TableSection
 from sluice.measuring import memory_limit_refusal
 
-__all__ = ["GOAL", "Row", "main", "table"]
+__all__ = ["GOAL", "Row", "main", "section"]
 
 #: Most time of a load, as a multiple of the fastest raw read.
 GOAL = 1.15
@@ -67,31 +65,29 @@ class Row:
         return not self.skipped and ("sluice" in self.problems or self.ratio is None or self.ratio > GOAL)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table."""
-    lines = [
-        f"| place | file | {' | '.join(f'{name} s' for name in METHODS)} | sluice s | / best | remark |",
-        "|---|---|" + "---:|" * (len(METHODS) + 2) + "---|",
-    ]
-    for row in rows:
-        cells = [f"{median(row.seconds[name]):.2f}" if row.seconds.get(name) else "-" for name in (*METHODS, "sluice")]
-        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
-        remarks = [f"skipped: {row.skipped}"] if row.skipped else [f"{n}: {text}" for n, text in row.problems.items()]
-        if row.ratio is not None and row.ratio > GOAL:
-            remarks.append("above the goal")
-        file = Path(row.file).suffix
-        lines.append(f"| {row.place} | {file} | {' | '.join(cells)} | {ratio} | {'; '.join(remarks)} |")
-    return lines
+def section(rows: Sequence[Row]) -> TableSection:
+    """Return the table."""
+    seconds = (f"{name} s" for name in (*METHODS, "sluice"))
+    return TableSection(
+        title="", headings=("place", "file", *seconds, "/ best", "remark"), rows=tuple(map(_cells, rows))
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    seconds = [f"{median(row.seconds[name]):.2f}" if row.seconds.get(name) else "-" for name in (*METHODS, "sluice")]
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+    remarks = [f"skipped: {row.skipped}"] if row.skipped else [f"{n}: {text}" for n, text in row.problems.items()]
+    if row.ratio is not None and row.ratio > GOAL:
+        remarks.append("above the goal")
+    return (row.place, Path(row.file).suffix, *seconds, ratio, "; ".join(remarks))
 
 
 def _fill(folder: Path, nbytes: int, *, rival: bool) -> None:
     """Write the files in a process of its own: their bytes stay out of the memory of this one."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["bench._reads"])
-    process = context.Process(target=write_files, args=(folder, nbytes))
-    process.start()
-    process.join()
-    if process.exitcode:
+    code = "import sys; from pathlib import Path; from bench._pattern import write_files; "
+    code += "write_files(Path(sys.argv[1]), int(sys.argv[2]))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if subprocess.run([sys.executable, "-c", code, folder, str(nbytes)], check=False, env=environment).returncode:
         raise click.ClickException(f"the files could not be written to {folder}")
     if rival:
         (folder / _RIVAL).write_bytes(os.urandom(1 << 20) * (nbytes >> 20))
@@ -105,7 +101,6 @@ def _row(name: str, place: Place, spot: Spot, file: str, nbytes: int, runs: int)
         nbytes=nbytes,
         cores=len(os.sched_getaffinity(0)),
         has_disk=place.has_disk,
-        groups=spot.groups,
         limited=place.limited,
         rival=spot.folder / _RIVAL if place.rival else None,
     )
@@ -119,12 +114,12 @@ def _row(name: str, place: Place, spot: Spot, file: str, nbytes: int, runs: int)
             if place.has_disk and not make_cold(path):
                 problems[method] = "the file stays cached"
                 continue
-            outcome: Outcome = measure(method, job, place.processes)
-            if outcome.problem:
-                problems[method] = outcome.problem
+            elapsed, problem = measure(method, job, place.processes)
+            if problem:
+                problems[method] = problem
                 seconds.pop(method, None)
             else:
-                seconds[method].append(outcome.seconds)
+                seconds[method].append(elapsed)
     return Row(place=name, file=file, seconds=dict(seconds), problems=problems)
 
 
@@ -152,20 +147,16 @@ def main(
     places: tuple[str, ...], files: tuple[str, ...], size: str, runs: int, directory: Path | None, out: Path
 ) -> None:
     """Load checkpoints from every place, and read them raw, interleaved, each in a new process."""
-    console: Console = console_for_tables()
     own_mounts()
     rows: list[Row] = []
     with temporary_folder(directory) as folder:
-        machine = _machine.describe(folder, ("torch", "sluice", "safetensors"))
         for name in places or PLACES:
             measured = _rows(name, parse_bytes(size), runs, files or FILES, folder)
-            for line in table(measured)[2:]:
-                console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+            for row in measured:
+                click.echo(" | ".join(_cells(row)))
             rows += measured
-    chosen = "".join([f" --place {name!r}" for name in places] + [f" --file {name}" for name in files])
-    command = f"python -m bench.everywhere --size {size} --runs {runs}{chosen}"
-    document: dict[str, Any] = {"command": command, "machine": machine, "rows": [asdict(row) for row in rows]}
-    show_document(console, out, "everywhere", document, table(rows))
+    packages = ("torch", "sluice", "safetensors")
+    show(out, "everywhere", packages, [section(rows)], rows=[asdict(row) for row in rows])
     if any(row.failed for row in rows):
         raise SystemExit(1)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
 from rich.console import Console
 
+from bench._common import options, working_folder
+from bench._llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
+from bench._peers import transformers_load
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import ONE_TENSOR, SIZES, make_checkpoint
-from sluice.benchmark.llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
+from sluice.benchmark.gpt2 import make_checkpoint
 from sluice.benchmark.methods import absence
 from sluice.benchmark.peers import PEERS
 from sluice.benchmark.records import (
@@ -30,16 +30,15 @@ from sluice.benchmark.records import (
     Kind,
     Precision,
     Scenario,
-    State,
 )
 from sluice.benchmark.results import write_results
 from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.subjects import final_bytes
 from sluice.benchmark.summary import summarise
 from sluice.benchmark.table import console_for_tables, print_tables
-from sluice.benchmark.writing import CheckpointFormat
+from sluice.benchmark.writing import FORMATS
 
-__all__ = ["CASES", "DEFAULT_CASES", "main"]
+__all__ = ["CASES", "main"]
 
 _PACKAGES = (
     "torch",
@@ -52,8 +51,6 @@ _PACKAGES = (
     "tensorizer",
 )
 
-_FORMATS: dict[Kind, CheckpointFormat] = {PTH: "torch", SAFETENSORS: "safetensors", TENSORS: "tensorizer", DCP: "dcp"}
-
 #: Kinds of checkpoints in the table of a kind: a format of a peer's own is compared with safetensors.
 _KINDS: dict[Kind, tuple[Kind, ...]] = {
     PTH: (PTH,),
@@ -61,10 +58,17 @@ _KINDS: dict[Kind, tuple[Kind, ...]] = {
     SHARDS: (SHARDS, HUGGING_FACE),
 }
 
-_LLAMA = "sluice.benchmark.llama:llama"
+_LLAMA = "bench._llama:llama"
 
-_COLD_AND_WARM: tuple[State, ...] = ("cold", "warm")
-_IN_A_ROW: tuple[State, ...] = ("first", "second", "third")
+#: Every peer, with the loader of whole models.
+_PEERS = (*PEERS[:-2], transformers_load, *PEERS[-2:])
+
+#: Linux returns memory to the host two seconds after it was freed (``PAGE_REPORTING_DELAY`` in mm/page_reporting.c),
+#: which takes a fraction of a second.
+_SETTLING_SECONDS = 3.0
+
+#: Balloon devices of a virtual machine; memory is returned to the host only through them.
+_BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +79,6 @@ class Case:
     suffix: Kind
     #: Dtype of the finished model; the checkpoint of GPT-2 is fp32, that of Llama bf16.
     dtype: Precision
-    #: States of the page cache, a column each.
-    states: tuple[State, ...] = _COLD_AND_WARM
     #: A model other than the chosen size of GPT-2.
     model: str | None = None
     #: Number of files of a checkpoint of Llama.
@@ -91,34 +93,14 @@ CASES = {
     "safetensors-bf16": Case(suffix=".safetensors", dtype="bfloat16"),
     "llama-bf16": Case(suffix=SHARDS, dtype="bfloat16", model=_LLAMA),
     "llama-shards-bf16": Case(suffix=SHARDS, dtype="bfloat16", model=_LLAMA, shards=8),
-    "one-tensor-bf16": Case(suffix=".pth", dtype="bfloat16", model=ONE_TENSOR),
-    "in-a-row-pth": Case(suffix=".pth", dtype="float32", states=_IN_A_ROW),
-    "in-a-row-safetensors": Case(suffix=".safetensors", dtype="float32", states=_IN_A_ROW),
 }
-
-
-#: The tables that the documentation shows.
-DEFAULT_CASES = (
-    "pth-fp32",
-    "pth-bf16",
-    "safetensors-fp32",
-    "safetensors-bf16",
-    "llama-bf16",
-    "llama-shards-bf16",
-    "in-a-row-pth",
-    "in-a-row-safetensors",
-)
 
 
 def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> Scenario:
     case = CASES[name]
     model = case.model or size
-    kinds = {each.name: next((kind for kind in each.reads if kind in _KINDS[case.suffix]), None) for each in PEERS}
-    chosen = {
-        method: kind
-        for method, kind in kinds.items()
-        if kind is not None and (not methods or method in methods) and not (_in_a_row(case) and "raw-" in method)
-    }
+    kinds = {each.name: next((kind for kind in each.reads if kind in _KINDS[case.suffix]), None) for each in _PEERS}
+    chosen = {method: kind for method, kind in kinds.items() if kind is not None and (not methods or method in methods)}
     llama = directory / f"llama-{'tiny' if size == 'tiny' else '1b'}-{case.shards}"
     shape = LLAMA_TINY if size == "tiny" else LLAMA_1B
     arguments = json.dumps(shape) if model == _LLAMA else "{}"
@@ -128,7 +110,7 @@ def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> 
         model_args=arguments,
         dtype=case.dtype,
         device=_machine.device(),
-        states=case.states,
+        states=("cold", "warm"),
         checkpoints={
             method: llama if model == _LLAMA else Path() if absence(method) else directory / f"{model}{kind}"
             for method, kind in chosen.items()
@@ -138,21 +120,16 @@ def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> 
     )
 
 
-def _with_lazy(states: tuple[State, ...]) -> tuple[State, ...]:
-    return (*states, "lazy") if states == _COLD_AND_WARM else states
-
-
-def _in_a_row(case: Case) -> bool:
-    return case.states == _IN_A_ROW
+def _settling_seconds() -> float:
+    """Return how long the kernel returns freed memory to the host, in seconds; 0 if it does not."""
+    return _SETTLING_SECONDS if any(_BALLOONS.glob("virtio*")) else 0.0
 
 
 def _title(case: Case, size: str) -> str:
     if case.model == _LLAMA:
         files = f"{case.shards} files" if case.shards > 1 else "one file"
         return f"Llama {'tiny' if size == 'tiny' else '1B'}, .safetensors, {files}, bf16 → bf16"
-    subject = f"GPT-2 {size}" if case.model is None else "one tensor of 2 GiB"
-    title = f"{subject}, {case.suffix}, fp32 → {SHORT_DTYPES[case.dtype]}"
-    return title + (", three loads in a row" if _in_a_row(case) else "")
+    return f"GPT-2 {size}, {case.suffix}, fp32 → {SHORT_DTYPES[case.dtype]}"
 
 
 def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
@@ -166,11 +143,11 @@ def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
                 shape: LlamaShape = json.loads(scenario.model_args)
                 write_directory(path, shape, shards=int(path.name.rpartition("-")[2]))
             else:
-                make_checkpoint(path, scenario.model, torch.float32, _FORMATS[path.suffix])
+                make_checkpoint(path, scenario.model, torch.float32, FORMATS[path.suffix])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--size", type=click.Choice(SIZES), default="large", show_default=True, help="Size of the model.")
+@options(runs=5)
 @click.option(
     "--case",
     "cases",
@@ -179,45 +156,34 @@ def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
     help="This table; repeatable. Default: those of the documentation.",
 )
 @click.option(
-    "--method", "methods", type=click.Choice([peer.name for peer in PEERS]), multiple=True, help="Only this method."
+    "--method", "methods", type=click.Choice([peer.name for peer in _PEERS]), multiple=True, help="Only this method."
 )
-@click.option("--lazy", is_flag=True, help="Also load cold into memory that the host of a virtual machine took back.")
-@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Repetitions; tables show medians.")
-@click.option(
-    "--minutes", type=click.FloatRange(0, min_open=True), help="Start no repetition later; repeat contenders only."
-)
-@click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoints here and use those there are.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Start no repetition later.")
 def main(
     size: str,
-    cases: tuple[str, ...],
-    methods: tuple[str, ...],
-    lazy: bool,
     runs: int,
-    minutes: float | None,
     directory: Path | None,
     out: Path,
+    cases: tuple[str, ...],
+    methods: tuple[str, ...],
+    minutes: float | None,
 ) -> None:
     """Compare loaders: seconds and peak memory, cold and cached, each load in a fresh process."""
     console = console_for_tables()
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-    with nullcontext(directory) if directory else temporary_folder() as folder:
+    with working_folder(directory) as folder:
         machine = _machine.describe(folder, _PACKAGES)
-        every = [_scenario(name, size, methods, folder) for name in cases or DEFAULT_CASES]
-        if lazy:
-            every = [replace(each, states=_with_lazy(each.states)) for each in every]
+        every = [_scenario(name, size, methods, folder) for name in cases or CASES]
         scenarios = [scenario for scenario in every if scenario.checkpoints]
         _make_checkpoints(console, scenarios)
         done = run_with_progress(
             console,
             scenarios,
             repetitions=runs,
-            settle_seconds=_machine.settling_seconds(),
-            budget_seconds=math.inf if minutes is None else 60 * minutes,
+            settle_seconds=_settling_seconds(),
+            end_seconds=math.inf if minutes is None else 60 * minutes,
         )
     print_tables(console, scenarios, done)
-    selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods), *["--lazy"] * lazy]
+    selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods)]
     command = " ".join(["python -m bench.load", f"--size {size}", f"--runs {runs}", *selection])
     command += f" --minutes {minutes:g}" if minutes is not None else ""
     write_results(out, "load", machine=machine, command=command, scenarios=scenarios, runs=done)

@@ -6,7 +6,6 @@ that they vanish with it, however it ends; after SIGKILL a loop device can remai
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
@@ -42,8 +41,6 @@ class Spot:
 
     #: Directory with the files.
     folder: Path
-    #: Files of control groups that a process joins by writing its number to them.
-    groups: tuple[Path, ...] = ()
 
 
 #: Sets a place up: from a directory for its images and mount points, the function that writes the files, and the bytes
@@ -137,16 +134,13 @@ def _tmpfs(work: Path, fill: Fill, nbytes: int) -> Iterator[Spot]:
         yield Spot(folder=folder)
 
 
-def _on_loop(
-    make: Sequence[str], *, options: str = "defaults", sector_bytes: int = 512, reflink: bool = False
-) -> SetUp:
+def _on_loop(make: Sequence[str], *, options: str = "defaults", sector_bytes: int = 512) -> SetUp:
     """Return the set-up of a file system on a loop device.
 
     Args:
         make: Command that makes it, without the device.
         options: Options of the mount.
         sector_bytes: Logical sector of the device, in bytes.
-        reflink: Whether the files are copies that share their extents with the original.
     """
 
     @contextmanager
@@ -155,17 +149,9 @@ def _on_loop(
             _run(*make, str(device))
             with _mounted(work / "disk", "-o", options, str(device)) as folder:
                 fill(folder)
-                yield Spot(folder=_clones(folder) if reflink else folder)
+                yield Spot(folder=folder)
 
     return set_up
-
-
-def _clones(folder: Path) -> Path:
-    clones = folder / "clones"
-    clones.mkdir()
-    for path in [path for path in folder.iterdir() if path.is_file()]:
-        _run("cp", "--reflink=always", str(path), str(clones))
-    return clones
 
 
 def _read_only(*make: str, name: str) -> SetUp:
@@ -227,48 +213,6 @@ def _network(work: Path, fill: Fill, _: int) -> Iterator[Spot]:
         yield Spot(folder=mount)
 
 
-@contextmanager
-def _throttled(work: Path, fill: Fill, nbytes: int) -> Iterator[Spot]:
-    """A disk whose control group allows a number of bytes a second."""
-    with _loop(_image(work, nbytes)) as device:
-        _run("mkfs.ext4", "-q", str(device))
-        with _mounted(work / "disk", str(device)) as folder:
-            fill(folder)
-            number = device.stat().st_rdev
-            with _io_limit(f"{os.major(number)}:{os.minor(number)}", int(_SLOW_BYTES_PER_SECOND)) as group:
-                yield Spot(folder=folder, groups=(group,))
-
-
-@contextmanager
-def _io_limit(device: str, bytes_per_second: int) -> Iterator[Path]:
-    """Create a control group that limits reads, in the first version that has the controller; yield where to join."""
-    first, second = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
-    if (first / "cgroup.procs").exists():
-        parent, name, value = first, "blkio.throttle.read_bps_device", f"{device} {bytes_per_second}"
-    elif "io" in _words(second / "cgroup.subtree_control"):
-        parent, name, value = second, "io.max", f"{device} rbps={bytes_per_second}"
-    else:
-        raise Unavailable("no control group limits input and output")
-    group = parent / f"sluice-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        raise Unavailable(f"control group: {error.strerror}") from error
-    try:
-        (group / name).write_text(value, encoding="ascii")
-        yield group / "cgroup.procs"
-    except OSError as error:
-        raise Unavailable(f"{name}: {error.strerror}") from error
-    finally:
-        group.rmdir()
-
-
-def _words(path: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="ascii").split()
-    return []
-
-
 #: Every place, by its name in the table.
 PLACES = {
     "this disk": Place(set_up=_disk),
@@ -276,7 +220,6 @@ PLACES = {
     "ext4": Place(set_up=_on_loop(("mkfs.ext4", "-q"))),
     "ext4, sectors of 4 KiB": Place(set_up=_on_loop(("mkfs.ext4", "-q"), sector_bytes=4096)),
     "XFS": Place(set_up=_on_loop(("mkfs.xfs", "-q"))),
-    "XFS, reflinks": Place(set_up=_on_loop(("mkfs.xfs", "-q"), reflink=True)),
     "btrfs": Place(set_up=_on_loop(("mkfs.btrfs", "-q"))),
     "btrfs, zstd": Place(set_up=_on_loop(("mkfs.btrfs", "-q"), options="compress-force=zstd:1")),
     "btrfs, no checksums": Place(set_up=_on_loop(("mkfs.btrfs", "-q"), options="nodatasum")),
@@ -287,7 +230,6 @@ PLACES = {
     "overlay": Place(set_up=_overlay),
     "overlay on tmpfs": Place(set_up=_overlay_in_memory, has_disk=False),
     "FUSE, 2 ms, 400 MB/s": Place(set_up=_network),
-    "control group, 400 MB/s": Place(set_up=_throttled),
     "2 processes": Place(set_up=_disk, processes=2),
     "4 processes": Place(set_up=_disk, processes=4),
     "memory of the contract": Place(set_up=_disk, limited=True),

@@ -1,42 +1,83 @@
 """``python -m bench.ranks``: loads of one model by the ranks of one host, each way in new processes.
 
 GPT-2 is divided by ``fully_shard`` over gloo on the CPU. Files are dropped from the page cache before a cold load. The
-clock starts after imports, the process group and the model; memory is the growth of each process from there, as the
-kernel records it (``VmHWM``), and ends when every weight was touched. Every way must finish with the same values.
+clock starts after imports, the process group and the model; memory is the growth of each process from there, and ends
+when every weight was touched. Every way must finish with the same values.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from bench._rank_child import Job, Loaded, empty_model, work
+from bench._common import options, show, working_folder, write_shards
 from bench._rank_methods import DCP, FILE, METHODS, SHARDS
-from sluice.benchmark import machine as _machine
+from bench._stream_methods import fetched_bytes
 from sluice.benchmark.cache import make_cold, make_warm
-from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import random_weight
-from sluice.benchmark.results import show_document
-from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.gpt2 import CausalAttention, gpt2, random_weight
+from sluice.benchmark.process import run_tasks
+from sluice.benchmark.records import BenchTask, Work
+from sluice.benchmark.table import TableSection
 from sluice.benchmark.writing import write_checkpoint
 
-__all__ = ["Cell", "main", "table"]
+__all__ = ["Cell", "empty_model", "main", "section", "work"]
 
 _TIMEOUT_SECONDS = 300
 _SHARD_COUNT = 8
+_PAGE_BYTES = 4096
 MIB = 1 << 20
+
+
+def empty_model(size: str) -> nn.Module:
+    """Return the model on the meta device without its causal masks, which every rank would hold whole."""
+    with torch.device("meta"):
+        model = gpt2(size)
+    for part in model.modules():
+        if isinstance(part, CausalAttention):
+            part.register_buffer("mask", torch.zeros(1), persistent=False)
+    return model
+
+
+def work(method: str, path: str, size: str, dtype: str, rank: int, ranks: int, store: str) -> Work:
+    """Load as one rank. Returns the bytes that it holds and fetched, and the sum of its weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for name in ("sluice.api.load", "torch.distributed.checkpoint.state_dict", *METHODS[method].imports):
+        import_module(name)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    model = empty_model(size).to(getattr(torch, dtype))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    held = sum(_local(parameter).nbytes for parameter in model.parameters())
+    yield
+    dist.barrier()
+    read = fetched_bytes()
+    yield
+    METHODS[method].load(model, Path(path))
+    weights = [_local(parameter).detach().flatten() for parameter in model.parameters()]
+    for each in weights:
+        each[:: _PAGE_BYTES // each.element_size()].sum()  # reads a value of every page
+    yield
+    total = sum(float(each.sum(dtype=torch.float64)) for each in weights)
+    return {"held": held, "fetched": fetched_bytes() - read, "total": total}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +95,10 @@ class Cell:
     growth: tuple[int, ...] = ()
     #: Bytes of the weights that each rank holds.
     held: tuple[int, ...] = ()
-    #: Bytes that all ranks fetched from disks.
-    fetched: int = 0
+    #: Bytes that all ranks fetched from disks, as a multiple of those of the file.
+    fetched: float = 0.0
+    #: Sum of the weights of all ranks.
+    total: float = 0.0
     #: Why there is no result.
     problem: str = ""
 
@@ -63,159 +106,104 @@ class Cell:
 def _write(folder: Path, size: str) -> dict[str, Path]:
     """Write the checkpoints in fp32, and return the path of each kind."""
     shapes = {name: tensor.shape for name, tensor in empty_model(size).state_dict().items()}
-    state = {name: random_weight(name, shape) for name, shape in shapes.items()}
-    paths = {FILE: folder / "model.pth", SHARDS: folder / "shards", DCP: folder / "dcp"}
-    write_checkpoint(state, paths[FILE], "torch")
-    write_checkpoint(state, paths[DCP], "dcp")
-    paths[SHARDS].mkdir()
-    names = list(state)
-    weight_map: dict[str, str] = {}
-    for number in range(_SHARD_COUNT):
-        file = f"model-{number + 1:05}-of-{_SHARD_COUNT:05}.safetensors"
-        part = names[number * len(names) // _SHARD_COUNT : (number + 1) * len(names) // _SHARD_COUNT]
-        write_checkpoint({name: state[name] for name in part}, paths[SHARDS] / file, "safetensors")
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (paths[SHARDS] / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    os.sync()
+    paths = {FILE: folder / f"{size}.pth", SHARDS: folder / f"{size}-shards", DCP: folder / f"{size}-dcp"}
+    if not paths[SHARDS].exists():
+        state = {name: random_weight(name, shape) for name, shape in shapes.items()}
+        write_checkpoint(state, paths[FILE], "torch")
+        write_checkpoint(state, paths[DCP], "dcp")
+        write_shards(state, paths[SHARDS], _SHARD_COUNT)
+        os.sync()
     return paths
 
 
-def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
-
-
-def _run(method: str, path: Path, size: str, dtype: str, ranks: int) -> list[Loaded]:
-    """Load once, and return what each rank found."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["bench._rank_child", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "sluice.api.load"]
-    )
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        started = []
-        for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            job = Job(method=method, path=path, size=size, dtype=dtype, rank=rank, ranks=ranks, store=f"{folder}/store")
-            process = context.Process(target=work, args=(job, theirs))
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.kill)
-            theirs.close()
-            started.append((process, ours))
-        found = [_answer(pipe) for _, pipe in started]
-        if not any(each.problem for each in found):
-            for process, _ in started:
-                process.join(20)
-        return found
-
-
-def _answer(pipe: Connection) -> Loaded:
-    try:
-        if not pipe.poll(_TIMEOUT_SECONDS):
-            return Loaded(problem=f"not finished after {_TIMEOUT_SECONDS} s")
-        answer: Loaded = pipe.recv()
-        return answer
-    except EOFError:
-        return Loaded(problem="killed")
-
-
-def _cell(
-    method: str, kind: str, path: Path, size: str, dtype: str, world: int, runs: int, *, cold: bool
-) -> tuple[Cell, float | None]:
-    """Load several times; return the figures and the sum of the weights."""
-    cell = Cell(method=method, file=kind, ranks=world, dtype=dtype, cold=cold)
-    seconds: list[float] = []
-    growth: tuple[int, ...] = (0,)
-    held: tuple[int, ...] = (0,)
-    fetched, total = 0, 0.0
+def _loaded(cell: Cell, path: Path, size: str, runs: int) -> Cell:
+    """Load several times, and return the cell with its figures."""
+    nbytes = path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.iterdir())
     for _ in range(runs):
-        for file in _files(path):
-            (make_cold if cold else make_warm)(file)
-        found = _run(method, path, size, dtype, world)
-        if problems := [each.problem for each in found if each.problem]:
-            return Cell(**{**asdict(cell), "problem": problems[0]}), None
-        seconds.append(max(each.seconds for each in found))
-        growth = max(growth, tuple(each.growth for each in found), key=sum)
-        held = tuple(each.held for each in found)
-        fetched = sum(each.fetched for each in found)
-        total = sum(each.total for each in found)
-    values: dict[str, Any] = {"seconds": tuple(seconds), "growth": growth, "held": held, "fetched": fetched}
-    return Cell(**{**asdict(cell), **values}), total
+        (make_cold if cell.cold else make_warm)(path)
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"method": cell.method, "path": str(path), "size": size, "dtype": cell.dtype, "ranks": cell.ranks}
+            tasks = [
+                # Seldom sampled: the processors are for the ranks, and the kernel records the peak.
+                BenchTask(
+                    work="bench.ranks:work",
+                    arguments={**job, "rank": rank, "store": f"{folder}/store"},
+                    sample_seconds=0.1,
+                )
+                for rank in range(cell.ranks)
+            ]
+            found = run_tasks(tasks, timeout_seconds=_TIMEOUT_SECONDS)
+        if problems := [each.reason for each in found if each.status != "ok"]:
+            return replace(cell, seconds=(), problem=problems[0])
+        cell = replace(
+            cell,
+            seconds=(*cell.seconds, max(each.seconds for each in found)),
+            growth=max(cell.growth, tuple(each.total_bytes for each in found), key=sum),
+            held=tuple(each.facts["held"] for each in found),
+            fetched=sum(each.facts["fetched"] for each in found) / nbytes,
+            total=sum(each.facts["total"] for each in found),
+        )
+    return cell
 
 
 def _cells(
-    paths: Mapping[str, Path], size: str, worlds: tuple[int, ...], dtypes: tuple[str, ...], runs: int
+    paths: Mapping[str, Path], size: str, worlds: Sequence[int], dtypes: Sequence[str], runs: int
 ) -> Iterator[Cell]:
     sums: dict[str, float] = {}
     for dtype, (kind, path), world, cold in product(dtypes, paths.items(), worlds, (True, False)):
         for name, method in METHODS.items():
-            if kind not in method.reads:
-                continue
-            cell, total = _cell(name, kind, path, size, dtype, world, runs, cold=cold)
-            if total is not None:
-                expected = sums.setdefault(dtype, total)
-                if abs(total - expected) > 1e-6 * max(1.0, abs(expected)):
-                    cell = Cell(**{**asdict(cell), "problem": f"the weights add up to {total}, not {expected}"})
-            yield cell
+            if kind in method.reads:
+                cell = Cell(method=name, file=kind, ranks=world, dtype=dtype, cold=cold)
+                cell = _loaded(cell, path, size, runs)
+                if cell.seconds and abs(cell.total - sums.setdefault(dtype, cell.total)) > 1e-6 * abs(cell.total):
+                    cell = replace(cell, problem=f"the weights add up to {cell.total}, not {sums[dtype]}")
+                yield cell
 
 
-def table(cells: list[Cell], file_bytes: Mapping[str, int]) -> list[str]:
-    """Return the lines of the table."""
-    lines = [
-        "| file | dtype | ranks | page cache | method | s | fullest rank | its shard | host | read / file | remark |",
-        "|---|---|---:|---|---|---:|---:|---:|---:|---:|---|",
-    ]
-    for cell in cells:
-        figures = "- | - | - | - | -"
-        if cell.seconds:
-            figures = (
-                f"{median(cell.seconds):.2f} | {max(cell.growth) / MIB:,.0f} | {max(cell.held) / MIB:,.0f} | "
-                f"{sum(cell.growth) / MIB:,.0f} | {cell.fetched / file_bytes[cell.file]:.2f}"
-            )
-        cache = "cold" if cell.cold else "cached"
-        lines.append(
-            f"| {cell.file} | {cell.dtype} | {cell.ranks} | {cache} | {cell.method} | {figures} | {cell.problem} |"
-        )
-    return lines
+def section(cells: Sequence[Cell]) -> TableSection:
+    """Return the table."""
+    return TableSection(
+        title="",
+        headings=(
+            *("method", "file", "dtype", "ranks", "page cache", "s"),
+            *("fullest rank", "its shard", "host", "read / file", "remark"),
+        ),
+        rows=tuple(map(_row, cells)),
+    )
 
 
-def _numbers(_context: click.Context, _option: click.Parameter, text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+def _row(cell: Cell) -> tuple[str, ...]:
+    figures: tuple[str, ...] = ("-",) * 5
+    if cell.seconds:
+        sizes = (f"{nbytes / MIB:,.0f}" for nbytes in (max(cell.growth), max(cell.held), sum(cell.growth)))
+        figures = (f"{median(cell.seconds):.2f}", *sizes, f"{cell.fetched:.2f}")
+    cache = "cold" if cell.cold else "cached"
+    return (cell.method, cell.file, cell.dtype, str(cell.ranks), cache, *figures, cell.problem)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--size", default="medium", show_default=True, help="Size of GPT-2.")
-@click.option("--ranks", callback=_numbers, default="1,2,4", show_default=True, help="Numbers of processes.")
-@click.option(
-    "--dtype", "dtypes", multiple=True, default=("float32", "bfloat16"), show_default=True, help="Of the model."
-)
+@options(size="medium")
+@click.option("--ranks", type=int, multiple=True, default=(1, 2, 4), show_default=True, help="Number of processes.")
+@click.option("--dtype", "dtypes", multiple=True, default=("float32", "bfloat16"), show_default=True)
 @click.option("--file", "kinds", type=click.Choice([FILE, SHARDS, DCP]), multiple=True, help="Only this.")
-@click.option("--runs", type=click.IntRange(1), default=3, show_default=True, help="Repetitions; tables show medians.")
-@click.option("--directory", type=click.Path(path_type=Path), help="Where the files go; they are removed.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
 def main(
     size: str,
-    ranks: tuple[int, ...],
-    dtypes: tuple[str, ...],
-    kinds: tuple[str, ...],
     runs: int,
     directory: Path | None,
     out: Path,
+    ranks: Sequence[int],
+    dtypes: Sequence[str],
+    kinds: Sequence[str],
 ) -> None:
     """Load a divided model by 1 to 4 ranks of this host, with sluice and with what people use today."""
-    console = console_for_tables()
-    with temporary_folder(directory) as folder:
-        paths = _write(folder, size)
-        nbytes = {kind: sum(file.stat().st_size for file in _files(path)) for kind, path in paths.items()}
-        chosen = {kind: path for kind, path in paths.items() if not kinds or kind in kinds}
+    with working_folder(directory) as folder:
+        paths = {kind: path for kind, path in _write(folder, size).items() if not kinds or kind in kinds}
         cells = []
-        for cell in _cells(chosen, size, ranks, dtypes, runs):
+        for cell in _cells(paths, size, ranks, dtypes, runs):
             cells.append(cell)
-            console.print(table([cell], nbytes)[-1], style="dim", markup=False, highlight=False, soft_wrap=True)
-        described = _machine.describe(folder, ("torch", "sluice", "safetensors", "accelerate"))
-    command = f"python -m bench.ranks --size {size} --ranks {','.join(map(str, ranks))} --runs {runs}"
-    record = {"command": command, "machine": described, "cells": [asdict(cell) for cell in cells]}
-    show_document(console, out, "ranks", record, table(cells, nbytes))
+            click.echo(" | ".join(_row(cell)))
+    records: list[dict[str, Any]] = [asdict(cell) for cell in cells]
+    show(out, "ranks", ("torch", "sluice", "safetensors", "accelerate"), [section(cells)], cells=records)
 
 
 if __name__ == "__main__":

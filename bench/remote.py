@@ -12,11 +12,10 @@ what the raw client reaches without one.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -25,11 +24,11 @@ from typing import Any
 
 import click
 import msgspec
+import torch
 from msgspec import Struct
 
-from bench._rank_child import empty_model
+from bench._common import options, run_alone, working_folder, write_shards
 from bench._raw_http import serving, taken_counts
-from bench._remote_child import Job, Loaded, work
 from bench._remote_methods import (
     BUCKET,
     CONTENDERS,
@@ -39,20 +38,24 @@ from bench._remote_methods import (
     SAFETENSORS,
     SHARDS,
     Checkpoint,
+    bit_sum,
+    environment,
     read_sums,
     sums_of,
 )
+from bench.ranks import empty_model
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.cache import make_warm
-from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import SIZES, random_weight
+from sluice.benchmark.gpt2 import random_weight
+from sluice.benchmark.records import Work
 from sluice.benchmark.results import show_document
-from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.table import TableSection, console_for_tables
 from sluice.benchmark.writing import write_checkpoint
 
-__all__ = ["Cell", "Run", "default_cells", "main", "missing", "table"]
+__all__ = ["Cell", "Run", "default_cells", "main", "missing", "section", "work"]
 
 MIB = 1 << 20
+_PAGE_BYTES = 4096
 _SHARD_COUNT = 16
 _TIMEOUT_SECONDS = 180
 _KINDS = (PTH, SAFETENSORS, SHARDS)
@@ -60,6 +63,23 @@ _DTYPES = ("float32", "bfloat16")
 _LATENCIES, _GBITS = (0.0, 5.0, 50.0), (1.0, 10.0)
 _LIBRARIES = ("torch", "sluice", "urllib3", "obstore", "fsspec", "aiohttp")
 _PACKAGES = (*_LIBRARIES, "runai-model-streamer", "tensorizer", "s3torchconnector")
+
+
+def work(method: str, checkpoint: dict[str, Any], size: str, dtype: str, folder: str) -> Work:
+    """Load once: the work of a process. Returns the sum of the bit patterns of the weights, if it fills the model."""
+    chosen, source = METHODS[method], msgspec.convert(checkpoint, Checkpoint)
+    os.environ |= {**environment(source), "SLUICE_BENCH_FOLDER": folder}
+    for name in chosen.imports:
+        import_module(name)
+    model = empty_model(size).to(getattr(torch, dtype))
+    yield
+    yield
+    chosen.load(model, source)
+    weights = [each.detach().reshape(-1) for each in model.parameters()] if chosen.fills else []
+    for each in weights:
+        each[:: _PAGE_BYTES // each.element_size()].sum()  # reads a value of every page
+    yield
+    return {"total": sum(bit_sum(each) for each in weights) if chosen.fills else None}
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -78,7 +98,13 @@ class Run(Struct, frozen=True, kw_only=True):
 
     cell: Cell
     method: str
-    loaded: Loaded
+    seconds: float = 0.0
+    #: Processor time of the process.
+    cpu: float = 0.0
+    #: Growth of memory, in bytes.
+    growth: int = 0
+    #: Why there is no result.
+    problem: str = ""
     #: Bytes of the tensors in the file, and of the finished ones.
     needed: int = 0
     finished: int = 0
@@ -126,7 +152,7 @@ def missing(
             able = [name for name in wanted if cell.kind in METHODS[name].reads]
             for name in able[number % len(able) :] + able[: number % len(able)] if able else []:
                 same = [run for run in done if (run.cell, run.method) == (cell, name)]
-                if len(same) <= number and not any(run.loaded.problem for run in same):
+                if len(same) <= number and not any(run.problem for run in same):
                     yield cell, name
 
 
@@ -136,21 +162,13 @@ def _write(folder: Path, size: str) -> None:
     own = bucket / "model.tensors"  # of tensorizer
     if (folder / "sums.json").exists() and (own.exists() or find_spec("tensorizer") is None):
         return
-    (bucket / SHARDS).mkdir(parents=True, exist_ok=True)
+    bucket.mkdir(parents=True, exist_ok=True)
     state = {name: random_weight(name, tensor.shape) for name, tensor in empty_model(size).named_parameters()}
     write_checkpoint(state, bucket / "model.pth", "torch")
     write_checkpoint(state, bucket / "model.safetensors", "safetensors")
     if find_spec("tensorizer") is not None:
         write_checkpoint(state, own, "tensorizer")
-    names = list(state)
-    weight_map: dict[str, str] = {}
-    for number in range(_SHARD_COUNT):
-        file = f"model-{number + 1:05}-of-{_SHARD_COUNT:05}.safetensors"
-        part = names[number * len(names) // _SHARD_COUNT : (number + 1) * len(names) // _SHARD_COUNT]
-        write_checkpoint({name: state[name] for name in part}, bucket / SHARDS / file, "safetensors")
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (bucket / SHARDS / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    write_shards(state, bucket / SHARDS, _SHARD_COUNT)
     (folder / "sums.json").write_text(json.dumps(sums_of(state)), encoding="utf-8")
     os.sync()
 
@@ -161,28 +179,6 @@ def _checkpoint(bucket: Path, kind: str, port: int) -> Checkpoint:
     return Checkpoint(port=port, kind=kind, files=sizes)
 
 
-def _load(job: Job) -> Loaded:
-    """Load in a new process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench._remote_child", "sluice.api.load"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(job, theirs))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(_TIMEOUT_SECONDS):
-            return Loaded(problem=f"not finished after {_TIMEOUT_SECONDS} s")
-        answer: Loaded = ours.recv()
-        process.join(5)
-        return answer
-    except EOFError:
-        return Loaded(problem="killed")
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-
-
 def _run(cell: Cell, method: str, folder: Path, size: str, port: int) -> Run:
     checkpoint = _checkpoint(folder / BUCKET, cell.kind, port)
     for name, _ in checkpoint.files if "own format" not in method else (("model.tensors", 0),):
@@ -190,22 +186,20 @@ def _run(cell: Cell, method: str, folder: Path, size: str, port: int) -> Run:
     needed = sum(parameter.numel() for parameter in empty_model(size).parameters()) * 4
     finished = needed if cell.dtype == "float32" else needed // 2
     taken_counts(port)
-    job = Job(
-        method=method,
-        checkpoint=checkpoint,
-        size=size,
-        dtype=cell.dtype,
-        warm_bytes=2 * needed // 4096 * 4096,
-        folder=str(folder),
-    )
-    loaded = _load(job)
-    if loaded.total is not None and loaded.total != (expected := read_sums(folder)[cell.dtype]):
-        loaded = Loaded(problem=f"wrong weights: bits add up to {loaded.total}, not {expected}")
+    job = {"method": method, "checkpoint": msgspec.to_builtins(checkpoint), "size": size, "dtype": cell.dtype}
+    arguments = {**job, "folder": str(folder)}
+    found = run_alone("bench.remote:work", arguments, claimed_bytes=2 * needed, timeout_seconds=_TIMEOUT_SECONDS)
+    problem, total, expected = found.reason, found.facts.get("total"), read_sums(folder)[cell.dtype]
+    if total not in {None, expected}:
+        problem = f"wrong weights: bits add up to {total}, not {expected}"
     counts = taken_counts(port)
     return Run(
         cell=cell,
         method=method,
-        loaded=loaded,
+        seconds=found.seconds,
+        cpu=found.cpu_seconds,
+        growth=found.total_bytes,
+        problem=problem,
         needed=needed,
         finished=finished,
         requests=counts["requests"],
@@ -214,31 +208,26 @@ def _run(cell: Cell, method: str, folder: Path, size: str, port: int) -> Run:
     )
 
 
-def table(runs: Sequence[Run]) -> list[str]:
-    """Return the lines of the table: medians, a row for each cell and method."""
-    lines = [
-        "| file | dtype | network | method | s | / raw | peak - F, MiB | CPU s | requests | bytes / needed | remark |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
+def section(runs: Sequence[Run]) -> TableSection:
+    """Return the table: medians, a row for each cell and method."""
     grouped: dict[tuple[Cell, str], list[Run]] = {}
     for run in runs:
         grouped.setdefault((run.cell, run.method), []).append(run)
-    order = list(dict.fromkeys(cell for cell, _ in grouped))
-    names = list(METHODS)
+    order, names = list(dict.fromkeys(cell for cell, _ in grouped)), list(METHODS)
+    rows = []
     for cell, method in sorted(grouped, key=lambda each: (order.index(each[0]), names.index(each[1]))):
         same = grouped[cell, method]
-        good = [run for run in same if not run.loaded.problem]
+        good = [run for run in same if not run.problem]
+        network = (cell.kind, cell.gbit, cell.latency)
         raw = [
-            run.loaded.seconds
+            run.seconds
             for run in runs
-            if run.method == RAW and not run.loaded.problem and _network(run.cell) == _network(cell)
+            if run.method == RAW and not run.problem and (run.cell.kind, run.cell.gbit, run.cell.latency) == network
         ]
-        start = f"| {cell.kind} | {cell.dtype} | {cell.gbit:g} Gbit/s, {cell.latency:g} ms | {method} | "
-        if not good:
-            lines.append(start + f"- | - | - | - | - | - | {same[-1].loaded.problem} |")
-            continue
-        lines.append(start + _figures(good, raw) + " |")
-    return lines
+        start = (method, cell.kind, cell.dtype, f"{cell.gbit:g} Gbit/s, {cell.latency:g} ms")
+        rows.append((*start, *(_figures(good, raw) if good else ("-",) * 6), same[-1].problem))
+    headings = ("method", "file", "dtype", "network", "s", "/ raw", "peak - F, MiB", "CPU s", "requests")
+    return TableSection(title="", headings=(*headings, "bytes / needed", "remark"), rows=tuple(rows))
 
 
 def _runs(left: Sequence[tuple[Cell, str]], folder: Path, size: str, end: float) -> Iterator[Run | None]:
@@ -250,20 +239,16 @@ def _runs(left: Sequence[tuple[Cell, str]], folder: Path, size: str, end: float)
                 yield _run(cell, method, folder, size, port) if time.monotonic() < end else None
 
 
-def _network(cell: Cell) -> tuple[str, float, float]:
-    return cell.kind, cell.gbit, cell.latency
-
-
-def _figures(good: Sequence[Run], raw: Sequence[float]) -> str:
-    seconds = median(run.loaded.seconds for run in good)
-    ratio = f"{seconds / median(raw):.2f}" if raw else "-"
-    last = good[-1]
-    fills = METHODS[last.method].fills
-    over = max(run.loaded.growth - run.finished for run in good) / MIB
-    share = last.received / max(1, last.needed)
+def _figures(good: Sequence[Run], raw: Sequence[float]) -> tuple[str, ...]:
+    seconds, last = median(run.seconds for run in good), good[-1]
+    over = max(run.growth - run.finished for run in good) / MIB
     return (
-        f"{seconds:.2f} | {ratio} | {f'{over:,.0f}' if fills else '-'} | "
-        f"{median(run.loaded.cpu for run in good):.1f} | {last.requests:,} | {share:.3f} | "
+        f"{seconds:.2f}",
+        f"{seconds / median(raw):.2f}" if raw else "-",
+        f"{over:,.0f}" if METHODS[last.method].fills else "-",
+        f"{median(run.cpu for run in good):.1f}",
+        f"{last.requests:,}",
+        f"{last.received / max(1, last.needed):.3f}",
     )
 
 
@@ -276,58 +261,48 @@ def _earlier(path: Path, size: str) -> list[Run]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--size", type=click.Choice(SIZES), default="large", show_default=True, help="Size of GPT-2.")
+@options(runs=1)
 @click.option("--file", "kinds", type=click.Choice(_KINDS), multiple=True, default=_KINDS, help="Only this.")
 @click.option("--dtype", "dtypes", type=click.Choice(_DTYPES), multiple=True, default=_DTYPES, help="Of the model.")
 @click.option("--latency", "latencies", type=float, multiple=True, default=_LATENCIES, help="Milliseconds.")
 @click.option("--gbit", "gbits", type=click.FloatRange(0, min_open=True), multiple=True, default=_GBITS, help="Rate.")
 @click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, help="Only this.")
-@click.option("--runs", type=click.IntRange(1), default=1, show_default=True, help="Repetitions; tables show medians.")
 @click.option(
     "--minutes", type=click.FloatRange(0, min_open=True), default=14, show_default=True, help="Start no load later."
 )
-@click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoints here and use those there are.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
 def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     size: str,
+    runs: int,
+    directory: Path | None,
+    out: Path,
     kinds: tuple[str, ...],
     dtypes: tuple[str, ...],
     latencies: tuple[float, ...],
     gbits: tuple[float, ...],
     methods: tuple[str, ...],
-    runs: int,
     minutes: float,
-    directory: Path | None,
-    out: Path,
 ) -> None:
     """Compare loads over a network. A later call with the same --out runs the loads that are left."""
     end = time.monotonic() + 60 * minutes
-    console = console_for_tables()
     done = _earlier(out / "remote.json", size)
-    with nullcontext(directory) if directory else temporary_folder() as folder:
-        folder.mkdir(parents=True, exist_ok=True)
+    with working_folder(directory) as folder:
         _write(folder, size)
         described = _machine.describe(folder, _PACKAGES)
-        left = list(missing(default_cells(kinds, dtypes, latencies, gbits), methods, done, runs))
         late = 0
+        left = list(missing(default_cells(kinds, dtypes, latencies, gbits), methods, done, runs))
         for run in _runs(left, folder, size, end):
             if run is None:
                 late += 1
                 continue
             done.append(run)
-            _show(console, run)
+            click.echo(" | ".join(section([run]).rows[-1]))
             _save(out, size, described, done)
-    record = _save(out, size, described, done)
-    show_document(console, out, "remote", record, table(done))
+    show_document(console_for_tables(), out, "remote", _save(out, size, described, done), [section(done)])
     if late:
-        console.print(f"{late} loads are left: call the command again", markup=False, highlight=False)
-    wrong = [run.method for run in done if "wrong weights" in run.loaded.problem]
+        click.echo(f"{late} loads are left: call the command again")
+    wrong = [run.method for run in done if "wrong weights" in run.problem]
     if wrong:
         raise click.ClickException(f"wrong weights: {', '.join(wrong)}")
-
-
-def _show(console: Any, run: Run) -> None:
-    console.print(table([run])[-1], style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _save(out: Path, size: str, described: Mapping[str, str], done: Sequence[Run]) -> dict[str, Any]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
+from bench._common import options, working_folder
+from bench._resuming import RESUMING, RESUMING_REFERENCE, make_run, resumed_bytes
 from sluice._units import format_bytes
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import SIZES
 from sluice.benchmark.records import Scenario
 from sluice.benchmark.results import write_results
-from sluice.benchmark.resuming import RESUMING, RESUMING_REFERENCE, make_run, resumed_bytes
 from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.summary import summarise
 from sluice.benchmark.table import console_for_tables, print_tables
@@ -27,19 +25,14 @@ _RAW = "raw-direct"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--size", type=click.Choice(SIZES), default="medium", show_default=True, help="Size of the model.")
+@options(size="medium")
 @click.option(
     "--method", "methods", type=click.Choice([one.name for one in RESUMING]), multiple=True, help="Only this method."
 )
-@click.option("--runs", type=click.IntRange(1), default=3, show_default=True, help="Repetitions; tables show medians.")
-@click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoint here and use the one there is.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
-def main(size: str, methods: tuple[str, ...], runs: int, directory: Path | None, out: Path) -> None:
+def main(size: str, runs: int, directory: Path | None, out: Path, methods: tuple[str, ...]) -> None:
     """Resume a training run from one file, with model and optimizer state: seconds and peak memory."""
     console = console_for_tables()
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-    with nullcontext(directory) if directory else temporary_folder() as folder:
+    with working_folder(directory) as folder:
         path = folder / f"{size}.run.pt"
         if not path.exists():
             with console.status(f"making {path.name}"):

@@ -6,33 +6,23 @@ name are durable: methods that do not sync are followed by a sync, which is time
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
 import safetensors.torch
 import torch
 
 import sluice
-from sluice.benchmark import machine as _machine
-from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import SIZES, random_state_dict
-from sluice.benchmark.results import show_document
-from sluice.benchmark.table import console_for_tables
-from sluice.machine.peaks import PeakMeter
+from bench._common import options, run_alone, show, working_folder
+from sluice.benchmark.gpt2 import random_state_dict
+from sluice.benchmark.records import Outcome, Work
+from sluice.benchmark.table import TableSection
 
-__all__ = ["METHODS", "main"]
-
-_PACKAGES = ("torch", "sluice", "safetensors")
+__all__ = ["METHODS", "main", "section", "work"]
 
 #: Bytes of one write of the raw method.
 _PIECE_BYTES = 16 << 20
@@ -79,8 +69,7 @@ def _sluice_bf16(state: _State, path: Path) -> None:
 
 
 def _torch_bf16(state: _State, path: Path) -> None:
-    torch.save({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, path)
-    _synced(path)
+    _torch({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, path)
 
 
 def _safetensors_contiguous(state: _State, path: Path) -> None:
@@ -115,77 +104,59 @@ METHODS = {
 }
 
 
-def _child(method: Method, size: str, path: Path) -> None:
-    """Save once and print the seconds and the peak."""
+def work(method: str, size: str, folder: str) -> Work:
+    """Save once: the work of a process. Returns the size of the file, which is removed."""
+    chosen, path = METHODS[method], Path(folder, f"model{METHODS[method].suffix}")
     state: _State = dict(random_state_dict(size, torch.float32))
-    if method.transposed:
+    if chosen.transposed:
         state = {name: tensor.mT if tensor.dim() > 1 else tensor for name, tensor in state.items()}
-    small = path.with_name(f"small{method.suffix}")
-    method.save({"w": torch.ones(3)}, small)  # imports and work on first use
+    small = path.with_name(f"small{chosen.suffix}")
+    chosen.save({"w": torch.ones(3)}, small)  # imports and work on first use
     small.unlink()
+    path.unlink(missing_ok=True)
     os.sync()
-    with PeakMeter() as meter:
-        started = time.perf_counter()
-        method.save(state, path)
-        seconds = time.perf_counter() - started
-    print(json.dumps({"seconds": seconds, "peak": meter.peaks.total_bytes, "nbytes": path.stat().st_size}))
+    yield
+    yield
+    chosen.save(state, path)
+    yield
+    nbytes = path.stat().st_size
+    path.unlink()
+    return {"nbytes": nbytes}
 
 
-def _run(method: str, size: str, folder: Path) -> dict[str, Any]:
-    path = folder / f"model{METHODS[method].suffix}"
-    path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "bench.save", "--child", method, "--size", size, "--directory", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    path.unlink(missing_ok=True)
-    if done.returncode:
-        raise click.ClickException(f"{method} failed: {done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _table(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    lines = [
-        "| method | file GB | seconds | from | to | / raw write | peak MiB |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    raw = median(run["seconds"] for run in runs["raw write"]) if "raw write" in runs else None
-    for method, each in runs.items():
-        seconds = [run["seconds"] for run in each]
-        ratio = f"{median(seconds) / raw:.2f}" if raw else "-"
-        peak = max(run["peak"] for run in each) / 2**20
-        figures = f"{median(seconds):.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {ratio} | {peak:.0f}"
-        lines.append(f"| {method} | {each[0]['nbytes'] / 1e9:.2f} | {figures} |")
-    return lines
+def section(done: dict[str, list[Outcome]]) -> TableSection:
+    """Return the table: medians."""
+    raw = median(run.seconds for run in done["raw write"]) if "raw write" in done else None
+    rows = []
+    for method, runs in done.items():
+        seconds = [run.seconds for run in runs]
+        rows.append((
+            method,
+            f"{runs[0].facts['nbytes'] / 1e9:.2f}",
+            *(f"{value:.2f}" for value in (median(seconds), min(seconds), max(seconds))),
+            f"{median(seconds) / raw:.2f}" if raw else "-",
+            f"{max(run.total_bytes for run in runs) / 2**20:.0f}",
+        ))  # fmt: skip
+    headings = ("method", "file GB", "seconds", "from", "to", "/ raw write", "peak MiB")
+    return TableSection(title="", headings=headings, rows=tuple(rows))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--size", type=click.Choice(SIZES), default="medium", show_default=True, help="Size of the model.")
-@click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, help="Only this; repeatable.")
-@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Repetitions; tables show medians.")
-@click.option("--directory", type=click.Path(path_type=Path), help="Where the files go; they are removed.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
-@click.option("--child", hidden=True, type=click.Choice(list(METHODS)))
-def main(size: str, methods: tuple[str, ...], runs: int, directory: Path | None, out: Path, child: str | None) -> None:
+@options(size="medium", runs=5)
+@click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, default=tuple(METHODS))
+def main(size: str, runs: int, directory: Path | None, out: Path, methods: Sequence[str]) -> None:
     """Compare saves: seconds until the file is durable, and peak memory; each in a fresh process, interleaved."""
-    if child is not None:
-        assert directory is not None
-        _child(METHODS[child], size, directory / f"model{METHODS[child].suffix}")
-        return
-    console = console_for_tables()
-    chosen = methods or tuple(METHODS)
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-    done: dict[str, list[dict[str, Any]]] = {method: [] for method in chosen}
-    with nullcontext(directory) if directory else temporary_folder() as folder:
-        machine = _machine.describe(folder, _PACKAGES)
+    done: dict[str, list[Outcome]] = {method: [] for method in methods}
+    with working_folder(directory) as folder:
         for _ in range(runs):
-            for method in chosen:
-                done[method].append(_run(method, size, folder))
-                console.print(f"{method}: {done[method][-1]['seconds']:.2f} s", highlight=False)
-    lines = _table(done)
-    command = " ".join(
-        ["python -m bench.save", f"--size {size}", f"--runs {runs}", *(f"--method {m!r}" for m in methods)]
-    )
-    show_document(console, out, "save", {"command": command, "machine": machine, "runs": done}, lines)
+            for method in methods:
+                outcome = run_alone("bench.save:work", {"method": method, "size": size, "folder": str(folder)})
+                if outcome.status != "ok":
+                    raise click.ClickException(f"{method}: {outcome.reason}")
+                done[method].append(outcome)
+                click.echo(f"{method}: {outcome.seconds:.2f} s")
+    runs_of = {method: [run.seconds for run in each] for method, each in done.items()}
+    show(out, "save", ("torch", "sluice", "safetensors"), [section(done)], seconds=runs_of)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 import torch
 from rich.console import Console
 
-from bench._gpu_report import Section, print_sections
 from bench._puzzle import Puzzle, make_file
 from sluice._units import format_bytes
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
-from sluice.benchmark.process import run_job
-from sluice.benchmark.records import MethodJob, Outcome
-from sluice.benchmark.runner import REFERENCE
+from sluice.benchmark.loads import run_job
+from sluice.benchmark.records import MethodJob, Scenario
+from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.strategies import STRATEGIES
-from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.summary import summarise
+from sluice.benchmark.table import TableSection, console_for_tables, print_section
 
 __all__ = ["PUBLISHED", "main", "run"]
 
@@ -62,52 +62,32 @@ def _plug_in() -> None:
     simulated_device.plug_in()
 
 
-def _load(method: str, job: MethodJob, path: Path) -> Outcome:
-    return run_job(
-        MethodJob(
-            method=method,
-            model=job.model,
-            model_args=job.model_args,
-            checkpoint=str(path),
-            dtype=job.dtype,
-            device="cpu" if method == REFERENCE else job.device,
-            device_limit_bytes=None if method == REFERENCE else job.device_limit_bytes,
-            verify=True,
-        )
-    )
-
-
-def _outcomes(job: MethodJob, paths: Mapping[str, Path]) -> Iterator[tuple[str, Outcome, str]]:
-    """Yield each method with its outcome and a word about its weights."""
-    truth = _load(REFERENCE, job, next(iter(paths.values()))) if job.model in SIZES else None
-    for method, path in paths.items():
-        outcome = _load(method, job, path)
-        if outcome.verdict is None or truth is None or truth.verdict is None:
-            right = "-"
-        else:
-            right = "yes" if outcome.verdict.weights == truth.verdict.weights else "NO"
-        yield method, outcome, right
-
-
-def _ratio(nbytes: int, final: int) -> str:
-    return f"{nbytes / final:.2f}"
-
-
-def _tutorial(size: str, folder: Path) -> Section:
+def _tutorial(console: Console, size: str, folder: Path) -> TableSection:
     """Return the tutorial's table for a size, in fp32."""
     final = final_bytes(size, torch.float32)
     make_checkpoint(folder / "model.pth", size, torch.float32, "torch")
     make_checkpoint(folder / "parameters", size, torch.float32, "per-parameter")
-    paths = {each.name: folder / ("model.pth" if ".pth" in each.reads else "parameters") for each in STRATEGIES}
-    job = MethodJob(method="", model=size, checkpoint="", dtype="float32", device="sim", verify=True)
+    scenario = Scenario(
+        title="sim",
+        model=size,
+        dtype="float32",
+        device="sim",
+        states=("warm",),
+        checkpoints={
+            each.name: folder / ("model.pth" if ".pth" in each.reads else "parameters") for each in STRATEGIES
+        },
+        final_bytes=final,
+    )
     rows = []
-    for method, outcome, right in _outcomes(job, paths):
-        published = [f"{gib / _PUBLISHED_FINAL:.2f}" for gib in PUBLISHED.get(method, ())] or ["-", "-"]
-        device = (_ratio(each, final) for each in (outcome.device_allocated_bytes, outcome.device_reserved_bytes))
-        rows.append((method, *device, published[0], _ratio(outcome.total_bytes, final), published[1], right))
-        if method == "sluice":
-            _judge(size, outcome.device_reserved_bytes - final, outcome.total_bytes, right)
-    return Section(
+    for row in summarise(scenario, run_with_progress(console, [scenario], repetitions=1)):
+        published = [f"{gib / _PUBLISHED_FINAL:.2f}" for gib in PUBLISHED.get(row.method, ())] or ["-", "-"]
+        peaks = (row.device_allocated_bytes, row.device_reserved_bytes, row.total_bytes)
+        allocated, reserved, host = (f"{nbytes / final:.2f}" for nbytes in peaks)
+        right = {True: "yes", False: "NO", None: "-"}[row.right]
+        rows.append((row.method, allocated, reserved, published[0], host, published[1], right))
+        if row.method == "sluice":
+            _judge(size, row.device_reserved_bytes - final, row.total_bytes, right)
+    return TableSection(
         title=f"GPT-2 {size}, fp32, on the simulated device: peaks in units of F = {format_bytes(final)}",
         headings=("method", "allocated", "reserved", "published GPU", "host", "published host", "right"),
         rows=tuple(rows),
@@ -115,24 +95,25 @@ def _tutorial(size: str, folder: Path) -> Section:
     )
 
 
-def _puzzle(folder: Path) -> Section:
+def _puzzle(folder: Path) -> TableSection:
     """Return the outcome of each method on a device of 24 units, a host of 32 and a file of 40."""
     size = Puzzle(layers=_FILE_UNITS, width=_PUZZLE_WIDTH)
     unit = size.file_bytes // _FILE_UNITS
     make_file(folder / "puzzle.pth", size, threads=len(os.sched_getaffinity(0)))
-    job = MethodJob(
-        method="",
-        model="bench._puzzle:build",
-        model_args=json.dumps({"layers": size.layers, "width": size.width}),
-        checkpoint="",
-        dtype="bfloat16",
-        device="sim",
-        device_limit_bytes=_DEVICE_UNITS * unit,
-        verify=True,
-    )
-    paths = {each.name: folder / "puzzle.pth" for each in STRATEGIES if each.name != "per-parameter"}
+    arguments = json.dumps({"layers": size.layers, "width": size.width})
     rows = []
-    for method, outcome, _ in _outcomes(job, paths):
+    for method in (each.name for each in STRATEGIES if each.name != "per-parameter"):
+        job = MethodJob(
+            method=method,
+            model="bench._puzzle:build",
+            model_args=arguments,
+            checkpoint=str(folder / "puzzle.pth"),
+            dtype="bfloat16",
+            device="sim",
+            device_limit_bytes=_DEVICE_UNITS * unit,
+            verify=False,
+        )
+        outcome = run_job(job)
         fits = outcome.status == "ok" and outcome.total_bytes <= _HOST_UNITS * unit
         why = "fits" if fits else ("the host is too small" if outcome.status == "ok" else "the device is too small")
         peaks = (outcome.device_reserved_bytes, outcome.total_bytes) if outcome.status == "ok" else (0, 0)
@@ -141,7 +122,7 @@ def _puzzle(folder: Path) -> Section:
             raise click.ClickException(f"{method}: {outcome.reason}")
         if method == "sluice" and not fits:
             raise click.ClickException(f"sluice does not solve the puzzle: {why}")
-    return Section(
+    return TableSection(
         title=f"The puzzle on the simulated device: 24 units of device, 32 of host, a file of 40; F is 20 units of "
         f"{format_bytes(unit)}",
         headings=("method", "reserved, units", "host, units", "outcome"),
@@ -156,16 +137,17 @@ def _judge(size: str, extra_bytes: int, host_bytes: int, right: str) -> None:
         raise click.ClickException(f"sluice misses its bounds for GPT-2 {size}: {found}")
 
 
-def run(console: Console, sizes: Sequence[str], directory: Path | None) -> list[Section]:
+def run(console: Console, sizes: Sequence[str], directory: Path | None) -> list[TableSection]:
     """Measure and print the tables."""
     _plug_in()
     sections = []
     for size in sizes:
         with temporary_folder(directory) as folder:
-            sections.append(_tutorial(size, folder))
+            sections.append(_tutorial(console, size, folder))
     with temporary_folder(directory) as folder:
         sections.append(_puzzle(folder))
-    print_sections(console, sections)
+    for section in sections:
+        print_section(console, section)
     return sections
 
 

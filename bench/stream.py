@@ -7,92 +7,65 @@ and raw reads of the streamed bytes give the time to read.
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
 import torch
 
-from bench._stream_child import METHODS, PREPARATIONS, same_dtype_only
+from bench._common import options, run_alone, show, working_folder
+from bench._stream_methods import METHODS, PREPARATIONS, same_dtype_only
 from bench._stream_models import LLAMA, MODELS, empty_state, file_dtype, write_model
 from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
-from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.raw import read_file
-from sluice.measuring import run_limited
+from sluice.benchmark.records import Outcome
+from sluice.benchmark.table import TableSection
 
-__all__ = ["main", "ratios"]
+__all__ = ["main", "row"]
 
-#: Memory of a process in addition to its weights: interpreter, libraries, staging, activations.
-_CONSTANT_BYTES = 400 << 20
-
-#: The same with the imports of transformers and accelerate.
-_LIBRARY_BYTES = 800 << 20
+#: Memory of a process in addition to its weights: interpreter, libraries, staging, activations; with the imports of
+#: transformers and accelerate.
+_CONSTANT_BYTES, _LIBRARY_BYTES = 400 << 20, 800 << 20
 
 #: Limit of the processes whose model fits.
 _GENEROUS_BYTES = 1 << 40
 
-#: Calls of each process.
+#: Calls of each process, of which the first is not counted.
 _CALLS = 4
 
 #: Longest time of one process.
 _TIMEOUT_SECONDS = 600
 
-Row = dict[str, Any]
+_HEADINGS = ("memory and method", "s per call", "of the least", "read", "group's peak", "right")
 
 
-def ratios(rows: Sequence[Row], compute_seconds: float, bytes_per_second: float) -> Iterator[Row]:
-    """Yield the rows with the ratio of each to the time that reading or computing alone would take.
+def _figures(runs: Sequence[Outcome]) -> tuple[float, float]:
+    """Return the medians of seconds and bytes read of the counted calls."""
+    calls = [call for run in runs for call in run.facts["calls"][1:]]
+    return median(call["seconds"] for call in calls), median(call["read"] for call in calls)
+
+
+def row(name: str, runs: Sequence[Outcome], loaded: Sequence[Outcome], bytes_per_second: float) -> tuple[str, ...]:
+    """Return the cells of one method with one share of memory.
 
     Args:
-        rows: Medians of each method for one share of memory.
-        compute_seconds: Seconds of a call of the loaded model.
+        name: Share and method.
+        runs: Its runs.
+        loaded: Runs of the model that fits.
         bytes_per_second: Speed of raw reads.
     """
-    for row in rows:
-        if "seconds" not in row:
-            yield row
-            continue
-        least = max(compute_seconds, row["read"] / bytes_per_second)
-        yield {**row, "least": least, "ratio": row["seconds"] / least}
-
-
-def _run(method: str, job: Row, limit_bytes: int) -> Row:
-    make_cold(Path(job["path"]))
-    done = run_limited(
-        [sys.executable, "-m", "bench._stream_child", json.dumps({**job, "method": method})],
-        limit_bytes,
-        env=dict(os.environ),
-        timeout_seconds=_TIMEOUT_SECONDS,
-    )
-    if done.returncode:
-        reason = "killed at the limit" if done.oom_killed else (done.stderr.strip().splitlines() or ["?"])[-1]
-        return {"failed": reason}
-    found: Row = json.loads(done.stdout.splitlines()[-1])
-    counted = found["calls"][1:]
-    return {
-        "seconds": statistics.median(call["seconds"] for call in counted),
-        "read": statistics.median(call["read"] for call in counted),
-        "peak": done.peak_bytes,
-        "logits": found["logits"],
-    }
-
-
-def _median(method: str, runs: Sequence[Row]) -> Row:
-    good = [run for run in runs if "seconds" in run]
+    good = [run for run in runs if run.status == "ok"]
     if not good:
-        return {"method": method, "failed": runs[0]["failed"]}
-    return {
-        "method": method,
-        "logits": good[0]["logits"],
-        **{name: statistics.median(run[name] for run in good) for name in ("seconds", "read", "peak")},
-    }
+        return (name, "-", "-", "-", "-", runs[0].reason)
+    seconds, read = _figures(good)
+    least = max(_figures(loaded)[0], read / bytes_per_second)
+    same = all(run.facts["logits"] == loaded[0].facts["logits"] for run in good)
+    peak = format_bytes(int(median(run.group_bytes for run in good)))
+    return (name, f"{seconds:.2f}", f"{seconds / least:.2f}", format_bytes(int(read)), peak, "yes" if same else "NO")
 
 
 def _raw_rate(path: Path) -> float:
@@ -103,86 +76,74 @@ def _raw_rate(path: Path) -> float:
     return path.stat().st_size / (time.perf_counter() - begin)
 
 
-def _cells(rows: Sequence[Row], share: int, loaded: Row) -> Iterator[Sequence[str]]:
-    for row in rows:
-        if "failed" in row:
-            yield (f"{share} %", row["method"], "-", "-", "-", "-", row["failed"])
-        else:
-            same = "yes" if row["logits"] == loaded["logits"] else "NO"
-            yield (
-                f"{share} %",
-                row["method"],
-                f"{row['seconds']:.2f}",
-                f"{row['ratio']:.2f}",
-                format_bytes(row["read"]),
-                format_bytes(row["peak"]),
-                same,
-            )
+def _run(method: str, job: Mapping[str, Any], limit_bytes: int) -> Outcome:
+    make_cold(Path(job["path"]))
+    arguments = {**job, "method": method}
+    return run_alone(
+        "bench._stream_methods:work", arguments, timeout_seconds=_TIMEOUT_SECONDS, host_limit_bytes=limit_bytes
+    )
 
 
 @click.command()
-@click.option("--size", type=click.Choice(MODELS), default="large", show_default=True, help="Of GPT-2, or another.")
+@options(sizes=MODELS, runs=5)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the model; default: that of the file.")
+@click.option("--share", "shares", type=int, multiple=True, default=(75, 50, 25), help="Percent of the model.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default=None, help="Of the model.  [default: of the file]"
+    "--method",
+    "methods",
+    type=click.Choice(list(METHODS)),
+    multiple=True,
+    default=("sluice", "sluice, place=map", "mmap", "accelerate"),
 )
-@click.option("--shares", default="75,50,25", show_default=True, help="Memory for weights, in percent of the model.")
-@click.option("--methods", default="sluice,sluice place=map,mmap,accelerate", show_default=True)
 @click.option("--file", "name", default="model.safetensors", show_default=True, help="Its suffix is its format.")
 @click.option("--batch", default=1, show_default=True, help="Sequences of one call.")
 @click.option("--tokens", default=1, show_default=True, help="Tokens of each sequence.")
-@click.option("--rounds", default=5, show_default=True, help="Processes of each method.")
-@click.option("--directory", type=click.Path(path_type=Path), default=None, help="Where the checkpoint is made.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write all runs to a file.")
 def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     size: str,
+    runs: int,
+    directory: Path | None,
+    out: Path,
     dtype: str | None,
-    shares: str,
-    methods: str,
+    shares: Sequence[int],
+    methods: Sequence[str],
     name: str,
     batch: int,
     tokens: int,
-    rounds: int,
-    directory: Path | None,
-    json_path: Path | None,
 ) -> None:
     """Measure calls of a model that does not fit into memory."""
-    chosen = [each.strip().replace(" place=", ", place=") for each in methods.split(",")]
-    unknown = [each for each in chosen if each not in METHODS]
-    if unknown:
-        raise click.UsageError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    dtype = dtype or file_dtype(size)
-    if dtype != file_dtype(size):
-        chosen = [each for each in chosen if not same_dtype_only(each)]
+    stored = file_dtype(size)
+    dtype = dtype or stored
+    chosen = [each for each in methods if dtype == stored or not same_dtype_only(each)]
     nbytes = sum(tensor.numel() for tensor in empty_state(size).values()) * getattr(torch, dtype).itemsize
-    table: list[Sequence[str]] = []
-    document: Row = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "bytes": nbytes, "shares": {}}
-    with temporary_folder(directory) as folder:
+    more = _LIBRARY_BYTES if size == LLAMA else _CONSTANT_BYTES
+    rows = []
+    with working_folder(directory) as folder:
         path = write_model(size, folder, name)
-        job = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "path": str(path)}
-        job |= {"calls": _CALLS, "memory": 0}
+        job = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "path": str(path), "calls": _CALLS}
         for method in chosen:
             if prepare := PREPARATIONS.get(method):
                 prepare(path)
-        loaded = _median("loaded", [_run("loaded", job, _GENEROUS_BYTES) for _ in range(2)])
-        rate = statistics.median(_raw_rate(path) for _ in range(3))
-        computes = f"{size} in {dtype}: {format_bytes(nbytes)}; computes in {loaded['seconds']:.2f} s"
-        click.echo(f"{computes}; raw reads {rate / 1e9:.2f} GB/s")
-        document |= {"loaded": loaded, "raw_bytes_per_second": rate}
-        for share in map(int, shares.split(",")):
-            memory, more = nbytes * share // 100, _LIBRARY_BYTES if size == LLAMA else _CONSTANT_BYTES
-            runs: dict[str, list[Row]] = {method: [] for method in chosen}
-            for _ in range(rounds):
+        loaded = [_run("loaded", {**job, "memory": 0}, _GENEROUS_BYTES) for _ in range(2)]
+        if failed := [run.reason for run in loaded if run.status != "ok"]:
+            raise click.ClickException(failed[0])
+        rate = median(_raw_rate(path) for _ in range(3))
+        for share in shares:
+            memory = nbytes * share // 100
+            done: dict[str, list[Outcome]] = {method: [] for method in chosen}
+            for _ in range(runs):
                 for method in chosen:
-                    runs[method].append(_run(method, {**job, "memory": memory}, memory + more))
-            rows = list(ratios([_median(method, runs[method]) for method in chosen], loaded["seconds"], rate))
-            document["shares"][share] = {"rows": rows, "runs": runs}
-            table.extend(_cells(rows, share, loaded))
-    if json_path is not None:
-        json_path.write_text(json.dumps(document, indent=1))
-    headers = ("memory", "method", "s per call", "of the least", "read", "group's peak", "right")
-    click.echo(" | ".join(headers))
-    for row in table:
-        click.echo(" | ".join(row))
+                    done[method].append(_run(method, {**job, "memory": memory}, memory + more))
+            rows += [row(f"{share} %, {method}", done[method], loaded, rate) for method in chosen]
+    title = (
+        f"{size} in {dtype}: {format_bytes(nbytes)}; computes in {_figures(loaded)[0]:.2f} s; "
+        f"raw reads {rate / 1e9:.2f} GB/s"
+    )
+    show(
+        out,
+        "stream",
+        ("torch", "sluice", "accelerate"),
+        [TableSection(title=title, headings=_HEADINGS, rows=tuple(rows))],
+    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ _STATES = ("cold", "warm")
 _WIDTH = 120
 
 #: Headings of the states in the table of every cell.
-_STATE_HEADINGS = {"warm": "cached", "lazy": "cold, memory not claimed"}
+_STATE_HEADINGS = {"warm": "cached"}
 
 
 def summary_lines(document: Mapping[str, Any]) -> list[str]:

@@ -133,7 +133,7 @@ def test_limits_are_checked_when_they_are_written() -> None:
         ("rename", [("a{99999999999}", "up")], ValueError, "rename=: 'a{99999999999}' is not a regular expression"),
         ("rename", [("w(.*)", r"v\2")], ValueError, r"rename=: the replacement 'v\\2' does not fit 'w(.*)': inv"),
         ("rename", [("w(.*)", r"\g<n>")], ValueError, r"rename=: the replacement '\\g<n>' does not fit 'w(.*)'"),
-        ("rules", sluice.rules.drop("bias"), TypeError, "rules= is a DropRule; write a list"),
+        ("rules", sluice.rules.drop("bias"), TypeError, "rules= is an EachRule; write a list"),
         ("rules", {"a": "b"}, TypeError, "rename= for a mapping"),
         ("rules", "a", TypeError, "rules= is a str"),
         ("place", "mmap", ValueError, "place='mmap' is not one of 'copy', 'map'"),

@@ -1,11 +1,14 @@
-"""Names of dtypes as people write them."""
+"""Names of dtypes as people write them, and dtypes that only some versions of torch have."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from sluice._dtypes import parse_dtype
+import sluice
+from sluice._dtypes import parse_dtype, torch_dtype
 from support.dtypes import TORCH_DTYPES
 
 
@@ -46,3 +49,12 @@ def test_a_restricted_list_names_only_what_it_accepts() -> None:
             parse_dtype(written, auto=False, floats_only=True)
         assert "int8" not in str(caught.value).partition("one of")[2]
         assert "auto (" not in str(caught.value)
+
+
+def test_a_dtype_that_the_installed_torch_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.ones(3).to(torch.float8_e5m2)}, tmp_path / "f.pth")
+    monkeypatch.delattr(torch, "float8_e5m2")
+    with pytest.raises(sluice.UnsupportedError, match=r"torch .* has no dtype float8_e5m2; a later version"):
+        sluice.load_state_dict(tmp_path / "f.pth")
+    with pytest.raises(sluice.UnsupportedError, match="has no dtype print"):
+        torch_dtype("print")

@@ -58,14 +58,13 @@ def test_while_the_command_line_is_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", [_WAITS, _WAITS_AND_REPLACES])
 def test_while_a_command_imports(tmp_path: Path, source: str) -> None:
-    (tmp_path / "net.py").write_text(source)
+    (tmp_path / "net.py").write_text(f"{source}\nNet = None")
     done = interrupted(tmp_path, "load", "x.pth", "--model", "net:Net")
     assert (done.returncode, done.stderr) == (130, "Error: interrupted\n")
 
 
 def test_after_the_command(tmp_path: Path) -> None:
     """Python's own end: handlers of ``atexit`` run after the command has returned."""
-    (tmp_path / "rich.py").write_text("raise ImportError")
     code = "import atexit, time\natexit.register(lambda: (print('importing', flush=True), time.sleep(100)))\nNet = 1"
     (tmp_path / "net.py").write_text(code)
     done = interrupted(tmp_path, "load", "x.pth", "--model", "net:Net")

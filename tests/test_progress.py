@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice._keywords import explain_keywords
 from sluice._progress import Progress, ProgressEvent, byte_progress, progress_sink
+from sluice._public import explain_keywords
 
 
 def _event(done: int, total: int = 4096, seconds: float = 1.0) -> ProgressEvent:

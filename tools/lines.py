@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Most lines. A change that needs more takes as many out elsewhere, or says why it raises them.
-BUDGET = {"src/sluice": 65_700, "tests": 58_500}
+BUDGET = {"src/sluice": 62_200, "tests": 59_400}
 
 #: Patterns of paths below src/sluice by feature; ``*`` also matches "/".
 FEATURES = {
     "remote: HTTP": ("sources/remote/http*", "sources/remote/connections*", "sources/remote/retries*"),
-    "remote: cache and prefetch": ("sources/remote/cach*", "*prefetch*"),
+    "remote: cache and prefetch": ("sources/remote/cach*", "reading/caches.py", "*prefetch*"),
     "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
     "ranks": (
         *("ranks/*", "sharding/*", "writing/ranks/*"),
@@ -31,10 +31,10 @@ FEATURES = {
         ),
         *("reports/ranks.py", "modules/fully_sharded.py", "modules/regions.py"),
     ),
-    "writing": ("writing/*", "api/save.py", "api/uploads.py", "reports/save.py"),
+    "writing": ("writing/*", "api/save.py", "reports/save.py"),
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/views/bench.py"),
     "verify and diff": ("checking/*", "api/verify.py", "api/diff.py", "*/verify.py", "*/diff.py"),
-    "convert": ("converting/*", "planning/conversion.py", "*/convert.py", "engine/file_targets.py"),
+    "convert": ("converting/*", "*/convert.py"),
     "optimizer resume": ("*optimizer*",),
     "rules": ("rules/*", "entries/rules.py", "entries/patterns.py"),
     "measuring": ("measuring/*",),
@@ -44,20 +44,17 @@ FEATURES = {
     ),
     "testing, shipped": ("testing/*",),
     "following other load_state_dict code": (
-        *("modules/custom_loaders.py", "modules/load_hooks.py", "modules/load_overrides.py"),
+        *("modules/custom_loaders.py", "modules/following.py", "modules/load_hooks.py", "modules/load_overrides.py"),
         *("modules/meta_copy.py", "modules/symbolic_tensors.py"),
     ),
     "empty_init": (
-        *("modules/constructor_calls.py", "modules/emptied.py", "modules/empty_init.py", "modules/factories.py"),
-        *("modules/followers.py", "modules/function_kinds.py", "modules/histories.py", "modules/leftovers.py"),
-        *("modules/meta_initialisers.py", "modules/moves.py", "modules/special_calls.py", "modules/stand_ins.py"),
-        *("modules/storage_table.py", "modules/unseen_calls.py", "modules/refusals.py"),
+        *("modules/constructor_calls.py", "modules/emptied.py", "modules/empty_init.py", "modules/leftovers.py"),
     ),
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),
     "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
-    "advice on other loaders": ("planning/other_methods.py", "planning/recommendation.py", "loading/read_probe.py"),
+    "advice on other loaders": ("planning/other_methods.py", "loading/read_probe.py"),
     "core": (
         *("_*.py", "api/*", "checkpoint/*", "cli/*", "engine/*", "entries/*", "formats/*", "loading/*", "machine/*"),
         *("matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*"),

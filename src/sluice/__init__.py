@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from sluice.api.load import load_into, load_state_dict
     from sluice.api.load_optimizer import load_optimizer
     from sluice.api.plan import plan
+    from sluice.api.refresh import refresh
     from sluice.api.save import save
     from sluice.api.stream import stream
     from sluice.api.verify import verify
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from sluice.reports.diff import DiffReport, TensorDifference
     from sluice.reports.load import LoadReport, RankReport
     from sluice.reports.plan import PlanReport
+    from sluice.reports.refresh import RefreshState
     from sluice.reports.save import SaveReport
     from sluice.reports.stream import StreamPlan, StreamReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
@@ -95,6 +97,7 @@ __all__ = [
     "RankReport",
     "ReadError",
     "ReadPermissionError",
+    "RefreshState",
     "Remote",
     "RemoteError",
     "SaveError",
@@ -122,6 +125,7 @@ __all__ = [
     "measure",
     "open",
     "plan",
+    "refresh",
     "rules",
     "save",
     "stream",
@@ -142,6 +146,7 @@ _HOMES = {
     "Peaks": "records",
     "PlanReport": "reports.plan",
     "RankReport": "reports.load",
+    "RefreshState": "reports.refresh",
     "Remote": "sources.remote.location",
     "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
@@ -161,6 +166,7 @@ _HOMES = {
     "measure": "measuring",
     "open": "api.checkpoint",
     "plan": "api.plan",
+    "refresh": "api.refresh",
     "save": "api.save",
     "stream": "api.stream",
     "verify": "api.verify",
@@ -171,7 +177,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            from sluice._keywords import name_hint
+            from sluice._public import name_hint
 
             raise AttributeError(f"module 'sluice' has no attribute {name!r}{name_hint(name)}")
         # Here, not above: an interrupt of the command line during imports shows a traceback.

@@ -151,18 +151,8 @@ OPEN_FILES = 64
 #: Threads that index the files of a directory. They wait for the disk or the network; the GIL serializes parsing.
 INDEXING_THREADS = 8
 
-#: Least staging of which a conversion uses a share for direct writes; with less, the reads need all of it.
-SHARED_STAGING_BYTES = 16 << 20
-
-#: Elements of an output file that arrive in shorter runs are assembled in memory first, if they fit: one write takes as
-#: long as copying about this many bytes.
+#: Shorter runs of a shared tensor are small: one request takes as long as copying about this many bytes.
 SHORTEST_RUN_BYTES = 64 << 10
-
-#: Most copies in one plan of a conversion. The record of a copy takes about a kilobyte.
-STREAM_FILLS = 4096
-
-#: Bytes of one piece that is cast or reordered before it is written to a file.
-SCRATCH_BYTES = 512 << 10
 
 #: Recycled memory has sizes that are multiples of this, so that tensors of one size fit although each begins at another
 #: offset of a page.

@@ -1,15 +1,35 @@
-"""Error texts of mismatches: every problem in one error, readable for hundreds of them. Pure; no torch."""
+"""Texts of errors: every mismatch in one error, the most similar name, and what the operating system reports.
+
+No torch. Comparing every missing name with every existing one takes minutes for a few thousand names. Here only
+``_SHORTLIST`` existing names are compared with each missing one: its neighbors in alphabetical order, and those that
+share its rarest pairs of adjacent words, such as ``layers.3``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 
 from msgspec import Struct, field
 
-from sluice._errors import MismatchError
-from sluice._near_names import nearest_names
+from sluice._errors import MismatchError, ReadError, ReadPermissionError, SaveError
 
-__all__ = ["SHOWN", "Findings", "Shape", "first_names", "listed", "section", "type_of"]
+__all__ = [
+    "MOST_NAMES",
+    "SHOWN",
+    "Findings",
+    "Shape",
+    "first_names",
+    "listed",
+    "nearest_names",
+    "read_error",
+    "save_error",
+    "section",
+    "type_of",
+]
 
 #: Maximum number of lines shown for each kind of problem.
 SHOWN = 20
@@ -148,3 +168,149 @@ def _with_shape(text: str, shape: Shape | None) -> str:
 
 def _describe_shapes(name: str, own: Shape, saved: Shape) -> str:
     return f"{name!r} is {list(own)} in the module, {list(saved)} in the checkpoint"
+
+
+#: Most missing names for which a similar one is searched. Errors and tables show fewer.
+MOST_NAMES = 100
+
+#: Most existing names that are compared with one missing name.
+_SHORTLIST = 8
+
+#: A pair of words that more names have proposes none of them.
+_COMMON = 256
+
+#: Characters at the start and at the end of a name that are compared: the comparison is quadratic in their number.
+_EDGE_CHARACTERS = 48
+
+#: Least similarity. Names below it share letters by chance.
+_LEAST_SIMILARITY = 0.45
+
+#: A word ends at any of these.
+_SEPARATORS = str.maketrans("_/-", "...")
+
+
+def nearest_names(missing: Mapping[str, Hashable], existing: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
+    """Return the most similar existing name of the same kind for each of the first missing names that has one.
+
+    Args:
+        missing: The kind of each missing name, such as the shape of its tensor.
+        existing: Names with their kinds.
+    """
+    # Here, not above: most loads fit.
+    from difflib import get_close_matches
+
+    wanted: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for name, kind in islice(missing.items(), MOST_NAMES):
+        wanted[kind].append(name)
+    names: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for name, kind in existing:
+        if kind in wanted:
+            names[kind].append(name)
+    nearest = {}
+    for kind, candidates in names.items():
+        for name, shortlist in _shortlists(wanted[kind], candidates):
+            edges = {_edges(other): other for other in shortlist}
+            for close in get_close_matches(_edges(name), edges, n=1, cutoff=_LEAST_SIMILARITY):
+                nearest[name] = edges[close]
+    return nearest
+
+
+def _shortlists(missing: list[str], names: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each missing name with at most ``_SHORTLIST`` of the names."""
+    having: dict[tuple[str, str], list[str]] = {pair: [] for name in missing for pair in _pairs(name)}
+    for name in names:
+        for pair in _pairs(name) & having.keys():
+            having[pair].append(name)
+    ordered = sorted(names)
+    for name in missing:
+        position = bisect_left(ordered, name)
+        shared: Counter[str] = Counter(ordered[max(0, position - 1) : position + 1])
+        for pair in _pairs(name):
+            if len(having[pair]) <= _COMMON:
+                for other in having[pair]:
+                    shared[other] += 1
+        yield name, [other for other, _ in shared.most_common(_SHORTLIST)]
+
+
+def _pairs(name: str) -> set[tuple[str, str]]:
+    """Return the pairs of adjacent words at the end of a name."""
+    words = name[-4 * _EDGE_CHARACTERS :].translate(_SEPARATORS).lower().split(".")
+    return set(pairwise(words))
+
+
+def _edges(name: str) -> str:
+    long = len(name) > 2 * _EDGE_CHARACTERS
+    return name[:_EDGE_CHARACTERS] + name[-_EDGE_CHARACTERS:] if long else name
+
+
+_DESCRIPTORS = "Close files, or raise the limit on open files (ulimit -n), then try again."
+_MANY_FILES = "Too many files are open on this machine: close some, then try again."
+_LINKS = "The symbolic links of the path form a circle: check them with ls -l."
+_NAME = "The path, or a name in it, is too long for the file system: check what was passed."
+_PARENT = "A part of the path is a file, not a directory: check the path."
+_MEMORY = "The system is out of memory: free some, then try again."
+_GONE = "The file or its directory was replaced on the file server: check the network mount, then try again."
+_MOUNT = "The network mount does not answer: check it, then try again."
+_DEVICE = "The disk failed: check the log of the system (dmesg), and the disk, before you try again."
+
+_ANY_USE = {
+    errno.EMFILE: _DESCRIPTORS,
+    errno.ENFILE: _MANY_FILES,
+    errno.ELOOP: _LINKS,
+    errno.ENAMETOOLONG: _NAME,
+    errno.ENOTDIR: _PARENT,
+    errno.ENOMEM: _MEMORY,
+    errno.ESTALE: _GONE,
+    errno.ENOTCONN: _MOUNT,
+    errno.ETIMEDOUT: _MOUNT,
+    errno.EHOSTDOWN: _MOUNT,
+    errno.EHOSTUNREACH: _MOUNT,
+    errno.EIO: _DEVICE,
+    errno.ENXIO: _DEVICE,
+    errno.ENODEV: _DEVICE,
+}
+
+_READING = _ANY_USE | {errno.EISDIR: "Pass the path of a file."}
+
+_PERMISSIONS = "Check the permissions of the directory, or choose another path."
+_SPACE = "Free space or choose another path, then save again."
+
+_SAVING = _ANY_USE | {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: f"The quota is used up. {_SPACE}",
+    errno.EFBIG: "The file system or a limit (ulimit -f) does not allow a file of this size: choose another path, or "
+    "save shards with max_shard_size.",
+    errno.EROFS: "The file system is read-only: choose another path.",
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
+    errno.EBUSY: "Another process or a mount uses the path: choose another one.",
+    errno.ENOENT: "The directory does not exist or was removed: check the path, then save again.",
+    errno.EISDIR: "The path is a directory: choose another one.",
+}
+
+
+def read_error(problem: str, error: OSError, *, file: str, offset: int | None = None) -> ReadError:
+    """Return the error for a failed read; raise it from ``error``.
+
+    Args:
+        problem: What failed: ``"the file cannot be opened"``. The text of the system is added.
+        error: The error of the system.
+        file: Path of the file.
+        offset: Byte offset of the read.
+    """
+    kind = ReadPermissionError if isinstance(error, PermissionError) else ReadError
+    advice = None if kind is ReadPermissionError else _READING.get(error.errno or 0)
+    read = kind(f"{problem}: {error.strerror or error}", file=file, offset=offset, advice=advice)
+    read.errno, read.strerror = error.errno, error.strerror
+    return read
+
+
+def save_error(problem: str, error: OSError, *, file: str) -> SaveError:
+    """Return the error for a failed save; raise it from ``error``.
+
+    Args:
+        problem: What failed. The text of the system is added.
+        error: The error of the system.
+        file: Path that is being saved.
+    """
+    return SaveError(f"{problem}: {error.strerror or error}", file=file, advice=_SAVING.get(error.errno or 0))

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from sluice._keywords import call_started
-from sluice._public import public
+from sluice._public import call_started, public
 from sluice._units import gb_per_second
 
 __all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress", "progress_sink"]

@@ -22,7 +22,7 @@ from sluice.writing.durable.replacement import NewFile
 from sluice.writing.pickle_walk import elements, walk_object
 from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.torch_pickle import pickle_object
-from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_tensors import Geometry, dense
 from sluice.writing.torch_zip import TorchZipWriter
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
@@ -147,7 +147,7 @@ def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
         Geometry(storage=0, elements=huge, dtype="uint8", start=0, shape=(huge,), stride=(1,)),
         Geometry(storage=1, elements=3, dtype="float32", start=0, shape=(3,), stride=(1,)),
     ]
-    made = TorchZipWriter(pickle_object(tree, walked, (Described(content=view) for view in views)), [huge, 12])
+    made = TorchZipWriter(pickle_object(tree, walked, map(dense, views)), [huge, 12])
     with NewFile(tmp_path / "f.pt") as file:
         made.write(file, 1, 0, late.numpy().tobytes())
         assert made.finish(file) == made.file_bytes > huge

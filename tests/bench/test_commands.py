@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from bench import demo, load
+from bench import load
 from sluice.benchmark.folder import temporary_folder
 from support.comparisons import FakeRunner
 
@@ -38,14 +38,14 @@ def test_the_folder_is_removed_when_its_process_is_terminated(tmp_path: Path) ->
 def test_load_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runner = FakeRunner()
     monkeypatch.setattr(load, "run_with_progress", runner)
-    arguments: list[str] = ["--size", "tiny", "--runs", "1", "--case", "pth-bf16", "--case", "in-a-row-safetensors"]
-    arguments += ["--method", "torch-load", "--method", "raw-direct", "--method", "sluice-map", "--lazy"]
+    arguments: list[str] = ["--size", "tiny", "--runs", "1", "--case", "pth-bf16", "--case", "safetensors-fp32"]
+    arguments += ["--method", "torch-load", "--method", "raw-direct", "--method", "sluice-map"]
     folders: list[str | Path] = ["--directory", tmp_path / "files", "--out", tmp_path / "out"]
     result = _invoke(load.main, *arguments, *folders)
     assert result.exit_code == 0, result.output
     assert [(s.dtype, s.states, list(s.checkpoints)) for s in runner.scenarios] == [
-        ("bfloat16", ("cold", "warm", "lazy"), ["raw-direct", "torch-load", "sluice-map"]),
-        ("float32", ("first", "second", "third"), ["sluice-map"]),
+        ("bfloat16", ("cold", "warm"), ["raw-direct", "torch-load", "sluice-map"]),
+        ("float32", ("cold", "warm"), ["raw-direct", "sluice-map"]),
     ]
     assert runner.files == {"tiny.pth", "tiny.safetensors"}
     document = json.loads((tmp_path / "out/load.json").read_text())
@@ -64,8 +64,11 @@ def test_load_lists_absent_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert "no-such-loader absent" in (tmp_path / "out/load.md").read_text()
 
 
-def test_the_demo_is_the_command_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    called: list[list[str]] = []
-    monkeypatch.setattr(demo, "sluice", lambda arguments, **_: called.append(arguments))
-    demo.main(["--size", "small"])
-    assert called == [["bench", "--out", "demo-out", "--size", "small"]]
+@pytest.mark.parametrize(("balloons", "seconds"), [(("bind", "virtio0"), 3.0), (("bind",), 0.0), (None, 0.0)])
+def test_only_a_machine_with_a_balloon_waits(
+    balloons: tuple[str, ...] | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_BALLOONS", tmp_path / "virtio_balloon")
+    for name in balloons or ():
+        (tmp_path / "virtio_balloon" / name).mkdir(parents=True)
+    assert load._settling_seconds() == seconds

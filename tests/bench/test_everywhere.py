@@ -14,7 +14,7 @@ import torch
 
 from bench import everywhere, places
 from bench._pattern import FILES, Pattern, write_files, wrong_tensors
-from bench.everywhere import Row, table
+from bench.everywhere import Row, section
 from bench.places import Fill, Place, Spot, Unavailable
 
 #: One block of the pattern.
@@ -55,11 +55,12 @@ def test_the_ratio_is_to_the_fastest_raw_read_and_decides() -> None:
     wrong = Row(place="XFS", file="pattern.pth", seconds=seconds, problems={"sluice": "wrong values in 1 tensors"})
     skipped = Row(place="btrfs", skipped="mkfs.btrfs is not installed")
     assert [row.failed for row in (good, slow, wrong, skipped)] == [False, True, True, False]
-    lines = table([good, slow, wrong, skipped])
-    assert lines[2] == "| ext4 | .pth | 1.00 | 2.00 | - | 1.10 | 1.10 |  |"
-    assert lines[3].endswith("| 1.20 | above the goal |")
-    assert lines[4].endswith("| sluice: wrong values in 1 tensors |")
-    assert lines[5].endswith("| skipped: mkfs.btrfs is not installed |")
+    rows = section([good, slow, wrong, skipped]).rows
+    assert rows[0] == ("ext4", ".pth", "1.00", "2.00", "-", "1.10", "1.10", "")
+    assert [row[-1] for row in rows[1:]] == [
+        *("above the goal", "sluice: wrong values in 1 tensors", "skipped: mkfs.btrfs is not installed")
+    ]
+    assert rows[1][-2] == "1.20"
 
 
 def test_a_place_that_cannot_be_set_up_is_skipped_with_the_reason(

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench._gpu_goals import Figures, Goal, judge
-from bench._gpu_report import limits_section
+from bench._gpu_goals import Figures, Goal, judge, limits_section
 from sluice.benchmark.records import MethodRun, Outcome, State
 from sluice.benchmark.summary import Row
 
@@ -41,7 +40,7 @@ def row(method: str, **changes: Any) -> Row:
 
 def judged(*rows: Row, growth: dict[str, int] | None = None, **limits: Any) -> dict[str, Goal]:
     figures = Figures(title="T", final_bytes=GIB, rows=rows, device_growth_bytes=growth or {})
-    known = {"pinned_copy_seconds": 0.2, "raw_read_seconds": 1.9, "puzzle": None, **limits}
+    known = {"pinned_copy_seconds": 0.2, "raw_read_seconds": 1.9, **limits}
     return {goal.name: goal for goal in judge([figures], **known)}
 
 
@@ -105,7 +104,8 @@ def run_of(method: str, state: State, **changes: Any) -> MethodRun:
 
 def test_raw_limits_are_seconds_and_speeds() -> None:
     runs = [run_of("raw-direct", "cold"), run_of("raw-buffered", "cold", status="failed", reason="no direct I/O")]
-    section = limits_section(4 * 10**9, {"seconds": 0.1}, [*runs, run_of("naive", "cold")])
+    pinned = Outcome(status="ok", seconds=9.0, facts={"seconds": 0.1})
+    section = limits_section(4 * 10**9, pinned, [*runs, run_of("naive", "cold")])
     assert section.rows == (
         ("copy from page-locked memory", "0.100", "40.00"),
         ("raw-direct, cold", "2.000", "2.00"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ import pytest
 import torch
 
 from bench import _puzzle as puzzle
-from bench._gpu_child import run_task
+from bench._common import run_alone
 from bench._puzzle import FULL, Puzzle, choose, make_file
 from sluice.benchmark.gpt2 import random_weight
+from sluice.benchmark.records import Outcome
 from support import fresh_process
 
 GIB = 1 << 30
@@ -59,32 +59,31 @@ def test_its_file_is_an_ordinary_one_that_torch_loads(small_file: Path) -> None:
         assert torch.equal(weight, random_weight(name, weight.shape)), name
 
 
-def test_it_is_solved_in_a_process_of_its_own(small_file: Path) -> None:
-    task = {"task": "puzzle", "path": str(small_file), "layers": 3, "width": 64, "device": "cpu"}
-    found = run_task(task, timeout_seconds=100)
-    assert (found["wrong_matrices"], found["computes"]) == (0, True)
-    assert found["read_bytes"] >= SMALL.file_bytes
-    assert found["seconds"] > 0
+@pytest.fixture
+def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of this test from one that has imported torch."""
+    monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
 
 
+def _solve(path: Path) -> Outcome:
+    return run_alone("bench._puzzle:solve", {"path": str(path), "layers": 3, "width": 64, "device": "cpu"})
+
+
+@pytest.mark.usefixtures("_forked")
+def test_it_is_solved_in_a_process_of_its_own(small_file: Path, tmp_path: Path) -> None:
+    found = _solve(small_file)
+    assert (found.status, found.reason) == ("ok", "")
+    assert (found.facts["wrong_matrices"], found.facts["computes"]) == (0, True)
+    assert found.facts["read_bytes"] >= SMALL.file_bytes
+    assert found.seconds > 0
+    assert "nowhere" in _solve(tmp_path / "nowhere").reason
+
+
+@pytest.mark.usefixtures("_forked")
 def test_wrong_matrices_are_counted(small_file: Path, tmp_path: Path) -> None:
     spoilt = tmp_path / "spoilt.pth"
     content = bytearray(small_file.read_bytes())
     offset = puzzle._storage_offsets(small_file)[1]
     content[offset : offset + 4] = b"\x00\x00\x80\x3f"
     spoilt.write_bytes(content)
-    assert puzzle.load(str(spoilt), SMALL, "cpu")["wrong_matrices"] == 1
-
-
-@pytest.mark.usefixtures("fresh_processes")
-def test_a_task_that_fails_or_hangs_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = {"task": "puzzle", "path": str(tmp_path / "nowhere"), "layers": 1, "width": 8, "device": "cpu"}
-    with monkeypatch.context() as patch:
-        patch.setattr("bench._gpu_child.subprocess", fresh_process.SUBPROCESS)
-        assert "nowhere" in run_task(task, timeout_seconds=100)["reason"]
-
-    def hang(*_: object, **options: Any) -> None:
-        raise subprocess.TimeoutExpired("python", options["timeout"])
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert run_task(task, timeout_seconds=7) == {"reason": "stopped after 7 s"}
+    assert _solve(spoilt).facts["wrong_matrices"] == 1

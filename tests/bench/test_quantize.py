@@ -2,65 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from bench import _forms, quantize
-from bench._forms_child import FORMS
+from bench import quantize
+from sluice.benchmark.records import Outcome
 
 
 def test_rows_are_medians_and_compare_the_bits() -> None:
-    def run(seconds: float, bits: str) -> dict[str, Any]:
-        return {"seconds": seconds, "peak": 20, "bytes": 10, "hash": bits}
+    def run(seconds: float, bits: str) -> Outcome:
+        return Outcome(status="ok", seconds=seconds, total_bytes=20, facts={"bytes": 10, "hash": bits})
 
-    runs: dict[str, list[dict[str, Any]]] = {
+    runs = {
         "a": [run(1.0, "x"), run(5.0, "x"), run(2.0, "x")],
         "b": [run(1.0, "x"), run(1.0, "y")],
-        "c": [{"failed": "killed"}],
+        "c": [Outcome(status="killed", reason="out of memory")],
     }
-    a, b, c = quantize.medians(runs)
-    assert (a["seconds"], a["same"], b["same"], c["failed"]) == (2.0, True, False, "killed")
+    a, b, c = quantize.section("int8", runs).rows
+    assert a == ("a", "2.00", "20 B", "10 B", "yes")
+    assert (b[-1], c[-1]) == ("NO", "out of memory")
 
 
 @pytest.mark.long
-def test_the_command_on_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_on_a_small_model(tmp_path: Path) -> None:
     pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    root = Path(str(quantize.__file__)).parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]))
-    methods = "sluice quantize=,sluice then quantize_,safetensors then quantize_"
-    options = [
-        "--size",
-        "tiny",
-        "--configs",
-        "int8",
-        "--rounds",
-        "1",
-        "--methods",
-        methods,
-        "--directory",
-        str(tmp_path),
-    ]
+    methods = ("sluice quantize=", "sluice then quantize_", "safetensors then quantize_")
+    options = ["--size", "tiny", "--config", "int8", "--runs", "1", "--directory", str(tmp_path / "in")]
+    options += ["--out", str(tmp_path / "out"), *(f"--method={name}" for name in methods)]
     done = CliRunner().invoke(quantize.main, options)
     assert done.exit_code == 0, done.output
-    assert done.output.count("| yes") == 3
-
-
-@pytest.mark.long
-def test_the_forms_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    pytest.importorskip("gguf", reason="gguf is not installed")
-    root = Path(str(quantize.__file__)).parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]))
-    chosen = ("int8, streamed at 50 %", "fp32 from GGUF Q4_0")
-    monkeypatch.setattr(_forms, "FORMS", {form: FORMS[form] for form in chosen})
-    options = ["--forms", "--size", "tiny", "--directory", str(tmp_path), "--json", str(tmp_path / "rows.json")]
-    done = CliRunner().invoke(quantize.main, options)
-    assert done.exit_code == 0, done.output
-    streamed, decoded = json.loads((tmp_path / "rows.json").read_text())
-    assert streamed["finished"] < decoded["finished"] <= decoded["predicted"]
-    assert all(row["anonymous"] > 0 for row in (streamed, decoded))
+    assert (tmp_path / "out" / "quantize.md").read_text().count("| yes |") == 3

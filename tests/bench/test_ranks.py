@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.ranks import Cell, main, table
+from bench.ranks import Cell, main, section
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("two_ranks")  # starts the server that forks processes, which stays
 def test_every_method_finishes_with_the_same_weights(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     command = ["--size", "tiny", "--ranks", "2", "--runs", "1", "--file", "shards", "--dtype", "float32"]
@@ -26,4 +25,4 @@ def test_every_method_finishes_with_the_same_weights(tmp_path: Path) -> None:
 
 def test_a_cell_without_a_result_says_why() -> None:
     cell = Cell(method="sluice", file="pth", ranks=2, dtype="float32", cold=True, problem="killed")
-    assert table([cell], {"pth": 1})[-1] == "| pth | float32 | 2 | cold | sluice | - | - | - | - | - | killed |"
+    assert section([cell]).rows == (("sluice", "pth", "float32", "2", "cold", *("-",) * 5, "killed"),)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from bench import transports
 from bench._raw_http import Span, spans
-from bench._remote_child import Loaded
 from bench._remote_methods import CONTENDERS, METHODS, RAW
 from bench._remote_server import Answer, Link, answer_to, parse_request
-from bench.remote import Cell, Run, default_cells, missing, table
+from bench.remote import Cell, Run, default_cells, missing, section
 
 _CELL = Cell(kind="pth", dtype="float32", latency=5.0, gbit=10.0)
 
@@ -72,8 +71,8 @@ def test_peers_run_on_one_network_and_it_comes_first() -> None:
 def test_a_later_call_goes_on_and_does_not_repeat_failures() -> None:
     cells = [(_CELL, (RAW, "sluice http", "fsspec file"))]
     done = [
-        Run(cell=_CELL, method=RAW, loaded=Loaded(seconds=1.0)),
-        Run(cell=_CELL, method="fsspec file", loaded=Loaded(problem="killed")),
+        Run(cell=_CELL, method=RAW, seconds=1.0),
+        Run(cell=_CELL, method="fsspec file", problem="killed"),
     ]
     left = [name for _, name in missing(cells, (), done, 2)]
     assert left == ["sluice http", "sluice http", RAW]
@@ -81,17 +80,11 @@ def test_a_later_call_goes_on_and_does_not_repeat_failures() -> None:
 
 def test_the_table_compares_with_the_raw_client_of_the_network() -> None:
     other = Cell(kind="pth", dtype="bfloat16", latency=5.0, gbit=10.0)
-    loaded = Loaded(seconds=3.0, cpu=1.5, growth=(10 << 20) + 50)
-    runs = [
-        Run(cell=_CELL, method=RAW, loaded=Loaded(seconds=2.0)),
-        Run(cell=other, method="sluice http", loaded=loaded, needed=100, finished=50, requests=4, received=101),
-        Run(cell=other, method="tensorizer (own format)", loaded=Loaded(problem="not installed: tensorizer")),
-    ]
-    assert table(runs[1:2] + runs[:1])[2].endswith("| sluice http | 3.00 | 1.50 | 10 | 1.5 | 4 | 1.010 |  |")
-    assert table(runs)[-1].endswith("| - | - | - | - | - | - | not installed: tensorizer |")
-
-
-def test_the_table_of_transports_has_both_ways() -> None:
-    plain = transports.Measured(transport="a", tls=False, gigabytes_per_second=1.5, cpu=0.4, memory=2 << 20)
-    failed = transports.Measured(transport="a", tls=True, problem="refused")
-    assert transports.table([plain, failed])[-1] == "| a | 1.50 | 0.40 | 0.00 | 2 | - | - | TLS: refused |"
+    figures = {"seconds": 3.0, "cpu": 1.5, "growth": (10 << 20) + 50, "needed": 100, "finished": 50, "requests": 4}
+    raw = Run(cell=_CELL, method=RAW, seconds=2.0)
+    ours = msgspec.convert(
+        {"cell": msgspec.to_builtins(other), "method": "sluice http", **figures, "received": 101}, Run
+    )
+    absent = Run(cell=other, method="tensorizer (own format)", problem="not installed: tensorizer")
+    assert section([ours, raw]).rows[0][-7:] == ("3.00", "1.50", "10", "1.5", "4", "1.010", "")
+    assert section([raw, ours, absent]).rows[-1][-7:] == (*("-",) * 6, "not installed: tensorizer")

@@ -12,11 +12,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from bench import resume
+from bench._resuming import RESUMING, RESUMING_REFERENCE, Training, make_run, resumed_bytes
 from bench.resume import main
-from sluice.benchmark.child import touch, verdict
-from sluice.benchmark.process import run_job
+from sluice.benchmark.loads import run_job, touch, verdict
 from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, Verdict
-from sluice.benchmark.resuming import RESUMING, RESUMING_REFERENCE, Training, make_run, resumed_bytes
 
 TRUTH = Verdict(weights="abc", logits=(1.0,))
 

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from bench import stream
+from sluice.benchmark.records import Outcome
 from sluice.measuring import memory_limit_refusal
 
 
+def _run(seconds: float, read: float) -> Outcome:
+    calls = [{"seconds": 99.0, "read": 0}, {"seconds": seconds, "read": read}]  # the first one is not counted
+    return Outcome(status="ok", group_bytes=1 << 20, facts={"calls": calls, "logits": "x"})
+
+
 def test_a_ratio_is_to_the_longer_of_reading_and_computing() -> None:
-    rows: list[dict[str, Any]] = [
-        {"method": "a", "seconds": 2.0, "read": 4e9},
-        {"method": "b", "seconds": 2.0, "read": 0},
-        {"method": "c", "failed": "killed"},
-    ]
-    found = list(stream.ratios(rows, compute_seconds=0.5, bytes_per_second=2e9))
-    assert [row.get("ratio") for row in found] == [1.0, 4.0, None]
+    loaded = [_run(0.5, 0)]
+    rows = [stream.row("a", [_run(2.0, read)], loaded, 2e9) for read in (4e9, 0)]
+    assert [row[2] for row in rows] == ["1.00", "4.00"]
+    assert rows[0][-2:] == ("1.00 MiB", "yes")
+    killed = Outcome(status="killed", reason="out of memory")
+    assert stream.row("a", [killed], loaded, 2e9) == ("a", "-", "-", "-", "-", "out of memory")
 
 
 @pytest.mark.long
-def test_the_command_on_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_on_a_small_model(tmp_path: Path) -> None:
     if reason := memory_limit_refusal():
         pytest.skip(reason)
-    root = Path(str(stream.__file__)).parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]))
-    options = ["--size", "small", "--shares", "50", "--rounds", "1", "--directory", str(tmp_path)]
-    done = CliRunner().invoke(stream.main, options)
+    options = ["--size", "small", "--share", "50", "--runs", "1", "--method", "sluice", "--method", "mmap"]
+    done = CliRunner().invoke(stream.main, [*options, "--directory", str(tmp_path / "in"), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert all(line.endswith("yes") for line in done.output.splitlines()[2:]), done.output
+    assert (tmp_path / "stream.md").read_text().count("| yes |") == 2

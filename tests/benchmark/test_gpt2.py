@@ -13,7 +13,6 @@ from sluice.benchmark.gpt2 import (
     SIZES,
     GPTConfig,
     GPTModel,
-    build,
     config,
     final_bytes,
     gpt2,
@@ -105,7 +104,7 @@ def test_a_checkpoint_holds_the_random_weights_of_its_names(
     path = tmp_path / "checkpoint"
     make_checkpoint(path, "tiny", dtype, kind)
     with torch.device("meta"):
-        wanted = {name: weight.shape for name, weight in build("tiny").state_dict().items()}
+        wanted = {name: weight.shape for name, weight in gpt2("tiny").state_dict().items()}
     found = _read(path, kind)
     assert found.keys() == wanted.keys()
     for name, weight in found.items():

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+from bench import _peers as bench_peers
+from bench._llama import LLAMA_TINY, write_directory
 from sluice.benchmark import gpt2
 from sluice.benchmark import raw as _raw
-from sluice.benchmark.child import touch, verdict
-from sluice.benchmark.llama import LLAMA_TINY, write_directory
+from sluice.benchmark.loads import touch, verdict
 from sluice.benchmark.methods import LOADERS, METHODS, absence
-from sluice.benchmark.peers import GPU_PEERS, PEERS, REFERENCE
+from sluice.benchmark.peers import PEERS, REFERENCE
 from sluice.benchmark.records import HUGGING_FACE, OTHER, SHARDS, Kind, MethodJob, Precision, Verdict
 from sluice.benchmark.strategies import STRATEGIES
 from support.tiny_checkpoints import write_checkpoints
@@ -92,7 +93,7 @@ def test_every_method_for_directories_makes_the_right_llama(
     shape = json.dumps(LLAMA_TINY)
     job = MethodJob(
         method="",
-        model="sluice.benchmark.llama:llama",
+        model="bench._llama:llama",
         model_args=shape,
         checkpoint=str(folder),
         dtype="bfloat16",
@@ -107,7 +108,11 @@ def test_every_method_for_directories_makes_the_right_llama(
 
     truth = digest("reference")
     directories = {SHARDS, HUGGING_FACE}
-    methods = [each.name for each in PEERS if directories & {*each.reads} and not each.name.startswith("raw-")]
+    methods = [
+        each.name
+        for each in (*PEERS, bench_peers.transformers_load)
+        if directories & {*each.reads} and not each.name.startswith("raw-")
+    ]
     assert {"transformers", "safetensors-load-file", "sluice-load-into"} <= {*methods}
     assert {name: digest(name) for name in methods if not absence(name)} == dict.fromkeys(
         (name for name in methods if not absence(name)), truth
@@ -124,7 +129,7 @@ def test_shards_have_about_the_same_size(tmp_path: Path) -> None:
 def test_a_missing_package_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     method = dataclasses.replace(METHODS["runai-streamer"], imports=("no_such_loader.part:name",))
     monkeypatch.setitem(METHODS, "runai-streamer", method)
-    assert absence("runai-streamer") == "no_such_loader is not installed: pip install runai-model-streamer"
+    assert absence("runai-streamer") == "no_such_loader is not installed: pip install no_such_loader"
     assert absence("sluice") == ""
 
 
@@ -137,7 +142,7 @@ def test_a_raw_read_of_a_directory_reads_all_files(tmp_path: Path) -> None:
 
 
 def test_names_are_unique() -> None:
-    assert len(LOADERS) == len(STRATEGIES) + len(PEERS) + len(GPU_PEERS)
+    assert len(LOADERS) == len(STRATEGIES) + len(PEERS)
 
 
 def test_one_changed_bit_changes_the_verdict() -> None:

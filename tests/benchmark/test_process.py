@@ -10,8 +10,9 @@ import torch
 
 from sluice.benchmark import process as _process
 from sluice.benchmark.gpt2 import final_bytes
-from sluice.benchmark.process import run_job
-from sluice.benchmark.records import MethodJob, Outcome
+from sluice.benchmark.loads import run_job
+from sluice.benchmark.process import run_tasks
+from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
 from support import fresh_process
 
 
@@ -63,9 +64,7 @@ def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
 def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accelerate.py").write_text("raise ImportError('no accelerate here')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert run_job(_job("accelerate", tmp_path)) == Outcome(
-        status="absent", reason="no accelerate here; pip install accelerate"
-    )
+    assert run_job(_job("accelerate", tmp_path)) == Outcome(status="absent", reason="no accelerate here")
 
 
 @pytest.mark.usefixtures("_forked")
@@ -79,3 +78,47 @@ def test_a_killed_process_is_an_outcome(checkpoints: dict[str, Path], monkeypatc
     monkeypatch.setattr(_process, "_answer", lambda process: process.kill())
     outcome = run_job(_job("naive", checkpoints[".pth"]))
     assert (outcome.status, outcome.reason) == ("killed", "killed by the system: out of memory")
+
+
+def steps(number: int, fails: int, folder: str) -> Work:
+    """Keep 64 MiB, and write down every step; fail in one process while it builds."""
+    file = Path(folder, "log")
+
+    def note(step: str) -> None:
+        with file.open("a") as log:
+            log.write(f"{step}\n")
+
+    note("prepared")
+    yield
+    note("built")
+    if number == fails:
+        raise RuntimeError("no model")
+    yield
+    kept = bytearray(os.urandom(1 << 20) * 64)
+    note("timed")
+    yield
+    return {"kept": len(kept)}
+
+
+def _steps(folder: Path, *, fails: int = -1) -> list[Outcome]:
+    work = f"{__name__}:steps"
+    tasks = [BenchTask(work=work, arguments={"number": n, "fails": fails, "folder": str(folder)}) for n in range(2)]
+    return run_tasks(tasks, timeout_seconds=100)
+
+
+@pytest.mark.usefixtures("_forked")
+def test_processes_at_once_do_each_step_together(tmp_path: Path) -> None:
+    found = _steps(tmp_path)
+    assert [each.facts for each in found] == [{"kept": 64 << 20}] * 2
+    assert all(each.total_bytes >= 64 << 20 for each in found)
+    assert (tmp_path / "log").read_text().split() == [step for step in ("prepared", "built", "timed") for _ in "ab"]
+
+
+@pytest.mark.usefixtures("_forked")
+def test_if_one_process_fails_the_others_do_not_go_on(tmp_path: Path) -> None:
+    found = _steps(tmp_path, fails=1)
+    assert [(each.status, each.reason) for each in found] == [
+        ("killed", "another process of the same task failed"),
+        ("failed", "RuntimeError: no model"),
+    ]
+    assert "timed" not in (tmp_path / "log").read_text()

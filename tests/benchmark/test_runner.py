@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from sluice.benchmark import machine as _machine
 from sluice.benchmark import runner as _runner
 from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, State, Status, Verdict
 from sluice.benchmark.results import write_results
@@ -58,10 +56,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
 
     def run_job(job: MethodJob, **_: object) -> Outcome:
-        lines.append(
-            f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip()
-            + " unclaimed" * (not job.claim_memory)
-        )
+        lines.append(f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip())
         return Outcome(status="ok", seconds=1.0)
 
     def prepare(state: State, path: Path) -> bool:
@@ -78,44 +73,43 @@ def _all_runs(*scenarios: Scenario, repetitions: int = 1) -> list[MethodRun]:
     return run_with_progress(Console(file=io.StringIO()), scenarios, repetitions=repetitions)
 
 
-def test_memory_is_not_claimed_before_loads_into_memory_of_the_host(log: list[str]) -> None:
-    _all_runs(_scenario("cold", "lazy", methods=("sluice",)))
-    assert log[1:] == ["sluice made cold", "sluice sluice verify", "sluice made lazy", "sluice sluice verify unclaimed"]
-
-
 def test_methods_take_turns_and_the_cache_is_prepared_before_each(log: list[str]) -> None:
     runs = _all_runs(_scenario("cold", "warm"), repetitions=2)
-    first = ["naive made cold", "naive naive verify", "sluice made cold", "sluice sluice verify"]
-    first += ["naive made warm", "naive naive verify", "sluice made warm", "sluice sluice verify"]
-    again = ["sluice made cold", "sluice sluice", "naive made cold", "naive naive"]  # starts with the other method
-    again += ["sluice made warm", "sluice sluice", "naive made warm", "naive naive"]
+    # sluice is first in the first repetition: its rows are there if time runs out.
+    first = ["sluice made cold", "sluice sluice verify", "naive made cold", "naive naive verify"]
+    first += ["sluice made warm", "sluice sluice verify", "naive made warm", "naive naive verify"]
+    again = ["naive made cold", "naive naive", "sluice made cold", "sluice sluice"]  # starts with the other method
+    again += ["naive made warm", "naive naive", "sluice made warm", "sluice sluice"]
     assert log == ["reference  verify", *first, *again]
     assert [run.repetition for run in runs] == [0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_memory_settles_once_the_cache_is_prepared(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: log.append(f"waited {seconds:g}"))
-    run_with_progress(Console(file=io.StringIO()), [_scenario("cold")], repetitions=1, settle_seconds=3)
-    naive = ["naive made cold", "waited 3", "naive naive verify"]
-    assert log == ["reference  verify", *naive, "sluice made cold", "waited 3", "sluice sluice verify"]
+def test_a_reference_of_several_scenarios_runs_once(log: list[str]) -> None:
+    one = _scenario("cold", methods=("naive",))
+    runs = _all_runs(one, dataclasses.replace(one, title="another title"))
+    assert [line for line in log if "reference" in line] == ["reference  verify"]
+    assert [run.scenario for run in runs if run.method == "reference"] == ["a title", "another title"]
 
 
-@pytest.mark.parametrize(("balloons", "seconds"), [(("bind", "virtio0"), 3.0), (("bind",), 0.0), (None, 0.0)])
-def test_only_a_machine_with_a_balloon_waits(
-    balloons: tuple[str, ...] | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_machine, "_BALLOONS", tmp_path / "virtio_balloon")
-    for name in balloons or ():
-        (tmp_path / "virtio_balloon" / name).mkdir(parents=True)
-    assert _machine.settling_seconds() == seconds
+def test_what_does_not_start_in_time_has_a_row_with_the_reason(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("sluice.benchmark.runner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sluice.benchmark.runner.time.sleep", lambda _: now.append(now.pop() + 10))
+    timeouts: list[float] = []
 
+    def timed(_: MethodJob, *, timeout_seconds: float, **__: object) -> Outcome:
+        timeouts.append(timeout_seconds)
+        return Outcome(status="ok", seconds=1.0)
 
-def test_loads_in_a_row_follow_one_another(log: list[str]) -> None:
-    _all_runs(_scenario("first", "second", methods=("naive", "sluice")))
-    assert log[1:] == [
-        *("naive made first", "naive naive verify", "naive naive verify"),
-        *("sluice made first", "sluice sluice verify", "sluice sluice verify"),
+    monkeypatch.setattr(_runner, "run_job", timed)
+    console = Console(file=io.StringIO())
+    runs = run_with_progress(console, [_scenario("cold")], repetitions=9, timeout_seconds=15, end_seconds=30)
+    assert timeouts == [15, 15]  # the reference and sluice; naive would begin at the end
+    assert [(run.method, run.outcome.status) for run in runs[:3]] == [
+        *(("reference", "ok"), ("sluice", "ok"), ("naive", "skipped"))
     ]
+    assert runs[2].outcome.reason == "cold: not started, the time was up"
+    assert {run.repetition for run in runs} == {0}
 
 
 def test_a_cache_that_cannot_be_prepared_fails_the_run(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +125,8 @@ def test_every_run_is_a_line_without_a_terminal(log: list[str]) -> None:
     lines = [line.strip().partition(", about ") for line in text.getvalue().splitlines()]
     assert [line for line, _, _ in lines] == [
         "1/3  reference cold: 1.00 s",
-        "2/3  naive cold: 1.00 s",
-        "3/3  sluice cold: 1.00 s",
+        "2/3  sluice cold: 1.00 s",
+        "3/3  naive cold: 1.00 s",
     ]
     assert all(left.endswith(" s left") for _, _, left in lines)
 
@@ -258,26 +252,6 @@ def test_results_are_written_as_json_and_markdown(tmp_path: Path) -> None:
     markdown = (tmp_path / "out/results.md").read_text()
     assert "| naive | 2.00 | 2.00 | 0.00 | 2.00 | 1.50 | yes |" in markdown
     assert "Made by `make demo`" in markdown
-
-
-def test_with_a_budget_only_contenders_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runner, "make_cold", lambda _: True)
-    monkeypatch.setitem(_runner._PREPARATIONS, "cold", lambda _: True)
-    monkeypatch.setattr(_runner, "absence", lambda _: "")
-    seconds = {"raw-direct": 9.0, "naive": 3.1, "mmap": 2.9, "sluice": 2.0, "reference": 0.0}
-    monkeypatch.setattr(_runner, "run_job", lambda job, **_: Outcome(status="ok", seconds=seconds[job.method]))
-    scenario = _scenario("cold", methods=("raw-direct", "naive", "mmap", "sluice"))
-    console = Console(file=io.StringIO())
-    runs = run_with_progress(console, [scenario], repetitions=3, budget_seconds=1000.0)
-    assert Counter(run.method for run in runs) == {
-        "reference": 1,
-        "raw-direct": 3,
-        "naive": 1,
-        "mmap": 3,
-        "sluice": 3,
-    }
-    late = run_with_progress(console, [scenario], repetitions=3, budget_seconds=0.0)
-    assert Counter(run.method for run in late) == dict.fromkeys(seconds, 1)
 
 
 def test_a_row_has_processor_time_and_everything() -> None:

@@ -105,7 +105,7 @@ def test_presence_shape_and_dtype(tmp_path: Path) -> None:
     assert (found["base"].similar, found["model.base"].similar, found["new"].similar) == ("model.base", "base", None)
     assert (found["base"].shape_a, found["base"].shape_b) == ((6, 8), None)
     assert (found["ints"].dtype_a, found["ints"].dtype_b) == ("int64", "int32")
-    assert "is in the first only; the second has 'model.base' of the same shape" in str(found["base"])
+    assert "'base': only in a; similar: model.base; a: float32" in str(found["base"])
     assert "only in a; similar: model.base" in str(report)
     assert json.loads(json.dumps(report.to_json()))["same"] is False
 
@@ -160,7 +160,7 @@ def test_unread_tensors_are_not_reported_as_equal(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
     report = sluice.diff(tmp_path / "a.pt", tmp_path / "b.pt")
     assert [(one.name, one.kinds) for one in report.differences] == [("e4m3", ("unsupported",))]
-    assert "'e4m3' was not compared" in str(report.differences[0])
+    assert "'e4m3': not compared" in str(report.differences[0])
     assert "e4m3    not compared: sluice does not read it" in str(report)
     sluice.verify(tmp_path / "a.pt", hashes="sha256").write_manifest(tmp_path / "m.json")
     checked = sluice.verify(tmp_path / "b.pt", manifest=tmp_path / "m.json")

@@ -48,7 +48,7 @@ def test_the_parts_of_a_divided_gguf_file(tmp_path: Path) -> None:
         assert (checkpoint.format, list(checkpoint)) == ("gguf-parts", ["a", "b"])
         assert torch.equal(checkpoint["a"].read(), elements)
     with sluice.open(parts[0]) as checkpoint:
-        assert list(checkpoint) == ["a", "b"]
+        assert (list(checkpoint), checkpoint.path) == (["a", "b"], str(parts[0]))
     parts[1].unlink()
     with pytest.raises(sluice.MissingFileError, match="00002-of-00002"):
         sluice.open(parts[0])

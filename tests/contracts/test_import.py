@@ -157,7 +157,8 @@ def test_inspect_imports_only_what_it_needs(suffix: str, tmp_path: Path) -> None
     code = """if True:
         import sys
         from sluice.cli import main
-        main(["inspect", sys.argv[1]], standalone_mode=False)
+        for options in ["--json"], ["--tree"], []:
+            main(["inspect", sys.argv[1], *options], standalone_mode=False)
         print([name for name in sys.argv[2:] if name in sys.modules])
     """
     unneeded = {"torch", "numpy", "psutil", *_RARE, *_commands(), _OTHER_FORMAT[suffix]} - {"click"}

@@ -11,7 +11,7 @@ import sluice
 from sluice import MemoryLimits, rules
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.entries import _identity
-from sluice.writing.aliases import stored_once
+from sluice.writing.contents import stored_once
 from support.gguf_files import packed, write
 
 WIDE, WIDE_VALUES = packed((96, 256), "Q4_0")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice import _defaults as defaults
-from sluice._geometry import span_elements
 from sluice.engine.host_copies import StridedBytes, copy_in_pieces
+from sluice.records.geometry import span_elements
 from support.oracles import bits
 
 DTYPES = [torch.int16, torch.float32, torch.bfloat16, torch.complex64, torch.float64]

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
-from sluice._geometry import contiguous_stride
 from sluice.entries.slicing import slice_entry
 from sluice.records import NO_STORAGE, Entry, Part, elements_of
+from sluice.records.geometry import contiguous_stride
 from support.loaded_requests import load
 from support.plans import entry_of, request
 

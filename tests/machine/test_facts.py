@@ -230,7 +230,7 @@ def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: py
 
 def test_a_source_other_than_a_local_file_is_read_buffered() -> None:
     known = file_facts(MemorySource(b"x"))
-    assert (known.filesystem, known.direct_io, known.cached) == ("remote", False, ())
+    assert (known.filesystem, known.direct_io, known.cached) == ("memory", False, ())
 
 
 def test_a_device_that_is_mounted_again_with_another_file_system_is_asked_again(

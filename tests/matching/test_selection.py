@@ -196,8 +196,8 @@ def test_versions_follow_the_names() -> None:
         }
         return state
 
-    assert select(with_versions(PLAIN, ""), MODULE).versions == {"blocks.0": 2}
-    assert select({"m": with_versions(prefixed("net."), "net.")}, MODULE).versions == {"blocks.0": 2}
+    assert select(with_versions(PLAIN, ""), MODULE).versions == {"": 1, "blocks.0": 2}
+    assert select({"m": with_versions(prefixed("net."), "net.")}, MODULE).versions == {"": 1, "blocks.0": 2}
     wrapped = {name.replace("blocks", "blocks.module"): entry for name, entry in prefixed("module.").items()}
     state = with_versions(wrapped, "module.")
     state._metadata["module.blocks.module.1"] = {"version": 3}  # type: ignore[attr-defined]

@@ -59,6 +59,21 @@ class ByVersion(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
 
+class NeedsVersion(nn.Module):
+    """Holds no tensor itself and refuses state dicts without its version, as torchvision's MNASNet."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 3))
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if metadata.get("version") not in {1, 2}:
+            raise ValueError(f"version {metadata.get('version')}")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
 class Fuses(nn.Linear):
     """Joins and transposes what old versions stored in two parts."""
 
@@ -144,6 +159,23 @@ def test_what_a_loader_does_to_names_is_done(name: str, empty: bool, nested: boo
     for part, like in zip(model.modules(), expected.modules(), strict=True):
         if isinstance(like, Metric):
             assert torch.equal(part.total, like.total)  # type: ignore[arg-type]  # of both
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: nn.ModuleDict({"module": net}), nn.Sequential])
+def test_the_version_in_the_file_reaches_modules_without_tensors(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    expected = wrap(NeedsVersion())
+    torch.save({"model": expected.state_dict(), "epoch": 1}, tmp_path / "f.pth")
+    with sluice.empty_init():
+        wrapped, bare = wrap(NeedsVersion()), NeedsVersion()
+    sluice.load_into(wrapped, tmp_path / "f.pth")
+    assert same(dict(wrapped.state_dict()), dict(expected.state_dict()))
+    sluice.load_into(bare, tmp_path / "f.pth")
+    assert torch.equal(bare.layers[0].weight, next(expected.parameters()))  # type: ignore[arg-type]
+    torch.save(dict(expected.state_dict()), tmp_path / "f.pth")
+    with pytest.raises(sluice.MismatchError, match="version None"):
+        sluice.load_into(bare, tmp_path / "f.pth")
 
 
 def test_what_a_loader_does_not_miss_keeps_its_value_or_is_initialised(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Causal(nn.Module):
 def test_parameters_and_persistent_buffers_go_to_meta_and_the_rest_is_computed() -> None:
     with empty_init():
         module = Causal()
+        assert torch.equal(module.mask, torch.triu(torch.ones(4, 4), diagonal=1))  # until the end
     assert module.mask.is_meta
     assert module.projection.weight.is_meta
     assert torch.equal(module.inverse_frequency, 1.0 / torch.arange(1, 5))
@@ -111,28 +112,22 @@ def test_attributes_and_subclasses_of_parameters_survive() -> None:
     assert not parameter.requires_grad
 
 
-def test_buffers_shared_by_modules_stay_one_object_and_the_callers_tensor_is_untouched() -> None:
-    table = torch.arange(4.0)
+@pytest.mark.parametrize("size", [4, 1 << 18])
+def test_buffers_shared_by_modules_stay_one_object_and_the_callers_tensor_is_untouched(size: int) -> None:
+    table = torch.arange(float(size))
     with empty_init():
         one, other, late = nn.Module(), nn.Module(), nn.Module()
         one.register_buffer("table", table)
-        other.table = nn.Buffer(torch.zeros(2), persistent=True)
+        other.table = nn.Buffer(torch.zeros(size), persistent=True)
         other.register_buffer("again", table)
         late.register_buffer("table", table, persistent=False)
-    assert one.table is other.again is late.table
+        assert one.table.is_meta == (size > 4)
+    assert one.table is other.again
     assert one.table.is_meta
     assert other.table.is_meta
     assert isinstance(other.table, nn.Buffer)
-    assert torch.equal(table, torch.arange(4.0))
-
-
-def test_a_buffer_that_was_first_registered_as_non_persistent_stays_real() -> None:
-    table = torch.arange(4.0)
-    with empty_init():
-        module = nn.Module()
-        module.register_buffer("computed", table, persistent=False)
-        module.register_buffer("saved", table)
-    assert module.computed is module.saved is table
+    assert late.table is table
+    assert torch.equal(table, torch.arange(float(size)))
 
 
 def test_parameters_from_outside_stay_real() -> None:

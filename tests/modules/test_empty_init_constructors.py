@@ -1,20 +1,20 @@
-"""Constructors that move, cast, copy, tie, initialise and read their parameters, under ``empty_init``."""
+"""Constructors that move, cast, copy, tie, initialise or read their parameters, under ``empty_init``."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import sluice
 from sluice.loading import module_job
-from sluice.modules import moves
-from sluice.modules.moves import moved_to
+from sluice.modules import emptied
+from sluice.modules.emptied import moved_to
 from sluice.planning.memory_layout import Computed
 
 
@@ -91,54 +91,21 @@ class Initialised(nn.Module):
 
 
 class Asking(nn.Module):
-    """Asks for devices and dtypes, and makes tensors like its parameters."""
+    """Asks for devices, dtypes and shapes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         weight = self.linear.weight
         assert weight.device == torch.device("cpu")
-        assert weight.is_cpu
-        assert not weight.is_cuda
         assert weight.dtype == torch.float32
         self.register_buffer("mask", torch.ones(4, 4, device=weight.device).tril(), persistent=False)
-        self.register_buffer("like", torch.ones_like(weight), persistent=False)
-        self.register_buffer("new", weight.new_tensor([1.0, 2.0]), persistent=False)
-        self.register_buffer("zeros", weight.new_zeros(2, dtype=torch.int64), persistent=False)
         self.plain = torch.full((2, 2), 7).triu().view(4)
         with torch.no_grad():
             self.width = self.linear(torch.zeros(2, 4)).shape[1]
 
 
-class Reading(nn.Module):
-    """Reads values for log lines and assertions; they are those of the initialisers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()) * np.log(1 / 0.07))
-        self.linear = nn.Linear(40, 50)
-        self.norm = nn.LayerNorm(6)
-        nn.init.normal_(self.linear.weight, mean=3, std=0.1)
-        mean, again = self.linear.weight.mean().item(), float(self.linear.weight.detach().mean())
-        assert mean == again
-        assert 2.9 < mean < 3.1
-        assert f"{self.scale.exp():.2f}" == "14.29"
-        assert (self.norm.weight == 1).all()
-        assert self.norm.bias.sum() == 0
-        assert torch.isfinite(self.linear.weight).all()
-        assert torch.equal(self.norm.weight, torch.ones(6))
-        assert self.norm.weight.tolist() == [1.0] * 6
-        assert np.asarray(self.norm.bias.detach()).sum() == 0
-        self.norm.weight.data[2:4] = 5
-        assert self.norm.weight.detach().cpu().numpy().tolist() == [1.0, 1.0, 5.0, 5.0, 1.0, 1.0]
-        print(self.linear.weight, f"{self.linear.weight}", self)
-        self.register_buffer("initial", self.norm.bias.detach().clone(), persistent=False)
-        self.start = self.scale.detach() * 2
-        self.register_buffer("table", torch.zeros(3), persistent=False)
-        self.get_buffer("table").copy_(self.norm.bias[:3])
-
-
-BUILDS: list[Callable[[], nn.Module]] = [Moved, Copied, Tied, Initialised, Asking, Reading]
+BUILDS: list[Callable[[], nn.Module]] = [Moved, Copied, Tied, Initialised, Asking]
 
 
 def describe(module: nn.Module) -> object:
@@ -159,7 +126,7 @@ def test_constructors_build_the_same_module_and_the_checkpoint_fills_it(
     before = torch.get_rng_state()
     with sluice.empty_init():
         model = build()
-    assert all(t.is_meta for t in model.state_dict().values())
+    assert all(t.is_meta for t in model.parameters())
     assert describe(model) == describe(expected)
     assert build in {Tied, Initialised} or torch.equal(torch.get_rng_state(), before)
     sluice.load_into(model, tmp_path / "f.pth")
@@ -173,46 +140,63 @@ def test_constructors_build_the_same_module_and_the_checkpoint_fills_it(
             assert torch.equal(getattr(model, name), value)
 
 
-class Wide(nn.Module):
-    """Reads a parameter whose values are too large to keep."""
+class Reader(nn.Module):
+    """Calls a function with its parameter, a line below."""
 
-    def __init__(self, read: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, read: Callable[[Any], object]) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(600, 600) * 0.02)
-        read(self.table)
+        self.weight = nn.Parameter(torch.ones(4))
+        read(self.weight)
 
 
-def overwrite(table: torch.Tensor) -> None:
-    nn.init.ones_(table)
-    assert table.sum() == 360_000
+def stale(weight: torch.Tensor) -> object:
+    """Compute with the tensor of which a parameter was made, after the parameter was initialised."""
+    made = torch.zeros(3)
+    nn.init.ones_(nn.ParameterList([nn.Parameter(made)])[0])
+    return made * weight.shape[0]
 
 
-def test_values_that_are_not_kept_are_refused_with_the_line_of_the_constructor() -> None:
-    with sluice.empty_init():
-        Wide(lambda table: table.mean())
-        Wide(overwrite)
+READS: dict[str, Callable[[Any], object]] = {
+    "item": lambda weight: weight.mean().item(),
+    "float": lambda weight: float(weight[0]),
+    "bool": lambda weight: bool((weight == 1).all()),
+    "tolist": lambda weight: weight.tolist(),
+    "numpy": lambda weight: weight.detach().numpy(),
+    "format": lambda weight: f"{weight[0]:.2f}",
+    "in": lambda weight: 1 in weight,
+    "equal": lambda weight: torch.equal(weight, torch.ones(4)),
+    "allclose": lambda weight: torch.allclose(torch.ones(4), weight),
+    "nonzero": lambda weight: weight.nonzero(),
+    "copy_": lambda weight: torch.zeros(4).copy_(weight),
+    "scalar add_": lambda weight: torch.tensor(2.0).add_(weight.detach().sum()),
+    "out=": lambda weight: torch.add(weight.detach().sum(), 1, out=torch.tensor(2.0)),
+    "__setitem__": lambda weight: torch.arange(3.0).__setitem__(1, weight.detach().sum()),
+    "fill_": lambda weight: torch.arange(3.0).fill_(weight.detach().sum()),
+    "running statistics": lambda weight: nn.BatchNorm1d(4)(weight.view(1, 4).expand(2, 4)),
+    "stale": stale,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reads_are_refused_with_the_line_of_the_constructor(read: Callable[[Any], object]) -> None:
     with (
         sluice.empty_init(),
-        pytest.raises(sluice.EmptyInitError, match=r"constructors.py, line \d+\).*Wide\.table.*outside"),
+        pytest.raises(sluice.EmptyInitError, match=rf"{Path(__file__).name}:\d+\) needs the values .* outside"),
     ):
-        Wide(lambda table: table.mean().item())
+        Reader(read)
+
+
+def test_numbers_are_never_computed_from_a_mix_of_real_tensors_and_parameters() -> None:
+    with sluice.empty_init():
+        layer = nn.Linear(4, 3, bias=False)
+        assert layer(torch.ones(2, 4)).is_meta  # torch itself returns what is in the memory
+        assert nn.functional.conv1d(torch.ones(1, 4, 8), nn.Conv1d(4, 3, 3).weight).is_meta
 
 
 def test_errors_of_the_constructor_are_its_own() -> None:
     with sluice.empty_init(), pytest.raises(RuntimeError, match="must have same reduction dim") as caught:
-        Wide(lambda table: table @ torch.ones(3, 4))
+        Reader(lambda weight: weight.view(2, 2) @ torch.ones(3, 4))
     assert not isinstance(caught.value, sluice.EmptyInitError)
-
-
-def test_state_computed_from_random_values_is_refused() -> None:
-    class Normed(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(3, 3)
-            self.register_buffer("norm", torch.zeros(3), persistent=False)
-            self.get_buffer("norm").copy_(self.weight.norm(dim=1))
-
-    with sluice.empty_init(), pytest.raises(sluice.EmptyInitError, match=r"Normed\.__init__ .* random"):
-        Normed()
 
 
 def test_moves_are_remembered_and_followed_by_a_load(tmp_path: Path) -> None:
@@ -221,10 +205,9 @@ def test_moves_are_remembered_and_followed_by_a_load(tmp_path: Path) -> None:
             super().__init__()
             self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
             self.head.cuda().half()
-            self.norm = nn.BatchNorm1d(3).to("cuda:1")
-            assert self.head.weight.is_cuda
-            assert self.norm.running_mean is not None
-            assert self.norm.running_mean.device == torch.device("cuda:1")
+            self.norm = nn.LayerNorm(3).to("cuda:1")
+            assert self.head.weight.device.type == "cuda"
+            assert self.norm.weight.device == torch.device("cuda:1")
 
     with sluice.empty_init():
         model = OnDevice()
@@ -257,7 +240,7 @@ def test_initialised_tensors_are_planned_where_the_constructor_moved_them(
         devices.extend(str(torch.device(each.device).type) for each in computed)
         raise _PlannedError
 
-    monkeypatch.setattr(moves, "_is_available", lambda _: True)
+    monkeypatch.setattr(emptied, "_is_available", lambda _: True)
     monkeypatch.setattr(module_job, "plan_transfer", plan_transfer)
     with pytest.raises(_PlannedError):
         sluice.load_into(model, tmp_path / "f.pth", strict=False)

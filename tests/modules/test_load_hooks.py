@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from sluice.modules.load_hooks import follow_loading
+from sluice.modules.following import follow_loading
 from support.state_dicts import hold, load
 from support.trained_net import OLD_WEIGHT_NORM, assert_equal, empty, problem
 

@@ -74,7 +74,7 @@ def _optimizer(model: nn.Module, file: Path) -> None:
     sluice.load_optimizer(optimizer, file)
 
 
-#: What ends with or without an error. Arguments: a model on the meta device, the file of its weights, and a call.
+#: Ways to end, with or without an error. Arguments: a model on the meta device, the file of its weights, and a call.
 _ENDS: dict[str, Callable[[nn.Module, Path, Callable[[], object]], object]] = {
     "stream closed": _streamed,
     "exception in a stream": lambda model, file, _: _streamed(model, file, _raise(ValueError)),

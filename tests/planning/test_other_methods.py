@@ -2,71 +2,83 @@
 
 from __future__ import annotations
 
-import pytest
-from msgspec.structs import replace
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+import sluice
 from sluice import _defaults as defaults
+from sluice.benchmark.gpt2 import gpt2, make_checkpoint
+from sluice.benchmark.loads import run_job
+from sluice.benchmark.records import MethodJob, Precision
 from sluice.planning.budget import HOST, MemoryLimit
-from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, Weight, forecast
-from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, recommend
-from sluice.records import Peaks
+from sluice.planning.other_methods import (
+    COPY,
+    MAP,
+    METHODS,
+    MethodVerdict,
+    Subject,
+    Weight,
+    judge,
+    predict,
+    recommend,
+)
+from support import fresh_process
 
 MIB = 1 << 20
-OVER = defaults.METHOD_OVERHEAD_BYTES
+PLENTY = [MemoryLimit(where=HOST, nbytes=1 << 60, origin="free memory")]
 
-#: 100 + 40 MiB in fp32, and computed buffers of 10 MiB; the file holds 60 MiB more than the model.
-WEIGHTS = tuple(
-    Weight(file_bytes=a * MIB, built_bytes=b * MIB, final_bytes=c * MIB)
-    for a, b, c in ((100, 100, 100), (40, 40, 40), (0, 10, 10))
-)
-HALF = tuple(
-    Weight(file_bytes=a * MIB, built_bytes=b * MIB, final_bytes=c * MIB)
-    for a, b, c in ((100, 100, 50), (40, 40, 20), (0, 10, 10))
-)
-FULL = Subject(weights=WEIGHTS, storages=(100 * MIB, 40 * MIB, 60 * MIB), format="torch-zip", files=1, device="cpu")
-CAST = replace(FULL, weights=HALF)
+#: 100 + 40 MiB in fp32, and computed buffers of 10 MiB.
+FULL = ((100, 100, 100), (40, 40, 40), (0, 10, 10))
+#: The same, finished in half the size.
+HALF = ((100, 100, 50), (40, 40, 20), (0, 10, 10))
+#: The file holds 60 MiB more than the model.
+STORAGES = (100, 40, 60)
 
 
-def peaks(subject: Subject) -> dict[str, tuple[int, int, int]]:
+def subject(
+    weights: tuple[tuple[int, int, int], ...] = FULL, storages: tuple[int, ...] = STORAGES, **changes: Any
+) -> Subject:
+    """Return a subject of sizes in MiB."""
+    sizes = [Weight(*(MIB * nbytes for nbytes in weight)) for weight in weights]
+    known = {"file_format": "torch-zip", "devices": ["cpu"], **changes}
+    return Subject(sizes, [MIB * nbytes for nbytes in storages], **known)
+
+
+def peaks(of: Subject) -> dict[str, tuple[int, int, int]]:
     """Return anonymous, file and device MiB of each method, without the constant."""
     found = {}
-    for method in METHODS:
-        made = forecast(method, subject)
-        found[method.name] = tuple(
-            value // MIB for value in (made.host.anon_bytes - OVER, made.host.file_bytes, made.device_bytes)
-        )
+    for name in METHODS:
+        made = judge(name, *predict(name, of), limits=PLENTY, resident={})
+        device = sum(made.devices.values())
+        found[name] = (
+            (made.host.anon_bytes - defaults.METHOD_OVERHEAD_BYTES) // MIB, made.host.file_bytes // MIB, device // MIB
+        )  # fmt: skip
         assert made.host.total_bytes == made.host.anon_bytes + made.host.file_bytes
-    return found  # type: ignore[return-value]  # three each
+    return found
 
 
-def test_on_the_host_in_the_files_dtype() -> None:
-    assert peaks(FULL) == {
-        "naive": (150 + 200, 0, 0),
-        "sequential": (150 + 200, 0, 0),
-        "meta-sequential": (150 + 200, 0, 0),
-        "mmap": (0, 140, 0),
-        "per-parameter": (150 + 100, 0, 0),
-    }
-
-
-def test_on_the_host_with_a_cast() -> None:
-    assert peaks(CAST) == {
-        "naive": (80 + 200, 0, 0),
-        "sequential": (80 + 200, 0, 0),
-        "meta-sequential": (80 + 200, 0, 0),
-        "mmap": (80, 140, 0),
-        "per-parameter": (80 + 100, 0, 0),
+@pytest.mark.parametrize(("weights", "final"), [(FULL, 150), (HALF, 80)], ids=["as in the file", "cast"])
+def test_on_the_host(weights: tuple[tuple[int, int, int], ...], final: int) -> None:
+    assert peaks(subject(weights)) == {
+        "naive": (final + 200, 0, 0),
+        "sequential": (final + 200, 0, 0),
+        "meta-sequential": (final + 200, 0, 0),
+        "mmap": (final if weights is HALF else 0, 140, 0),
+        "per-parameter": (final + 100, 0, 0),
     }
 
 
 def test_building_can_be_the_peak() -> None:
     """The model is built in fp32 and cast one parameter at a time: the first cast adds to the whole model."""
-    small = replace(CAST, storages=(10 * MIB,))
-    assert peaks(small)["naive"] == (150 + 50, 0, 0)
+    assert peaks(subject(HALF, (10,)))["naive"] == (150 + 50, 0, 0)
 
 
 def test_on_an_accelerator() -> None:
-    found = peaks(replace(CAST, device="cuda:0"))
+    found = peaks(subject(HALF, devices=["cuda:0"]))
     assert {name: host for name, (host, _, _) in found.items()} == {
         "naive": 150 + 50,  # built on the host, with the cast of its largest parameter
         "sequential": 200,  # L, which is larger
@@ -88,33 +100,21 @@ def test_on_an_accelerator() -> None:
     ("changes", "taking"),
     [
         ({}, {"naive", "sequential", "meta-sequential", "mmap"}),
-        ({"format": "torch-legacy"}, {"naive", "sequential", "meta-sequential"}),
-        ({"format": "safetensors"}, set()),
-        ({"files": 2}, set()),
-        ({"format": "per-parameter", "files": 3}, {"per-parameter"}),
-        ({"several_devices": True}, set()),
+        ({"file_format": "torch-legacy"}, {"naive", "sequential", "meta-sequential"}),
+        ({"file_format": "safetensors"}, set()),
+        ({"file_format": "several files"}, set()),
+        ({"file_format": "per-parameter"}, {"per-parameter"}),
+        ({"devices": ["cuda:0", "cuda:1"]}, set()),
     ],
 )
-def test_formats_that_each_method_reads(changes: dict[str, object], taking: set[str]) -> None:
-    subject = replace(FULL, **changes)
-    assert {method.name for method in METHODS if not forecast(method, subject).needs} == taking
-
-
-def test_times_follow_the_rates() -> None:
-    rates = Rates(sluice=1.0, serial=100 * MIB, initialise=50 * MIB, copy=200 * MIB)
-    seconds = {method.name: forecast(method, FULL, rates).seconds for method in METHODS}
-    assert seconds["meta-sequential"] == pytest.approx(200 / 100 + 140 / 200)
-    assert seconds["naive"] == pytest.approx(150 / 50 + 200 / 100 + 140 / 200)
-    assert seconds["mmap"] == pytest.approx(140 / 100)
-    cached = forecast(METHODS[3], FULL, replace(rates, cached=True)).seconds
-    assert cached == pytest.approx(140 / 400)
-    assert forecast(METHODS[0], FULL).seconds is None
+def test_formats_that_each_method_reads(changes: dict[str, Any], taking: set[str]) -> None:
+    needs = {name: predict(name, subject(**changes))[-1] for name in METHODS}
+    assert {name for name, needed in needs.items() if not needed} == taking
 
 
 def verdict(method: str, mib: int, limit: int, *, file_mib: int = 0, needs: str = "") -> MethodVerdict:
-    host = Peaks(anon_bytes=mib * MIB, file_bytes=file_mib * MIB, shmem_bytes=0, total_bytes=(mib + file_mib) * MIB)
     limits = [MemoryLimit(where=HOST, nbytes=limit * MIB, origin="free memory")]
-    return judge(Forecast(method=method, host=host, needs=needs), {}, limits, resident={})
+    return judge(method, (mib * MIB, file_mib * MIB), {}, needs, limits=limits, resident={})
 
 
 def test_file_pages_do_not_have_to_fit() -> None:
@@ -126,10 +126,9 @@ def test_file_pages_do_not_have_to_fit() -> None:
 
 
 def test_resident_bytes_are_not_needed_again() -> None:
-    host = Peaks(anon_bytes=100 * MIB, file_bytes=0, shmem_bytes=0, total_bytes=100 * MIB)
     limits = [MemoryLimit(where=HOST, nbytes=60 * MIB, origin="free memory")]
-    assert judge(Forecast(method="naive", host=host), {}, limits, resident={HOST: 40 * MIB}).fits
-    assert not judge(Forecast(method="naive", host=host), {}, limits, resident={HOST: 39 * MIB}).fits
+    assert judge("naive", (100 * MIB, 0), {}, "", limits=limits, resident={HOST: 40 * MIB}).fits
+    assert not judge("naive", (100 * MIB, 0), {}, "", limits=limits, resident={HOST: 39 * MIB}).fits
 
 
 def test_the_recommended_method_fits_takes_the_file_and_comes_with_a_reason() -> None:
@@ -157,3 +156,49 @@ def test_a_method_that_takes_less_is_named_with_the_reason_why_it_is_not_recomme
     _, reason = recommend([verdict("naive", 200, 900), verdict(COPY, 110, 900)])
     assert "the leanest other method that reads this file, naive, takes 200 MiB" in reason
     assert "takes less" not in reason
+
+
+def _error_mib(size: str, folder: Path, method: str, dtype: Precision) -> tuple[float, float]:
+    """Predict a method in this process and run it in a fresh one; return the error and the measured peak, in MiB."""
+    path = folder / f"{size}-{method == 'per-parameter'}"
+    if not path.exists():
+        make_checkpoint(path, size, torch.float32, "per-parameter" if method == "per-parameter" else "torch")
+    with sluice.empty_init():
+        model = gpt2(size)
+    planned = sluice.plan(model, path, dtype=getattr(torch, dtype))
+    (predicted,) = (each.host.total_bytes for each in planned.methods if each.method == method)
+    job = MethodJob(method=method, model=size, checkpoint=str(path), dtype=dtype, device="cpu", verify=False)
+    outcome = run_job(job)
+    assert outcome.status == "ok", outcome.reason
+    return (predicted - outcome.total_bytes) / MIB, outcome.total_bytes / MIB
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("predicted")
+
+
+@pytest.fixture
+def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the measured processes from one that has imported torch."""
+    monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
+
+
+@pytest.mark.usefixtures("_forked")
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of other processes is read from /proc")
+@pytest.mark.parametrize(("method", "dtype"), [("naive", "float32"), ("mmap", "bfloat16"), ("sluice", "bfloat16")])
+def test_predictions_of_a_small_model(folder: Path, method: str, dtype: Precision) -> None:
+    """33 MiB in the file, so that one copy more or fewer exceeds the permitted error."""
+    error, _ = _error_mib("tiny", folder, method, dtype)
+    assert abs(error) <= 28
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_forked")
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of other processes is read from /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", [*METHODS, COPY])
+def test_predictions_keep_what_is_promised(folder: Path, method: str, dtype: Precision) -> None:
+    """The error is at most 5 % or 32 MiB for sluice, 10 % or 64 MiB for the others, whichever is more."""
+    error, measured = _error_mib("small", folder, method, dtype)
+    assert abs(error) <= (max(0.05 * measured, 32) if method == COPY else max(0.10 * measured, 64))

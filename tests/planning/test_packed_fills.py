@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import UnsupportedError
-from sluice._geometry import contiguous_stride, span_elements
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import slice_entry
 from sluice.planning.packed_fills import packed_fills
 from sluice.records import Elements, Entry, Fill, Packing
+from sluice.records.geometry import contiguous_stride, span_elements
 
 PACK = 4
 PACKING = Packing(name="test", elements=PACK, nbytes=3)

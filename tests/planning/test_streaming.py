@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.planning.streaming import Step, StreamedUnit, Streaming, choose_resting, decide_streaming
+from sluice.planning.streaming import Step, Streaming, choose_resting, decide_streaming
 
 
 def _decide(sizes: Sequence[int], memory: int, *, fixed: int = 0, steps: Sequence[Step] | None = None) -> Streaming:
-    units = [StreamedUnit(name=str(i), nbytes=nbytes) for i, nbytes in enumerate(sizes)]
     own = [Step(units=frozenset([i])) for i in range(len(sizes))] if steps is None else steps
-    return decide_streaming(units, own, fixed_bytes=fixed, memory_bytes=memory)
+    return decide_streaming(sizes, own, fixed_bytes=fixed, memory_bytes=memory)
 
 
 def test_everything_stays_if_it_fits() -> None:

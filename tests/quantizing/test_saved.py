@@ -14,7 +14,7 @@ from torch import nn
 
 import sluice
 from support.oracles import bits
-from support.quantized import Scaled, scale_modules
+from support.quantized import CONFIGS, Scaled, plain_tensors, scale_modules
 
 
 class Net(nn.Module):
@@ -51,14 +51,7 @@ def saved(path: Path) -> Net:
     if path.suffix == ".pth":
         torch.save({"step": 3, "model": model.state_dict()}, path)
         return model
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        if isinstance(value, Scaled):
-            module = name.removesuffix(".weight")
-            tensors[f"{module}._weight_integers"], tensors[f"{module}._weight_scale"] = value.integers, value.scale
-        else:
-            tensors[name] = value
-    save_file(tensors, path)
+    save_file(plain_tensors(model), path)
     return model
 
 
@@ -128,14 +121,6 @@ def torchao() -> Any:
     return pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
 
-CONFIGS: dict[str, Any] = {
-    "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
-    "int8-dynamic": lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig(),
-    "float8": lambda torchao: torchao.Float8WeightOnlyConfig(),
-    "int4-groups": lambda torchao: torchao.IntxWeightOnlyConfig(
-        weight_dtype=vars(torch)["int4"], granularity=torchao.PerGroup(32)
-    ),
-}
 LONG = {"float8", "int4-groups"}
 
 

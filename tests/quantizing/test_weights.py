@@ -18,7 +18,7 @@ import sluice
 from sluice._errors import BudgetError, ReadError
 from sluice.quantizing.inner_tensors import inner_bytes, inner_tensors
 from sluice.testing import FaultySource
-from support.quantized import Scaled, scale_modules
+from support.quantized import CONFIGS, Scaled, scale_modules
 
 WIDTH = 1024
 IDS = torch.tensor([[1, 2, 3]])
@@ -216,12 +216,10 @@ def torchao() -> Any:
 
 
 _CONFIGS: dict[str, Callable[[Any], object]] = {
-    "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
-    "int8-dynamic": lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig(),
+    **CONFIGS,
     "int4-groups": lambda torchao: torchao.IntxWeightOnlyConfig(
         weight_dtype=vars(torch)["int4"], granularity=torchao.PerGroup(4)
     ),
-    "float8": lambda torchao: torchao.Float8WeightOnlyConfig(),
     "by-name": lambda torchao: torchao.FqnToConfig(
         {"wide": torchao.Int8WeightOnlyConfig(), "head": torchao.Float8WeightOnlyConfig()}
     ),

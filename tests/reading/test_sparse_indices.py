@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice import FormatError
-from sluice._geometry import contiguous_stride
 from sluice.reading import sparse_indices as _sparse_indices
 from sluice.reading.sparse_indices import check_indices, pieces_of
 from sluice.records import Entry, Sparse, elements_of
+from sluice.records.geometry import contiguous_stride
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 

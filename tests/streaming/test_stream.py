@@ -366,9 +366,12 @@ def test_weights_that_the_caller_replaces_are_used_and_kept(file: Path) -> None:
         running.linear(3).weight = running.linear(2).weight  # tied now
         model.linear(3).weight = model.linear(2).weight
         running.embedding.weight = model.embedding.weight
+        torch.utils.swap_tensors(running.linear(4).weight, nn.Parameter(torch.zeros(WIDTH, WIDTH)))  # type: ignore[no-untyped-call]
+        model.linear(4).weight.data.zero_()
         for _ in range(2):
             assert torch.equal(running(IDS), model(IDS))
     assert running.linear(1).weight is own
+    assert not running.linear(4).weight.any()
 
 
 def test_freezing_and_loading_other_weights_while_it_is_streamed(file: Path) -> None:
@@ -390,7 +393,8 @@ def test_parameters_that_the_checkpoint_does_not_have_stay_in_memory(file: Path)
     with pytest.raises(MismatchError, match=r"adapter\.weight"):
         sluice.stream(running, file, memory=3 * block_bytes())
     own = running.get_parameter("adapter.weight").clone()
-    with sluice.stream(running, file, memory=3 * block_bytes(), strict=False):
+    with sluice.stream(running, file, memory=3 * block_bytes(), strict=False) as stream:
+        assert "not in the checkpoint (2): adapter.weight, adapter.bias" in str(stream)
         state = running.state_dict()
         running.load_state_dict({"adapter.bias": torch.ones(WIDTH)}, strict=False)
         assert torch.equal(running(IDS), model(IDS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 import sluice
 from sluice.modules.parked import ParkedParameter
-from support.quantized import Scaled, scale_modules
+from support.quantized import CONFIGS, plain_tensors, scale_modules
 from support.streamed_models import Layers, empty
 
 IDS = torch.tensor([[1, 2, 3, 999]])
@@ -28,14 +27,7 @@ def _save(model: nn.Module, path: Path) -> None:
     if path.suffix == ".pth":
         torch.save(model.state_dict(), path)
         return
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        if isinstance(value, Scaled):
-            head = name.removesuffix("weight")
-            tensors[f"{head}_weight_integers"], tensors[f"{head}_weight_scale"] = value.integers, value.scale
-        else:
-            tensors[name] = value
-    save_file(tensors, path)
+    save_file(plain_tensors(model), path)
 
 
 def _make() -> Layers:
@@ -119,16 +111,6 @@ def test_a_plan_does_not_promise_to_quantize_what_a_stream_reads(tmp_path: Path,
     _save(model, tmp_path / "q.safetensors")
     with pytest.raises(ValueError, match="a stream does not quantize"):
         sluice.plan(empty(_make), tmp_path / "q.safetensors", quantize=_scale, stream=True)
-
-
-CONFIGS: dict[str, Any] = {
-    "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
-    "int8-dynamic": lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig(),
-    "float8": lambda torchao: torchao.Float8WeightOnlyConfig(),
-    "int4-groups": lambda torchao: torchao.IntxWeightOnlyConfig(
-        weight_dtype=vars(torch)["int4"], granularity=torchao.PerGroup(32)
-    ),
-}
 
 
 @pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")

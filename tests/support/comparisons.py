@@ -94,13 +94,20 @@ class FakeRunner:
     def __init__(self, found: Verdict = TRUTH) -> None:
         self.scenarios: Sequence[Scenario] = ()
         self.files: set[str] = set()
+        self.end_seconds = 0.0
         self._found = found
 
     def __call__(
-        self, _console: Console, scenarios: Sequence[Scenario], *, repetitions: int, **_: object
+        self,
+        _console: Console,
+        scenarios: Sequence[Scenario],
+        *,
+        repetitions: int,
+        end_seconds: float = 0.0,
+        **_: object,
     ) -> list[MethodRun]:
         assert repetitions == 1
-        self.scenarios = scenarios
+        self.scenarios, self.end_seconds = scenarios, end_seconds
         self.files = {path.name for scenario in scenarios for path in scenario.checkpoints.values() if path.exists()}
         return [run for scenario in scenarios for run in self._runs(scenario)]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Call:
 class Persistent:
     """A persistent id."""
 
-    identity: object
+    identity: Any
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,9 @@ def storage(key: object, numel: object, *, kind: str = "FloatStorage", location:
     return Persistent(("storage", Global("torch", kind), key, location, numel))
 
 
-def legacy_storage(
-    key: object, numel: object, *, kind: str = "FloatStorage", view: object = None, location: object = "cpu"
-) -> Persistent:
+def legacy_storage(key: object, numel: object, *, view: object = None, **options: Any) -> Persistent:
     """Return the persistent id of a storage; ``view`` is None, or its key, first element and number of elements."""
-    return Persistent(("storage", Global("torch", kind), key, location, numel, view))
+    return Persistent((*storage(key, numel, **options).identity, view))
 
 
 def tensor_call(
@@ -127,20 +126,15 @@ class ArchiveRecord:
     method: int = 0
     flags: int = 0
     crc: int | None = None
-    #: Size before compression, and stored size.
     nbytes: int | None = None
     stored_nbytes: int | None = None
-    #: Header offset in the central directory.
     header: int | None = None
-    #: External attributes.
     attributes: int = 0
-    #: Extra fields of the local header, and of the entry in the central directory.
     local_extra: bytes = b""
     extra: bytes = b""
     local_name: bytes | None = None
     local_method: int | None = None
     local_flags: int | None = None
-    #: Both sizes in the local header.
     local_nbytes: int | None = None
     #: Bytes after the data: a data descriptor, or padding.
     after: bytes = b""

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote.store_clients import make_store, parse_address
 from support.leaks import open_files
@@ -46,6 +47,10 @@ class Bucket:
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self.url = url
         self.settings = RemoteSettings(options=options)
+
+    def remote(self, key: str) -> Remote:
+        """Return the address of a key with the settings of the server."""
+        return Remote(self.url + key, options=dict(self.settings.options))
 
     @property
     def store(self) -> Any:

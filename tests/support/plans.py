@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from sluice._dtypes import dtype_name
-from sluice._geometry import contiguous_stride, span_elements
 from sluice.records import (
     Entry,
     FileFacts,
@@ -19,6 +18,7 @@ from sluice.records import (
     Storage,
     elements_of,
 )
+from sluice.records.geometry import contiguous_stride, span_elements
 
 IDENTITY = FileIdentity(device=1, inode=2, nbytes=1 << 40, mtime_ns=3, ctime_ns=4)
 FILE = FileRecord(path="model.bin", identity=IDENTITY)

@@ -8,7 +8,17 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-__all__ = ["Scaled", "scale_modules"]
+__all__ = ["CONFIGS", "Scaled", "plain_tensors", "scale_modules"]
+
+#: Configurations of torchao, made from its module.
+CONFIGS: dict[str, Any] = {
+    "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
+    "int8-dynamic": lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig(),
+    "float8": lambda torchao: torchao.Float8WeightOnlyConfig(),
+    "int4-groups": lambda torchao: torchao.IntxWeightOnlyConfig(
+        weight_dtype=vars(torch)["int4"], granularity=torchao.PerGroup(32)
+    ),
+}
 
 
 class Scaled(torch.Tensor):
@@ -68,3 +78,15 @@ def scale_modules(*, by_row: bool = True, names: Callable[[str], bool] = bool) -
                 vars(part)["extra_repr"] = lambda: "scaled"
 
     return quantize
+
+
+def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state of a model with the plain tensors of quantized weights, under the names of torchao's layout."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Scaled):
+            head = name.removesuffix("weight")
+            tensors[f"{head}_weight_integers"], tensors[f"{head}_weight_scale"] = value.integers, value.scale
+        else:
+            tensors[name] = value
+    return tensors

@@ -69,7 +69,7 @@ def status(code: int, **headers: str) -> Fault:
 
 
 def cut(after: int, end: Literal["close", "reset", "stall", "drip"]) -> Fault:
-    """Return a fault: the body ends after some bytes, or goes on with single bytes."""
+    """Return a fault: the body ends after some bytes, or continues byte by byte."""
     return lambda answer: replace(answer, sent=after, end=end)
 
 

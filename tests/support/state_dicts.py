@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from sluice._dtypes import dtype_name, torch_dtype
-from sluice._geometry import contiguous_stride
 from sluice.matching.match import Match, match
 from sluice.matching.placement import device_of
 from sluice.modules.collect import ModuleState, collect
+from sluice.modules.following import follow_loading
 from sluice.modules.initial_values import initial_values
 from sluice.modules.install import finish_loading, install
-from sluice.modules.load_hooks import follow_loading
 from sluice.records import Entry, Request, elements_of
+from sluice.records.geometry import contiguous_stride
 
 
 @dataclass(frozen=True)

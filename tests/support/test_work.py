@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from support.work import at_most
+from support.work import at_most, functions_entered
 
 
 def lines(count: int) -> None:
@@ -25,3 +26,11 @@ def test_lines_are_counted() -> None:
 def test_what_never_ends_is_ended() -> None:
     with pytest.raises(pytest.fail.Exception), at_most(1000):
         lines(sys.maxsize)
+
+
+def test_functions_of_a_folder_are_counted() -> None:
+    with functions_entered(Path(__file__).parent) as entered:
+        lines(3)
+        sorted("ba")
+    assert ("test_work.py", "lines") in entered
+    assert sys.getprofile() is None

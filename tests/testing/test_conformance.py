@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -97,60 +98,30 @@ class Flawed(MemorySource):
     def put(self, offset: int, buffer: memoryview) -> int:
         return super().read_into(offset, buffer)
 
-
-class ShowsPassword(Flawed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.path = "https://me:secret@host/f.bin"
+    def take(self, offset: int, nbytes: int) -> bytes:
+        return super().read_at(offset, nbytes)
 
 
-class ShowsSignature(Flawed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.path = "https://host/f.bin?X-Signature=secret"
+def having(**attributes: Any) -> Callable[[], Source]:
+    """Return a function that makes a source with other methods and attributes."""
+    methods = {name: value for name, value in attributes.items() if callable(value) or name == "access"}
+
+    def make() -> Source:
+        source = type("Changed", (Flawed,), methods)()
+        vars(source).update({name: value for name, value in attributes.items() if name not in methods})
+        return source  # type: ignore[no-any-return]
+
+    return make
 
 
-class OtherSize(Flawed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.identity = replace(self.identity, nbytes=1)
+def requests(request_bytes: int = 1 << 20, *, gap: int = 0, parallel: int = 1) -> AccessFacts:
+    return AccessFacts(request_bytes=request_bytes, gap_bytes=gap, parallel_requests=parallel)
 
 
 class OtherIdentityEachTime(Flawed):
     def __init__(self) -> None:
         super().__init__()
         self.identity = replace(self.identity, inode=id(self))
-
-
-class OddRequests(Flawed):
-    access = AccessFacts(request_bytes=(1 << 20) + 1, gap_bytes=0, parallel_requests=1)
-
-
-class SmallRequests(Flawed):
-    access = AccessFacts(request_bytes=4096, gap_bytes=0, parallel_requests=1)
-
-
-class NegativeGap(Flawed):
-    access = AccessFacts(request_bytes=1 << 20, gap_bytes=-1, parallel_requests=1)
-
-
-class NoRequests(Flawed):
-    access = AccessFacts(request_bytes=1 << 20, gap_bytes=0, parallel_requests=0)
-
-
-class NoBytesType(Flawed):
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return bytearray(super().read_at(offset, nbytes))  # type: ignore[return-value]
-
-
-class OffByOne(Flawed):
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return super().read_at(max(0, offset - 1), nbytes)
-
-
-class ShortAtTheEnd(Flawed):
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return CONTENT[offset : offset + nbytes]
 
 
 class PythonsErrors(Flawed):
@@ -214,12 +185,6 @@ class KeepsTheBuffer(Flawed):
         return self.put(offset, buffer)
 
 
-class WrongInTheLastBlock(Flawed):
-    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        found = self.put(offset, buffer)
-        return len(buffer) if direct else found
-
-
 class OneBufferForAll(Flawed):
     def __init__(self) -> None:
         super().__init__()
@@ -241,16 +206,6 @@ class FailsInThreads(Flawed):
         return super().read_at(offset, nbytes)
 
 
-class ForgetsForEver(Flawed):
-    def forget(self, offset: int, nbytes: int) -> None:
-        self._stream = io.BytesIO(bytes(len(CONTENT)))
-
-
-class ForgetsWithAnError(Flawed):
-    def forget(self, offset: int, nbytes: int) -> None:
-        raise NotImplementedError
-
-
 class AlwaysChanged(Flawed):
     def check_unchanged(self) -> None:
         raise SourceChangedError("it changed", file=self.path)
@@ -265,25 +220,20 @@ class ClosesOnce(Flawed):
         self.closed = True
 
 
-class ClosedForGood(Flawed):
-    def close(self) -> None:
-        self._stream = io.BytesIO()
-
-
 @pytest.mark.parametrize(
     ("flawed", "check"),
     [
-        (ShowsPassword, "path"),
-        (ShowsSignature, "path"),
-        (OtherSize, "identity"),
+        (having(path="https://me:secret@host/f.bin"), "path"),
+        (having(path="https://host/f.bin?X-Signature=secret"), "path"),
+        (having(identity=FileIdentity(nbytes=1)), "identity"),
         (OtherIdentityEachTime, "identity"),
-        (OddRequests, "access"),
-        (SmallRequests, "access"),
-        (NegativeGap, "access"),
-        (NoRequests, "access"),
-        (NoBytesType, "read_at"),
-        (OffByOne, "read_at"),
-        (ShortAtTheEnd, "read_at_outside"),
+        (having(access=requests((1 << 20) + 1)), "access"),
+        (having(access=requests(4096)), "access"),
+        (having(access=requests(gap=-1)), "access"),
+        (having(access=requests(parallel=0)), "access"),
+        (having(read_at=lambda self, *at: bytearray(self.take(*at))), "read_at"),
+        (having(read_at=lambda self, offset, nbytes: self.take(max(0, offset - 1), nbytes)), "read_at"),
+        (having(read_at=lambda _, offset, nbytes: CONTENT[offset : offset + nbytes]), "read_at_outside"),
         (PythonsErrors, "read_at_outside"),
         (NamelessError, "read_at_outside"),
         (ShortReads, "read_into"),
@@ -293,14 +243,17 @@ class ClosedForGood(Flawed):
         (CountsFromTheEnd, "read_into_at_the_end"),
         (AsksForNothing, "no_bytes"),
         (KeepsTheBuffer, "buffer_is_not_kept"),
-        (WrongInTheLastBlock, "direct"),
+        (
+            having(read_into=lambda self, at, buffer, direct=False: self.put(at, buffer) if not direct else 4096),
+            "direct",
+        ),
         (OneBufferForAll, "threads"),
         (FailsInThreads, "threads"),
-        (ForgetsForEver, "forget"),
-        (ForgetsWithAnError, "forget"),
+        (having(forget=lambda self, *_: self.__dict__.update(_stream=io.BytesIO(bytes(30_000)))), "forget"),
+        (having(forget=lambda *_: int("an error")), "forget"),
         (AlwaysChanged, "unchanged"),
         (ClosesOnce, "close"),
-        (ClosedForGood, "close"),
+        (having(close=lambda self: self.__dict__.update(_stream=io.BytesIO())), "close"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

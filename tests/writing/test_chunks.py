@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sluice._dtypes import torch_dtype
-from sluice.writing.chunks import Staging, chunks, row_major_bytes
+from sluice.writing.chunks import Staging, chunks
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -23,18 +23,26 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def content(tensor: torch.Tensor, dtype: str, staging: Staging) -> bytes:
+    found = b""
+    for chunk in chunks(tensor, dtype, staging):
+        with staging.lent() as buffer:
+            found += chunk.put_into(buffer) if chunk.in_place is None else chunk.in_place
+    return found
+
+
 @pytest.mark.parametrize("name", tensors())
 @pytest.mark.parametrize("nbytes", [64, 4096, 1 << 20])
 def test_bytes_are_those_of_the_contiguous_tensor(name: str, nbytes: int) -> None:
     tensor = tensors()[name]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    written = b"".join(map(bytes, row_major_bytes(tensor, dtype, Staging.make(nbytes))))
+    written = content(tensor, dtype, Staging.make(nbytes))
     assert written == tensor.resolve_conj().resolve_neg().contiguous().numpy().tobytes()
 
 
 def test_a_cast_is_that_of_torch() -> None:
     tensor = torch.randn(37, 11).t()
-    written = b"".join(map(bytes, row_major_bytes(tensor, "bfloat16", Staging.make(100))))
+    written = content(tensor, "bfloat16", Staging.make(100))
     expected = tensor.to(torch_dtype("bfloat16")).contiguous().view(torch.int16).numpy().tobytes()
     assert written == expected
 

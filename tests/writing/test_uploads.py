@@ -19,7 +19,7 @@ import sluice
 from sluice import _defaults as defaults
 from sluice.writing.uploads import Upload
 from support import fresh_process
-from support.object_stores import Bucket, connections_closed, moto_bucket
+from support.object_stores import SERVERS, Bucket, connections_closed, moto_bucket
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 
@@ -296,3 +296,31 @@ def test_ranks_are_refused() -> None:
     remote = sluice.Remote("s3://models/a", options={"access_key_id": "a", "secret_access_key": "b"})
     with pytest.raises(sluice.SaveError, match="ranks"):
         sluice.save(STATE, remote, format="dcp")
+
+
+@pytest.fixture(scope="module", params=["s3rver", "azurite"])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as bucket:
+        yield bucket
+
+
+def test_other_servers_take_uploads(other: Bucket, tmp_path: Path) -> None:
+    state = {"small": torch.arange(5.0), "large": torch.randn(6_000_000)}
+    with connections_closed():
+        for file in ("m.pth", "m.safetensors"):
+            target = sluice.Remote(f"{other.url}{file}", options=other.settings.options)
+            sluice.save(state, target)
+            with pytest.raises(sluice.SaveError, match="already exists"):
+                sluice.save(state, target)
+            sluice.save(state, target, overwrite=True)
+            (tmp_path / file).write_bytes(obstore.get(other.store, file).bytes().to_bytes())
+            assert_equal(dict(sluice.load_state_dict(tmp_path / file)), state)
+            assert_equal(dict(sluice.load_state_dict(target)), state)
+        with pytest.raises(ZeroDivisionError):
+            sluice.save(LARGE, sluice.Remote(f"{other.url}failed.pth", options=other.settings.options), progress=fail)
+        assert "failed.pth" not in names(other, "")
+
+
+def fail(event: sluice.ProgressEvent) -> None:
+    if event.done_bytes > 4 * defaults.UPLOAD_PART_BYTES:
+        raise ZeroDivisionError

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sluice._arguments import check_load, device_name, dtype_argument, memory_limits
 from sluice._dtypes import DType, torch_dtype
-from sluice._keywords import explain_keywords
-from sluice._near_names import nearest_names
+from sluice._messages import nearest_names
 from sluice._options import TEXT_ENCODING, Limits, Memory
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.slicing import Key, slice_entry

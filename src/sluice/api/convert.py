@@ -10,10 +10,9 @@ from pathlib import Path
 
 from sluice._arguments import check_load, dtype_argument, memory_limits, path_argument, size_or_none
 from sluice._dtypes import DType
-from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache
 from sluice._progress import Progress
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.api.save import save_destination
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.convert import convert_checkpoint

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from sluice._arguments import check_load, check_tolerances
-from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.checking.diff import compare_checkpoints
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.reports.diff import DiffReport

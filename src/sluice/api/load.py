@@ -11,10 +11,9 @@ import torch
 
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, Share, TransferOptions
 from sluice._progress import Progress
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from sluice._arguments import check_load, check_model, check_optimizer, memory_limits
-from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, TransferOptions
 from sluice._progress import Progress
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.loading.load import load
 from sluice.loading.optimizer_job import OptimizerRequest

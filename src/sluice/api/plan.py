@@ -11,9 +11,8 @@ import torch
 
 from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, TransferOptions
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
@@ -86,7 +85,7 @@ def plan(
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.
-        probe: Read up to 256 MiB to estimate times.
+        probe: Load up to 128 MiB of the tensors and discard them, to estimate the time of the load.
         stream: Plan ``sluice.stream`` too, with ``memory`` as its memory for weights: ``report.stream`` has what would
             stay, and what each call of the model would read.
         mesh: Plan for the ranks of a device mesh, without processes: ranks along each dimension by name, as in
@@ -205,7 +204,7 @@ def _with_stream(
 
     if isinstance(load.device, Mapping) or load.device == "auto":
         raise ValueError("plan(): stream=True needs one device")
-    rate = None if report.rates is None else report.rates.sluice
+    rate = report.bytes_per_second
     request = StreamRequest(load=load, memory=memory, quantized=quantized)
     found = plan_stream(request, checkpoint, bytes_per_second=rate)
     return dataclasses.replace(report, stream=found)

@@ -15,9 +15,8 @@ from torch import nn
 from sluice._arguments import check_load, check_save, dtype_argument, path_argument, size_or_none, state_to_save
 from sluice._dtypes import DType
 from sluice._errors import SaveError
-from sluice._keywords import explain_keywords
 from sluice._progress import Progress
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url

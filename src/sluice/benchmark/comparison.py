@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,34 +11,23 @@ from pathlib import Path
 import torch
 
 from sluice._errors import UnsupportedError
+from sluice._units import format_bytes
 from sluice.benchmark import subjects as _subjects
-from sluice.benchmark.gpt2 import make_checkpoint
+from sluice.benchmark.gpt2 import final_bytes, make_checkpoint
 from sluice.benchmark.methods import METHODS, absence
 from sluice.benchmark.records import (
-    DCP,
     OTHER,
     PARAMETERS,
-    PTH,
-    SAFETENSORS,
     SHORT_DTYPES,
-    TENSORS,
     Kind,
     Precision,
     Scenario,
     State,
 )
 from sluice.benchmark.strategies import STRATEGIES
-from sluice.benchmark.writing import CheckpointFormat, write_checkpoint
+from sluice.benchmark.writing import FORMATS, write_checkpoint
 
 __all__ = ["Checkpoints", "ComparedModel", "builtin_subject", "default_methods", "own_subject", "scenario"]
-
-_FORMATS: dict[Kind, CheckpointFormat] = {
-    PTH: "torch",
-    SAFETENSORS: "safetensors",
-    PARAMETERS: "per-parameter",
-    TENSORS: "tensorizer",
-    DCP: "dcp",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +36,7 @@ class ComparedModel:
 
     #: As in ``MethodJob``.
     model: str
-    #: As in ``MethodJob``.
     model_args: str = "{}"
-    #: As in ``MethodJob``.
     key: str | None = None
     #: Name in the tables.
     title: str
@@ -95,6 +84,7 @@ class Checkpoints:
 
         Raises:
             UnsupportedError: None can be created.
+            OSError: There is no room for it, with ``errno.ENOSPC``.
         """
         subject, reads = self._subject, METHODS[method].reads
         # Methods without keys get a copy with the weights only.
@@ -109,7 +99,8 @@ class Checkpoints:
     def _make(self, path: Path, kind: Kind) -> None:
         subject = self._subject
         if subject.original is None:
-            make_checkpoint(path, subject.model, torch.float32, _FORMATS[kind])
+            _check_room(self._folder, final_bytes(subject.model, torch.float32))
+            make_checkpoint(path, subject.model, torch.float32, FORMATS[kind])
             return
         if subject.kind == OTHER:
             raise UnsupportedError(
@@ -117,13 +108,21 @@ class Checkpoints:
             )
         state_dict = _subjects.read_state_dict(subject.original, subject.key, device="cpu", mapped=True)
         tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+        _check_room(self._folder, sum(value.nbytes for value in tensors.values()))
         if kind == PARAMETERS:
             for name, value in tensors.items():  # one at a time, to save memory
-                write_checkpoint({name: value.clone()}, path, _FORMATS[kind])
+                write_checkpoint({name: value.clone()}, path, FORMATS[kind])
             return
         # Copies: safetensors refuses tensors that share memory, and torch would save the whole storage of each view.
         copies = {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
-        write_checkpoint(copies, path, _FORMATS[kind])
+        write_checkpoint(copies, path, FORMATS[kind])
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        text = f"a checkpoint of {format_bytes(nbytes)} does not fit: {format_bytes(free)} are free"
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def default_methods(subject: ComparedModel) -> list[str]:

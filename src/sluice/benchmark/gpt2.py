@@ -20,11 +20,9 @@ from torch import nn
 from sluice.benchmark.writing import CheckpointFormat, write_checkpoint
 
 __all__ = [
-    "ONE_TENSOR",
     "SIZES",
     "GPTConfig",
     "GPTModel",
-    "build",
     "config",
     "final_bytes",
     "gpt2",
@@ -64,9 +62,6 @@ _SHAPES = {
 #: GPT-2 counts them. The book does not tie the output head to the token embedding, so its models and files are larger
 #: by one such matrix.
 SIZES = tuple(_SHAPES)
-
-#: Name of a further model: a single matrix of 2 GiB in fp32.
-ONE_TENSOR = "one-tensor"
 
 
 def config(size: str) -> GPTConfig:
@@ -195,15 +190,10 @@ def gpt2(size: str = "small") -> GPTModel:
     return GPTModel(config(size))
 
 
-def build(name: str) -> nn.Module:
-    """Build the model of this name: one of ``SIZES`` or ``ONE_TENSOR``."""
-    return nn.Embedding(512 << 10, 1024) if name == ONE_TENSOR else gpt2(name)
-
-
-def final_bytes(name: str, dtype: torch.dtype) -> int:
+def final_bytes(size: str, dtype: torch.dtype) -> int:
     """Return F of a model: the size of its parameters and persistent buffers in this dtype, in bytes."""
     with torch.device("meta"):
-        elements = sum(tensor.numel() for tensor in build(name).state_dict().values())
+        elements = sum(tensor.numel() for tensor in gpt2(size).state_dict().values())
     return int(elements * dtype.itemsize)
 
 
@@ -230,7 +220,7 @@ def make_checkpoint(
 
     Args:
         path: The file to write, or for ``per-parameter`` the directory.
-        size: One of ``SIZES``, or ``ONE_TENSOR``.
+        size: One of ``SIZES``.
         dtype: Dtype of every tensor in the file.
         format: Format of the checkpoint.
     """
@@ -240,7 +230,7 @@ def make_checkpoint(
 def random_state_dict(size: str, dtype: torch.dtype) -> OrderedDict[str, torch.Tensor]:
     """Return the state dict that ``make_checkpoint`` writes."""
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in build(size).state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in gpt2(size).state_dict().items()}
     # torch fills tensors without the interpreter lock: one tensor per thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = pool.map(lambda name: random_weight(name, shapes[name]).to(dtype), shapes)

@@ -16,14 +16,7 @@ import torch
 from sluice._units import format_bytes
 from sluice.machine.facts import machine_facts
 
-__all__ = ["describe", "device", "free_memory_bytes", "settling_seconds"]
-
-#: Linux returns memory to the host two seconds after it was freed (``PAGE_REPORTING_DELAY`` in mm/page_reporting.c),
-#: which takes a fraction of a second.
-_SETTLING_SECONDS = 3.0
-
-#: Balloon devices of a virtual machine; memory is returned to the host only through them.
-_BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
+__all__ = ["describe", "device", "free_memory_bytes"]
 
 
 def device() -> str:
@@ -34,11 +27,6 @@ def device() -> str:
 def free_memory_bytes() -> int:
     """Return the available host memory in bytes: free memory, or the rest of the control group's limit if smaller."""
     return machine_facts(()).host_headroom[0]
-
-
-def settling_seconds() -> float:
-    """Return how long the kernel returns freed memory to the host, in seconds; 0 if it does not."""
-    return _SETTLING_SECONDS if any(_BALLOONS.glob("virtio*")) else 0.0
 
 
 def describe(directory: Path, packages: Iterable[str]) -> dict[str, str]:

@@ -7,38 +7,33 @@ copy into a real model get one whose memory is allocated but not initialized, wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from sluice.benchmark import raw as _raw
 from sluice.benchmark.gpt2 import random_weight
+from sluice.benchmark.raw import read_file
 from sluice.benchmark.records import (
     DCP,
-    HUGGING_FACE,
     OTHER,
     PARAMETERS,
     PTH,
     SAFETENSORS,
     SHARDS,
     TENSORS,
-    Kind,
     Loaded,
-    Method,
     MethodJob,
+    method,
 )
 from sluice.benchmark.subjects import build, is_builtin, read_state_dict, truth
 
-__all__ = ["GPU_PEERS", "PEERS", "REFERENCE"]
+__all__ = ["PEERS", "REFERENCE"]
 
-_SAFETENSORS = (SAFETENSORS,)
-_BOTH = (PTH, SAFETENSORS)
-_FILES_OR_SHARDS = (SAFETENSORS, SHARDS)
+_EVERYTHING = (PTH, SAFETENSORS, SHARDS, PARAMETERS, OTHER)
+_SLUICE = ("sluice:empty_init", "sluice:load_into")
 
 
 def _on_meta(job: MethodJob) -> nn.Module:
@@ -78,6 +73,7 @@ def _assigned(job: MethodJob, model: nn.Module, *, mapped: bool = False) -> nn.M
     return model.to(job.torch_dtype)
 
 
+@method("torch-load", build=_on_meta, reads=(PTH,), takes_key=True)
 def torch_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the whole state dict and copy it into the model."""
     model = _allocated(model, job)
@@ -85,16 +81,19 @@ def torch_load(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
+@method("torch-mmap", build=_on_meta, reads=(PTH,), takes_key=True)
 def torch_mmap(job: MethodJob, model: nn.Module) -> nn.Module:
     """Map the file, assign its tensors to the model, and cast the model."""
     return _assigned(job, model, mapped=True)
 
 
+@method("torch-assign", build=_on_meta, reads=(PTH,), takes_key=True)
 def torch_assign(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the whole state dict, assign its tensors to the model, and cast the model."""
     return _assigned(job, model)
 
 
+@method("torch-dcp", build=_on_meta, reads=(DCP,), imports=("torch.distributed.checkpoint",))
 def torch_dcp(job: MethodJob, model: nn.Module) -> nn.Module:
     """Let torch.distributed.checkpoint fill the tensors of the model in place."""
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -104,14 +103,7 @@ def torch_dcp(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
-def transformers_load(job: MethodJob, model: nn.Module) -> nn.Module:  # noqa: ARG001  (it builds its own model)
-    """Let transformers build and fill its own model of the directory's configuration."""
-    from transformers import AutoModelForCausalLM
-
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=job.torch_dtype)
-    return loaded.to(job.device)
-
-
+@method("safetensors-load-model", build=_on_meta, reads=(SAFETENSORS,), imports=("safetensors.torch",))
 def safetensors_load_model(job: MethodJob, model: nn.Module) -> nn.Module:
     """Copy the file into the model with safetensors' own function for modules."""
     from safetensors.torch import load_model
@@ -121,11 +113,18 @@ def safetensors_load_model(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
+@method("safetensors-load-file", build=_on_meta, reads=(SAFETENSORS, SHARDS), imports=("safetensors.torch",))
 def safetensors_load_file(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the tensors, which are views of the mapped file, assign them to the model, and cast the model."""
     return _assigned(job, model)
 
 
+@method(
+    "accelerate",
+    build=_emptied_by_accelerate,
+    reads=(PTH, SAFETENSORS, SHARDS),
+    imports=("accelerate:load_checkpoint_in_model",),
+)
 def accelerate_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill an empty model; without a device map accelerate ignores the dtype."""
     from accelerate import load_checkpoint_in_model
@@ -134,6 +133,12 @@ def accelerate_load(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
+@method(
+    "runai-streamer",
+    build=_on_meta,
+    reads=(SAFETENSORS, SHARDS),
+    imports=("runai_model_streamer:SafetensorsStreamer",),
+)
 def runai_stream(job: MethodJob, model: nn.Module) -> nn.Module:
     """Cast each tensor as it arrives and assign it; the streamer's tensors belong to the caller."""
     from runai_model_streamer import SafetensorsStreamer
@@ -145,6 +150,12 @@ def runai_stream(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
+@method(
+    "fastsafetensors",
+    build=_on_meta,
+    reads=(SAFETENSORS, SHARDS),
+    imports=("fastsafetensors:fastsafe_open",),
+)
 def fastsafetensors_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the file into one buffer and assign cast views of it to the model."""
     from fastsafetensors import fastsafe_open
@@ -155,15 +166,12 @@ def fastsafetensors_load(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
-def instanttensor_load(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Cast each tensor as it arrives and assign it; since version 0.2 tensors belong to the caller."""
-    open_file = import_module("instanttensor").safe_open
-    with open_file(job.checkpoint, framework="pt", device=job.device) as loaded:
-        arrived = {name: tensor.to(job.torch_dtype) for name, tensor in loaded.tensors()}
-    model.load_state_dict(arrived, assign=True)
-    return model
-
-
+@method(
+    "tensorizer",
+    build=_on_meta,
+    reads=(TENSORS,),
+    imports=("tensorizer:TensorDeserializer",),
+)
 def tensorizer_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Deserialize tensorizer's own format with a cast, and assign its tensors to the model."""
     deserializer = import_module("tensorizer").TensorDeserializer
@@ -172,6 +180,7 @@ def tensorizer_load(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
+@method("sluice-load-into", build=_emptied_by_sluice, reads=_EVERYTHING, imports=_SLUICE, takes_key=True)
 def with_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill an empty model with sluice."""
     import sluice
@@ -180,6 +189,7 @@ def with_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
+@method("sluice-map", build=_emptied_by_sluice, reads=_EVERYTHING, imports=_SLUICE, takes_key=True)
 def mapped_by_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill an empty model with sluice, mapping tensors that need no cast, as the mapping peers do."""
     import sluice
@@ -188,6 +198,7 @@ def mapped_by_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
+@method("reference", build=_emptied_by_sluice, reads=(PTH, SAFETENSORS, SHARDS, PARAMETERS), takes_key=True)
 def generate(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill the model with the reference values: the random numbers of the checkpoint, generated and not read.
 
@@ -207,113 +218,35 @@ def generate(job: MethodJob, model: nn.Module) -> nn.Module:
     return model
 
 
-def _raw_read(job: MethodJob, *, direct: bool) -> Loaded:
-    threads = 8 if direct else len(os.sched_getaffinity(0))
-    return _raw.read_file(job.checkpoint, direct=direct, threads=threads, huge_pages=job.claim_memory)
+@method("raw-direct", reads=(PTH, SAFETENSORS, SHARDS), takes_key=True)
+def raw_direct(job: MethodJob) -> Loaded:
+    """Read the bytes with direct I/O, at the speed of the disk."""
+    return read_file(job.checkpoint, direct=True, threads=8)
 
 
-def _filling(
-    name: str,
-    fill: Callable[[MethodJob, nn.Module], Loaded],
-    *,
-    reads: tuple[Kind, ...],
-    skeleton: Callable[[MethodJob], nn.Module] = _on_meta,
-    imports: tuple[str, ...] = (),
-    package: str = "",
-    takes_key: bool = False,
-) -> Method:
-    def start(job: MethodJob) -> Callable[[], Loaded]:
-        return partial(fill, job, skeleton(job))
-
-    summary = (fill.__doc__ or "").strip().partition("\n")[0]
-    return Method(
-        name=name, start=start, imports=imports, reads=reads, summary=summary, package=package, takes_key=takes_key
-    )
-
-
-def _raw_method(name: str, summary: str, *, direct: bool) -> Method:
-    def start(job: MethodJob) -> Callable[[], Loaded]:
-        return partial(_raw_read, job, direct=direct)
-
-    return Method(name=name, start=start, reads=(*_BOTH, SHARDS), summary=summary, takes_key=True)
+@method("raw-buffered", reads=(PTH, SAFETENSORS, SHARDS), takes_key=True)
+def raw_buffered(job: MethodJob) -> Loaded:
+    """Read the bytes through the page cache."""
+    return read_file(job.checkpoint, direct=False, threads=len(os.sched_getaffinity(0)))
 
 
 #: Fills a model with the reference values; not a loader, so no table shows it.
-REFERENCE = _filling(
-    "reference",
-    generate,
-    reads=(PTH, SAFETENSORS, SHARDS, PARAMETERS),
-    skeleton=_emptied_by_sluice,
-    takes_key=True,
-)
+REFERENCE = generate
 
 #: In the order of the tables.
 PEERS = (
-    _raw_method("raw-direct", "Read the bytes with direct I/O, at the speed of the disk.", direct=True),
-    _raw_method("raw-buffered", "Read the bytes through the page cache.", direct=False),
-    _filling("torch-load", torch_load, reads=(PTH,), takes_key=True),
-    _filling("torch-mmap", torch_mmap, reads=(PTH,), takes_key=True),
-    _filling("torch-assign", torch_assign, reads=(PTH,), takes_key=True),
-    _filling("torch-dcp", torch_dcp, reads=(DCP,), imports=("torch.distributed.checkpoint",)),
-    _filling("safetensors-load-model", safetensors_load_model, reads=_SAFETENSORS, imports=("safetensors.torch",)),
-    _filling("safetensors-load-file", safetensors_load_file, reads=_FILES_OR_SHARDS, imports=("safetensors.torch",)),
-    _filling(
-        "accelerate",
-        accelerate_load,
-        reads=(*_BOTH, SHARDS),
-        skeleton=_emptied_by_accelerate,
-        imports=("accelerate:load_checkpoint_in_model",),
-        package="accelerate",
-    ),
-    _filling(
-        "transformers",
-        transformers_load,
-        reads=(HUGGING_FACE,),
-        skeleton=lambda _: nn.Module(),
-        imports=("transformers:AutoModelForCausalLM",),
-        package="transformers",
-    ),
-    _filling(
-        "runai-streamer",
-        runai_stream,
-        reads=_FILES_OR_SHARDS,
-        imports=("runai_model_streamer:SafetensorsStreamer",),
-        package="runai-model-streamer",
-    ),
-    _filling(
-        "fastsafetensors",
-        fastsafetensors_load,
-        reads=_FILES_OR_SHARDS,
-        imports=("fastsafetensors:fastsafe_open",),
-        package="fastsafetensors",
-    ),
-    _filling(
-        "tensorizer",
-        tensorizer_load,
-        reads=(TENSORS,),
-        imports=("tensorizer:TensorDeserializer",),
-        package="tensorizer",
-    ),
-    *(
-        _filling(
-            name,
-            fill,
-            reads=(*_BOTH, SHARDS, PARAMETERS, OTHER),
-            skeleton=_emptied_by_sluice,
-            imports=("sluice:empty_init", "sluice:load_into"),
-            takes_key=True,
-        )
-        for name, fill in (("sluice-load-into", with_sluice), ("sluice-map", mapped_by_sluice))
-    ),
-)
-
-#: Those that load onto CUDA devices only.
-GPU_PEERS = (
-    _filling(
-        "instanttensor",
-        instanttensor_load,
-        reads=_SAFETENSORS,
-        imports=("instanttensor:safe_open",),
-        package="instanttensor",
-    ),
+    raw_direct,
+    raw_buffered,
+    torch_load,
+    torch_mmap,
+    torch_assign,
+    torch_dcp,
+    safetensors_load_model,
+    safetensors_load_file,
+    accelerate_load,
+    runai_stream,
+    fastsafetensors_load,
+    tensorizer_load,
+    with_sluice,
+    mapped_by_sluice,
 )

@@ -1,4 +1,4 @@
-"""Run one method in a fresh process and measure its memory from outside."""
+"""Run tasks in fresh processes and measure their time and memory from outside."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import tempfile
 import textwrap
 import threading
 import time
-from typing import IO, Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from sluice._units import format_bytes
-from sluice.benchmark.methods import METHODS
-from sluice.benchmark.records import MethodJob, Outcome, Verdict
+from sluice.benchmark.records import BenchTask, Outcome
 from sluice.benchmark.watching import Watcher
 from sluice.measuring._limit import limited_group
 
-__all__ = ["TIMEOUT_SECONDS", "run_job"]
+__all__ = ["TIMEOUT_SECONDS", "run_tasks"]
 
 #: Default time limit of a process.
 TIMEOUT_SECONDS = 900.0
 
-#: Program of the child. What the method needs is imported first, before anything else of sluice: the benchmark's own
+#: Program of the child. What the task needs is imported first, before anything else of sluice: the benchmark's own
 #: modules would hide a part of the time that importing sluice takes.
 _PROGRAM = """
 import json, pkgutil, sys, time
 import torch
 begin = time.perf_counter()
-for name in json.loads(sys.argv[2]):
+for name in json.loads(sys.argv[1])["imports"]:
     try:
         pkgutil.resolve_name(name)
     except ImportError:
@@ -50,97 +50,146 @@ _SCHEDULED = 2
 #: Longest reason of a failure, in characters.
 _REASON_LETTERS = 300
 
+#: Events of a child that does not fail, in order.
+_EVENTS = ("ready", "built", "ok", "checked")
 
-def run_job(
-    job: MethodJob, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
-) -> Outcome:
-    """Run a job in a fresh process and return its outcome; failures of the job are outcomes, not exceptions.
+
+def run_tasks(
+    tasks: Sequence[BenchTask], *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
+) -> list[Outcome]:
+    """Run tasks at once, each in a fresh process, and return their outcomes; failures are outcomes, not exceptions.
+
+    Each step begins when all processes have done the step before. If one fails, the others are killed.
 
     Args:
-        job: The job.
+        tasks: The tasks.
         timeout_seconds: Time limit.
-        host_limit_bytes: Limit of the process's host memory, interpreter included, enforced by a control group; None
-            for no limit.
+        host_limit_bytes: Limit of the host memory of all processes together, interpreters included, enforced by a
+            control group; None for no limit.
 
     Raises:
         PermissionError: There is a limit, and this process may not create a control group.
     """
-    imports = json.dumps(METHODS[job.method].imports)
-    command = [sys.executable, "-c", _PROGRAM, json.dumps(dataclasses.asdict(job)), imports]
+    commands = [[sys.executable, "-c", _PROGRAM, json.dumps(dataclasses.asdict(task))] for task in tasks]
     if host_limit_bytes is None:
-        return _run(command, job, timeout_seconds)
+        return _run(tasks, commands, timeout_seconds)
     with limited_group(host_limit_bytes) as group:
-        outcome = _run(group.command(command), job, timeout_seconds)
-        if outcome.status == "killed" and group.oom_kills:
-            limit = format_bytes(host_limit_bytes)
-            return dataclasses.replace(outcome, reason=f"out of memory: killed by the kernel at the limit of {limit}")
-    return outcome
+        outcomes = _run(tasks, [group.command(command) for command in commands], timeout_seconds)
+        peak = group.peak_bytes or 0
+        reason = f"out of memory: killed by the kernel at the limit of {format_bytes(host_limit_bytes)}"
+        killed_by_group = group.oom_kills > 0
+        return [
+            dataclasses.replace(each, group_bytes=peak, reason=reason)
+            if each.status == "killed" and killed_by_group
+            else dataclasses.replace(each, group_bytes=peak)
+            for each in outcomes
+        ]
 
 
-def _run(command: list[str], job: MethodJob, timeout_seconds: float) -> Outcome:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(
-            command,
+def _run(tasks: Sequence[BenchTask], commands: Sequence[Sequence[str]], timeout_seconds: float) -> list[Outcome]:
+    overdue = threading.Event()
+    with contextlib.ExitStack() as stack:
+        children = [_Child(task, command, stack) for task, command in zip(tasks, commands, strict=True)]
+
+        def stop() -> None:
+            overdue.set()
+            for child in children:
+                child.process.kill()
+
+        timer = threading.Timer(timeout_seconds, stop)
+        stack.callback(timer.cancel)
+        timer.start()
+        for event in _EVENTS:
+            for child in children:
+                child.listen()
+            if not all(child.message["event"] == event for child in children):
+                break
+            for child in children:
+                child.go_on(event)
+        for child in children:  # those that wait for others
+            child.process.kill()
+    outcomes = [child.outcome() for child in children]
+    if overdue.is_set():
+        reason = f"stopped after {timeout_seconds:.3g} s"
+        outcomes = [dataclasses.replace(each, status="timeout", reason=reason) for each in outcomes]
+    return outcomes
+
+
+class _Child:
+    """One process, the last message from it, and what was measured of it."""
+
+    def __init__(self, task: BenchTask, command: Sequence[str], stack: contextlib.ExitStack) -> None:
+        self._task = task
+        self._errors = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self.process = subprocess.Popen(
+            list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=complaints,
-            env=environment,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             text=True,
         )
-        overdue = threading.Event()
-        timer = threading.Timer(timeout_seconds, _stop, [process, overdue])
-        timer.start()
-        try:
-            with process:
-                outcome = _converse(process, job)
-        finally:
-            timer.cancel()
-            process.kill()
-        if overdue.is_set():
-            return dataclasses.replace(outcome, status="timeout", reason=f"stopped after {timeout_seconds:g} s")
-        if outcome.status == "killed":
-            return dataclasses.replace(outcome, reason=_last_words(process.returncode, complaints))
-        return outcome
+        stack.enter_context(self.process)
+        self.message: dict[str, Any] = {}
+        self._watcher: Watcher | None = None
+        self._cpu_seconds = 0.0
+        self._found: dict[str, Any] = {}
+        self._last_words = ""
+        stack.callback(self._end)
 
+    def listen(self) -> None:
+        """Wait for the next message."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.message = json.loads(line) if line else {"event": "killed"}
+        self._found |= {key: value for key, value in self.message.items() if key not in {"event", "reason"}}
+        if self._watcher is not None and self.message["event"] != "built":
+            self._stop_watching()
 
-def _stop(process: subprocess.Popen[str], overdue: threading.Event) -> None:
-    overdue.set()
-    process.kill()
+    def go_on(self, event: str) -> None:
+        """Measure the idle process, and let it do the next step."""
+        if event == "ready":
+            read_device = _device_used if self._task.watches_device else None
+            self._watcher = Watcher(self.process.pid, seconds=self._task.sample_seconds, device_used=read_device)
+        elif event == "built":
+            self._cpu_seconds = _cpu_seconds(self.process.pid)
+        _answer(self.process)
 
+    def _stop_watching(self) -> None:
+        assert self._watcher is not None
+        self._cpu_seconds = max(0.0, _cpu_seconds(self.process.pid) - self._cpu_seconds)
+        peaks, trace = self._watcher.stop(exact_peak=self._found.pop("peak_was_reset"))
+        self._found |= {"cpu_seconds": self._cpu_seconds, "trace": trace, **peaks}
+        self._watcher = None
 
-def _converse(process: subprocess.Popen[str], job: MethodJob) -> Outcome:
-    """Run the protocol of a job. The outcome is ``killed`` if the process ended without a message."""
-    ready = _listen(process)
-    if ready["event"] != "ready":
-        return Outcome(status=ready["event"], reason=_clause(ready))
-    watcher = Watcher(process.pid, device_used=_device_used if job.device == "cuda" else None)
-    _answer(process)
-    built = _listen(process)
-    before = _cpu_seconds(process.pid)
-    _answer(process)
-    loaded = _listen(process) if built["event"] == "built" else built
-    cpu_seconds = max(0.0, _cpu_seconds(process.pid) - before)
-    peaks, trace = watcher.stop(exact_peak=ready["peak_was_reset"])
-    outcome = Outcome(
-        status="ok" if loaded["event"] == "loaded" else loaded["event"],
-        reason=_clause(loaded),
-        seconds=loaded.get("seconds", 0.0),
-        cpu_seconds=cpu_seconds,
-        import_seconds=built.get("import_seconds", 0.0),
-        build_seconds=built.get("build_seconds", 0.0),
-        anon_bytes=peaks.anon,
-        file_bytes=peaks.file,
-        shmem_bytes=peaks.shmem,
-        total_bytes=peaks.total,
-        trace=trace,
-        device_allocated_bytes=loaded.get("device_allocated_bytes", 0),
-        device_reserved_bytes=loaded.get("device_reserved_bytes", 0),
-    )
-    if outcome.status != "ok":
-        return outcome
-    _answer(process)
-    return _verified(outcome, _listen(process)) if job.verify else outcome
+    def _end(self) -> None:
+        """Stop watching, and read why the process ended. Called before it is waited for."""
+        self.process.kill()
+        self.process.wait()
+        if self._watcher is not None:
+            self._stop_watching()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        returncode = self.process.returncode
+        if returncode == -signal.SIGKILL:
+            self._last_words = "killed by the system: out of memory"
+        elif returncode < 0:
+            self._last_words = f"killed by {signal.Signals(-returncode).name}"
+        else:
+            self._last_words = lines[-1] if lines else f"ended with exit code {returncode}"
+
+    def outcome(self) -> Outcome:
+        """Return the outcome: ``killed`` if the process ended without a message."""
+        event = self.message["event"]
+        self._found.pop("peak_was_reset", None)
+        if event == "checked":
+            return Outcome(status="ok", **self._found)
+        if event in {"killed", "failed", "absent"}:
+            reason = self._last_words if event == "killed" else self.message["reason"]
+            # Exceptions of torch can list every name of a model.
+            reason = textwrap.shorten(reason, _REASON_LETTERS, placeholder=" ...")
+            return Outcome(status=event, reason=reason, **self._found)
+        return Outcome(status="killed", reason="another process of the same task failed", **self._found)
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -158,38 +207,7 @@ def _device_used() -> int:
     return total - free
 
 
-def _verified(outcome: Outcome, message: dict[str, Any]) -> Outcome:
-    if message["event"] == "nothing to verify":
-        return outcome
-    if message["event"] != "verified":
-        return dataclasses.replace(outcome, status=message["event"], reason=_clause(message))
-    verdict = message["verdict"]
-    return dataclasses.replace(outcome, verdict=Verdict(weights=verdict["weights"], logits=tuple(verdict["logits"])))
-
-
-def _clause(message: dict[str, Any]) -> str:
-    """Return the reason in a message, shortened to one line: exceptions of torch can list every name of a model."""
-    return textwrap.shorten(message.get("reason", ""), _REASON_LETTERS, placeholder=" ...")
-
-
-def _listen(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    return cast("dict[str, Any]", json.loads(line)) if line else {"event": "killed"}
-
-
 def _answer(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # the process died; the next read reports it
         os.write(process.stdin.fileno(), b"\n")
-
-
-def _last_words(returncode: int, complaints: IO[bytes]) -> str:
-    """Return why a process ended: its signal, or the last line of its standard error."""
-    if returncode == -signal.SIGKILL:
-        return "killed by the system: out of memory"
-    if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}"
-    complaints.seek(0)
-    lines = complaints.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"ended with exit code {returncode}"

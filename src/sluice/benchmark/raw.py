@@ -16,7 +16,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _BLOCK_BYTES = 4096
 
 
-def read_file(path: str, *, direct: bool, threads: int, huge_pages: bool = True) -> mmap.mmap:
+def read_file(path: str, *, direct: bool, threads: int) -> mmap.mmap:
     """Read a whole file, or all files of a directory, into fresh anonymous memory and return it.
 
     Files follow each other in the memory, each from a multiple of 4096.
@@ -25,7 +25,6 @@ def read_file(path: str, *, direct: bool, threads: int, huge_pages: bool = True)
         path: The file or directory.
         direct: Whether to bypass the page cache with O_DIRECT.
         threads: Number of threads; each has one read of ``READ_BYTES`` in flight.
-        huge_pages: Whether the memory has huge pages.
 
     Raises:
         OSError: The file system refuses the read, for example direct I/O on tmpfs.
@@ -36,7 +35,7 @@ def read_file(path: str, *, direct: bool, threads: int, huge_pages: bool = True)
     whole = [-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes]
     room_bytes = -(-sum(whole) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     room = mmap.mmap(-1, room_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    room.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    room.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(room)
     with ExitStack() as stack:
         stack.callback(view.release)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ __all__ = [
     "SHARDS",
     "SHORT_DTYPES",
     "TENSORS",
+    "BenchTask",
     "Kind",
     "Loaded",
     "Method",
@@ -30,11 +32,12 @@ __all__ = [
     "Outcome",
     "Precision",
     "Scenario",
-    "Start",
     "State",
     "Status",
     "Trace",
     "Verdict",
+    "Work",
+    "method",
 ]
 
 #: Default method whose verdict is the reference.
@@ -59,9 +62,7 @@ HUGGING_FACE: Kind = "hugging-face"
 OTHER: Kind = "other"
 
 #: State of the page cache. ``cold``: the checkpoint is not cached. ``warm``: all of it is cached.
-#: ``lazy``: it is not cached, and the host of a virtual machine has taken free memory back.
-#: ``first``, ``second``, ``third``: successive loads of the same file, the first of them cold.
-State = Literal["cold", "warm", "lazy", "first", "second", "third"]
+State = Literal["cold", "warm"]
 
 #: Dtype of a finished model.
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -70,8 +71,8 @@ Precision = Literal["float32", "bfloat16", "float16"]
 SHORT_DTYPES: dict[Precision, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 #: ``killed``: a signal ended the process, for example because memory ran out. ``failed``: an exception did.
-#: ``absent``: the package of the method is not installed.
-Status = Literal["ok", "killed", "failed", "timeout", "absent"]
+#: ``absent``: the package of the method is not installed. ``skipped``: the time of the whole comparison was up.
+Status = Literal["ok", "killed", "failed", "timeout", "absent", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class MethodJob:
 
     #: Name of the method in the registry.
     method: str
-    #: Name of a built-in model, for ``gpt2.build``, or ``package.module:name`` of a callable that builds a model.
+    #: Name of a built-in model, for ``gpt2.gpt2``, or ``package.module:name`` of a callable that builds a model.
     model: str
     #: Arguments of that callable as JSON: an object of keyword arguments or an array of positional ones.
     model_args: str = "{}"
@@ -96,8 +97,6 @@ class MethodJob:
     device_limit_bytes: int | None = None
     #: Whether to compute the digests of the finished model, after the measurement.
     verify: bool
-    #: Whether to touch and free memory before the measurement; see ``State``.
-    claim_memory: bool = True
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -106,11 +105,11 @@ class MethodJob:
         return dtype
 
 
+#: Result of the function of a ``BenchTask``.
+Work = Generator[None, None, dict[str, Any]]
+
 #: Result of a method: a model, or the memory that a raw read filled.
 Loaded = nn.Module | mmap.mmap
-
-#: Does the untimed work, such as building the model on the meta device, and returns the timed work.
-Start = Callable[[MethodJob], Callable[[], Loaded]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +118,30 @@ class Method:
 
     #: Name in the registry, in tables and on the command line.
     name: str
-    #: Called by the child process.
-    start: Start
+    #: Builds an empty model before the clock starts; None for a method whose time includes the construction.
+    build: Callable[[MethodJob], nn.Module] | None = None
+    #: The timed work: takes the job, and the empty model if there is one.
+    load: Callable[..., Loaded]
     #: Imports before the clock starts: ``"package.module"`` or ``"package.module:name"``.
     imports: tuple[str, ...] = ()
     #: Kinds of checkpoints that it reads, the preferred one first.
     reads: tuple[Kind, ...]
-    #: One-line description; empty if no page shows it.
-    summary: str = ""
-    #: Name on PyPI of the package that it needs; empty for none.
-    package: str = ""
     #: Whether it can load weights at a key of a larger object.
     takes_key: bool = False
+
+    @property
+    def summary(self) -> str:
+        """One-line description."""
+        return (self.load.__doc__ or "").strip().partition("\n")[0]
+
+    def start(self, job: MethodJob) -> Callable[[], Loaded]:
+        """Do the untimed work, such as building the model on the meta device, and return the timed work."""
+        return partial(self.load, job) if self.build is None else partial(self.load, job, self.build(job))
+
+
+def method(name: str, **fields: Any) -> Callable[[Callable[..., Loaded]], Method]:
+    """Return a decorator that makes a ``Method`` with this name of the function that is its timed work."""
+    return lambda load: Method(name=name, load=load, **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +160,9 @@ class Trace:
 
     #: Time since the load began, in seconds.
     seconds: tuple[float, ...]
-    #: Private anonymous memory.
+    #: Private anonymous memory, mapped file pages, shared memory.
     anon: tuple[int, ...]
-    #: Mapped file pages.
     file: tuple[int, ...]
-    #: Shared memory.
     shmem: tuple[int, ...]
     #: Accelerator memory used by all processes; empty without an accelerator.
     device: tuple[int, ...] = ()
@@ -161,6 +170,29 @@ class Trace:
     def total(self) -> tuple[int, ...]:
         """Return the total resident memory at each moment."""
         return tuple(map(sum, zip(self.anon, self.file, self.shmem, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchTask:
+    """The work of one measured process, for ``sluice bench`` and every benchmark of ``bench/``.
+
+    ``work`` is a generator function. Its code before the first ``yield`` prepares (imports, contexts) and is not
+    measured; memory counts from there on; the code between the second and the third is timed; what it returns, plain
+    values, becomes ``Outcome.facts``. An ``ImportError`` while it prepares makes the outcome ``absent``.
+    """
+
+    #: ``package.module:name`` of the generator function.
+    work: str
+    #: Its keyword arguments: plain values.
+    arguments: dict[str, Any]
+    #: Imports whose time is measured before anything else of sluice is imported.
+    imports: tuple[str, ...] = ()
+    #: Memory to touch and free before the measurement, in bytes; see ``child``.
+    claimed_bytes: int = 0
+    #: Interval between two samples of its memory, in seconds.
+    sample_seconds: float = 0.002
+    #: Whether to sample the memory of the CUDA device.
+    watches_device: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,26 +207,25 @@ class Outcome:
     seconds: float = 0.0
     #: Processor time of the load by all threads, user and system, measured by another process, in seconds.
     cpu_seconds: float = 0.0
-    #: Time to import what the method needs after torch was imported, in seconds.
+    #: Seconds to import what the method needs after torch was imported, and to build the empty model.
     import_seconds: float = 0.0
-    #: Time to build the empty model, in seconds; 0 for a method whose load builds it.
     build_seconds: float = 0.0
-    #: Peak of private anonymous memory.
+    #: Peaks of private anonymous memory, of mapped file pages, of shared memory, and of their sum.
     anon_bytes: int = 0
-    #: Peak of mapped file pages.
     file_bytes: int = 0
-    #: Peak of shared memory.
     shmem_bytes: int = 0
-    #: Peak of their sum.
     total_bytes: int = 0
-    #: Peak of allocated accelerator memory; 0 without an accelerator.
+    #: Peaks of allocated and of reserved accelerator memory; 0 without an accelerator.
     device_allocated_bytes: int = 0
-    #: Peak of reserved accelerator memory; 0 without an accelerator.
     device_reserved_bytes: int = 0
     #: Digest of the finished model; None unless the job requested it.
     verdict: Verdict | None = None
     #: Memory over time; None if the load did not begin.
     trace: Trace | None = None
+    #: Values that the work returned.
+    facts: dict[str, Any] = field(default_factory=dict)
+    #: Peak memory of its control group, file pages included; 0 without a limit.
+    group_bytes: int = 0
 
     @property
     def everything_seconds(self) -> float:
@@ -208,15 +239,12 @@ class Scenario:
 
     #: Heading of its table.
     title: str
-    #: As in ``MethodJob``.
+    #: As in ``MethodJob``; the key is for ``truth``: copies for other methods contain weights only.
     model: str
-    #: As in ``MethodJob``.
     model_args: str = "{}"
-    #: As in ``MethodJob``, for ``truth``; copies for other methods contain weights only.
     key: str | None = None
-    #: Dtype of the finished model.
+    #: Dtype and device of the finished model.
     dtype: Precision
-    #: Device of the finished model.
     device: str
     #: States of the page cache, a column each.
     states: tuple[State, ...]
@@ -248,13 +276,9 @@ class Scenario:
 class MethodRun:
     """One process of one scenario."""
 
-    #: Title of the scenario.
+    #: Title of the scenario, name of the method, state of the page cache, number of the repetition from 0.
     scenario: str
-    #: Name of the method.
     method: str
-    #: State of the page cache.
     state: State
-    #: Number of the repetition, from 0.
     repetition: int
-    #: Its result.
     outcome: Outcome

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sluice._units import format_bytes
-from sluice.benchmark.headline import explain_final_bytes, findings, headline
+from sluice.benchmark.headline import explain_final_bytes, finding, findings, headline
 from sluice.benchmark.methods import METHODS
 from sluice.benchmark.records import MethodRun, Scenario
-from sluice.benchmark.results import typical_runs
-from sluice.benchmark.summary import Row, summarise
-from sluice.benchmark.table import ALARMING, cells_of, headings_of, notes_of
+from sluice.benchmark.summary import typical_runs
+from sluice.benchmark.table import ALARMING, section_of
 
 __all__ = ["write_report"]
 
@@ -72,19 +71,16 @@ def write_report(
 
 
 def _table(scenario: Scenario, runs: Sequence[MethodRun]) -> dict[str, Any]:
-    rows = summarise(scenario, runs)
-    return {
-        "title": scenario.title,
-        "headings": [heading.replace("\n", " ") for heading in headings_of(scenario)],
-        "rows": [{"method": row.method, "kind": _row_kind(row), "cells": cells_of(scenario, row)} for row in rows],
-        "notes": list(notes_of(scenario, rows, runs)),
-    }
+    section = section_of(scenario, runs)
+    _, *headings = section.flat_headings()
+    rows = [{"method": name, "kind": _row_kind(name, cells), "cells": cells} for name, *cells in section.rows]
+    return {"title": section.title, "headings": headings, "rows": rows, "notes": section.notes}
 
 
-def _row_kind(row: Row) -> str:
-    if row.method.startswith("sluice"):
+def _row_kind(method: str, cells: Sequence[str]) -> str:
+    if method.startswith("sluice"):
         return "ours"
-    return "absent" if "absent" in row.failures.values() else ""
+    return "absent" if "absent" in cells else ""
 
 
 def _summaries(scenarios: Sequence[Scenario]) -> Iterator[tuple[str, str]]:
@@ -109,6 +105,7 @@ def _charts(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[dict[str,
             yield {
                 "label": f"{scenario.short_dtype}, {state}{limit}",
                 "title": f"{scenario.title}, {state}",
+                "finding": finding(scenario, state, runs),
                 "final_bytes": scenario.final_bytes,
                 "series": series,
             }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from sluice.benchmark.records import MethodRun, Outcome, Scenario, Trace
-from sluice.benchmark.summary import summarise
-from sluice.benchmark.table import cells_of, headings_of, notes_of
+from sluice.benchmark.summary import summarise, typical_runs
+from sluice.benchmark.table import TableSection, print_section, section_of
 
-__all__ = ["as_document", "show_document", "typical_runs", "write_document", "write_results"]
+__all__ = ["as_document", "show_document", "write_document", "write_results"]
 
 
 def as_document(
@@ -28,24 +28,7 @@ def as_document(
         scenarios: The scenarios.
         runs: Their runs.
     """
-    return {
-        "command": command,
-        "machine": machine,
-        "scenarios": [_scenario(scenario, runs) for scenario in scenarios],
-    }
-
-
-def typical_runs(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[MethodRun]:
-    """Yield for each method and state of a scenario the run that represents its repetitions.
-
-    That is the median by seconds of the successful runs; if none succeeded, the last run.
-    """
-    for state in scenario.states:
-        for method in scenario.checkpoints:
-            same = [run for run in runs if (run.scenario, run.method, run.state) == (scenario.title, method, state)]
-            good = sorted((run for run in same if run.outcome.status == "ok"), key=lambda run: run.outcome.seconds)
-            if same:
-                yield good[(len(good) - 1) // 2] if good else same[-1]
+    return {"command": command, "machine": machine, "scenarios": [_scenario(each, runs) for each in scenarios]}
 
 
 def write_results(
@@ -56,55 +39,50 @@ def write_results(
     command: str,
     scenarios: Sequence[Scenario],
     runs: Sequence[MethodRun],
+    sections: Sequence[TableSection] = (),
 ) -> dict[str, Any]:
     """Write ``NAME.json`` with all runs and ``NAME.md`` with the tables; return the content of the former.
 
     Args:
         directory: Directory to write to; created if it does not exist.
         name: Stem of both files.
-        machine: As for ``as_document``.
-        command: As for ``as_document``.
+        machine: As for ``as_document``; so are ``command``, ``scenarios`` and ``runs``.
+        command: The command.
         scenarios: The scenarios.
         runs: Their runs.
+        sections: Further tables.
     """
     document = as_document(machine=machine, command=command, scenarios=scenarios, runs=runs)
-    write_document(directory, name, document, [line for each in scenarios for line in (*_markdown(each, runs), "")])
+    document |= {"sections": [dataclasses.asdict(each) for each in sections]} if sections else {}
+    write_document(directory, name, document, [*(section_of(each, runs) for each in scenarios), *sections])
     return document
 
 
-def write_document(directory: Path, name: str, document: Mapping[str, Any], lines: Iterable[str]) -> None:
+def write_document(directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[TableSection]) -> None:
     """Write ``NAME.json``, and ``NAME.md`` with command, machine and tables.
 
     Args:
         directory: Directory to write to; created if it does not exist.
         name: Stem of both files.
         document: Plain values with keys ``command`` and ``machine``, as for ``as_document``.
-        lines: The tables as Markdown.
+        sections: The tables.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
     machine = (f"- {key}: {value}" for key, value in document["machine"].items())
-    text = "\n".join([f"Made by `{document['command']}`.", "", *machine, "", *lines])
-    (directory / f"{name}.md").write_text(text, encoding="utf-8")
+    lines = [f"Made by `{document['command']}`.", "", *machine, ""]
+    lines += [line for section in sections for line in section.markdown()]
+    (directory / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def show_document(
-    console: Console, directory: Path, name: str, document: Mapping[str, Any], table: Sequence[str], remark: str = ""
+    console: Console, directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[TableSection]
 ) -> None:
-    """Write a document with one table, print the table and the paths.
-
-    Args:
-        console: Console to print to.
-        directory: Directory to write to; created if it does not exist.
-        name: Stem of both files.
-        document: As for ``write_document``.
-        table: Lines of the table, in Markdown.
-        remark: Text printed after the paths.
-    """
-    write_document(directory, name, document, [*table, ""])
-    console.print("\n".join(table), highlight=False, markup=False, soft_wrap=True)
-    written = f"written: {directory}/{name}.md, {directory}/{name}.json{remark}"
-    console.print(written, highlight=False, soft_wrap=True)
+    """Write a document as ``write_document``, and print the tables and the paths."""
+    write_document(directory, name, document, sections)
+    for section in sections:
+        print_section(console, section)
+    console.print(f"written: {directory}/{name}.md, {directory}/{name}.json", highlight=False, soft_wrap=True)
 
 
 def _scenario(scenario: Scenario, runs: Sequence[MethodRun]) -> dict[str, Any]:
@@ -112,25 +90,23 @@ def _scenario(scenario: Scenario, runs: Sequence[MethodRun]) -> dict[str, Any]:
     # Names instead of local paths.
     described["checkpoints"] = {method: path.name for method, path in scenario.checkpoints.items()}
     described["truth"] = scenario.truth and scenario.truth.name
+    own = [run for run in runs if run.scenario == scenario.title]
+    typical = [run for run in typical_runs(scenario, runs) if run.outcome.trace is not None]
     return {
         **described,
         "rows": [dataclasses.asdict(row) for row in summarise(scenario, runs)],
-        "runs": [
-            {"method": run.method, "state": run.state, "repetition": run.repetition, **_outcome(run.outcome)}
-            for run in runs
-            if run.scenario == scenario.title
-        ],
-        "timelines": [
-            {"method": run.method, "state": run.state, "repetition": run.repetition, **_trace(run.outcome.trace)}
-            for run in typical_runs(scenario, runs)
-            if run.outcome.trace is not None
-        ],
+        "runs": [{**_named(run), **_outcome(run.outcome)} for run in own],
+        "timelines": [{**_named(run), **_trace(run.outcome.trace)} for run in typical if run.outcome.trace is not None],
     }
+
+
+def _named(run: MethodRun) -> dict[str, Any]:
+    return {"method": run.method, "state": run.state, "repetition": run.repetition}
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     # A verdict holds hundreds of logits, and the row says whether they are right; timelines are listed separately.
-    omitted = {"verdict", "trace"}
+    omitted = {"verdict", "trace", "facts"}
     names = (field.name for field in dataclasses.fields(outcome) if field.name not in omitted)
     return {name: getattr(outcome, name) for name in names}
 
@@ -143,11 +119,3 @@ def _trace(trace: Trace) -> dict[str, Any]:
         "shmem_bytes": trace.shmem,
         "device_bytes": trace.device,
     }
-
-
-def _markdown(scenario: Scenario, runs: Sequence[MethodRun]) -> list[str]:
-    rows = summarise(scenario, runs)
-    headings = ["method", *(heading.replace("\n", " ") for heading in headings_of(scenario))]
-    lines = [f"### {scenario.title}", "", f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-    lines += [f"| {' | '.join([row.method, *cells_of(scenario, row)])} |" for row in rows]
-    return [*lines, "", *(f"- {note}" for note in notes_of(scenario, rows, runs))]

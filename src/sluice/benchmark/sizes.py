@@ -1,4 +1,4 @@
-"""Choose a default comparison for this machine: the size of GPT-2, and the states of the page cache."""
+"""Choose a default comparison for this machine: the size of GPT-2, the states of the page cache, the dtypes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ import torch
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.gpt2 import SIZES, final_bytes
-from sluice.benchmark.process import run_job
-from sluice.benchmark.records import MethodJob, State
-from sluice.benchmark.runner import REFERENCE
+from sluice.benchmark.loads import run_job
+from sluice.benchmark.records import REFERENCE, MethodJob, Precision, State
 
-__all__ = ["Choice", "Conditions", "choose", "choose_here"]
+__all__ = ["END_SECONDS", "Choice", "Conditions", "Extent", "choose", "choose_here"]
 
 #: Sizes to choose from; the tiny one is for tests of the benchmark.
 _CHOICE = SIZES[1:]
 
-#: Time limit of a comparison, including the creation of its checkpoints.
+#: Longest estimate of a comparison, including the creation of its checkpoints.
 _BUDGET_SECONDS = 120.0
+
+#: Time of the whole command after which a chosen comparison starts no load: the machine became busier than estimated.
+END_SECONDS = 180.0
+
+#: States of the page cache and dtypes of a comparison.
+Extent = tuple[tuple[State, ...], tuple[Precision, ...]]
 
 #: How often a process, with its preparation, handles the bytes of the checkpoint. Measured over the tutorial's methods
 #: in two precisions: 0.8 to 2.3, more on busier machines. With 1.0 a comparison on an idle machine took 104 s, with an
@@ -79,43 +84,48 @@ class Choice:
 
     #: One of ``gpt2.SIZES``.
     size: str
-    #: States of the page cache.
+    #: States of the page cache, and dtypes of the finished models.
     states: tuple[State, ...]
+    dtypes: tuple[Precision, ...]
     #: Estimated time, in seconds.
     seconds: float
     #: Why no larger size was chosen, for messages.
     reason: str
 
 
-def choose(finals: Mapping[str, int], processes: Mapping[tuple[State, ...], int], conditions: Conditions) -> Choice:
-    """Return the largest size that fits memory, disk and two minutes, with as many states as fit then.
+def choose(finals: Mapping[str, int], processes: Mapping[Extent, int], conditions: Conditions) -> Choice:
+    """Return the first extent with a size that fits memory, disk and two minutes, and the largest such size.
 
-    If nothing fits, return the smallest size with the fewest states.
+    If nothing fits, return the smallest size with the last extent.
 
     Args:
         finals: F of each size in fp32, in bytes, smallest first.
-        processes: Number of processes for each choice of states, the most first.
+        processes: Number of processes for each extent, the most first.
         conditions: The machine.
     """
-    fewest = min(processes.values())
-    roomy = {size: conditions.seconds(final, fewest) for size, final in finals.items() if conditions.has_room(final)}
-    quick = [size for size, seconds in roomy.items() if seconds <= _BUDGET_SECONDS]
-    size = quick[-1] if quick else next(iter(finals))
-    estimates = {states: conditions.seconds(finals[size], count) for states, count in processes.items()}
-    states = next((states for states, seconds in estimates.items() if seconds <= _BUDGET_SECONDS), list(estimates)[-1])
+    roomy = [size for size, final in finals.items() if conditions.has_room(final)] or list(finals)[:1]
+    states, dtypes = list(processes)[-1]
+    size = roomy[0]
+    for extent, count in processes.items():
+        quick = [each for each in roomy if conditions.seconds(finals[each], count) <= _BUDGET_SECONDS]
+        if quick:
+            size, (states, dtypes) = quick[-1], extent
+            break
+    count = processes[states, dtypes]
     larger = next((other for other in finals if finals[other] > finals[size]), None)
-    return Choice(size=size, states=states, seconds=estimates[states], reason=_reason(larger, roomy))
-
-
-def _reason(larger: str | None, roomy: Mapping[str, float]) -> str:
     if larger is None:
-        return "it is the largest size"
-    if larger not in roomy:
-        return f"memory or disk space is too small for GPT-2 {larger}"
-    return f"GPT-2 {larger} would take about {roomy[larger]:.0f} s"
+        reason = "it is the largest size"
+    elif larger not in roomy:
+        reason = f"memory or disk space is too small for GPT-2 {larger}"
+    else:
+        reason = f"GPT-2 {larger} would take about {conditions.seconds(finals[larger], count):.0f} s"
+    if (states, dtypes) != next(iter(processes)):
+        reason += "; the machine is too slow or busy for all dtypes and states in two minutes"
+    seconds = conditions.seconds(finals[size], count)
+    return Choice(size=size, states=states, dtypes=dtypes, seconds=seconds, reason=reason)
 
 
-def choose_here(directory: Path, device: str, processes: Mapping[tuple[State, ...], int]) -> Choice:
+def choose_here(directory: Path, device: str, processes: Mapping[Extent, int]) -> Choice:
     """Choose a comparison of about two minutes for this machine, from two short probes.
 
     Args:

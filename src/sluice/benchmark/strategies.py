@@ -11,17 +11,17 @@ more memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Kind, Loaded, Method, MethodJob
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, MethodJob, method
 from sluice.benchmark.subjects import build, read_state_dict
 
 __all__ = ["STRATEGIES"]
+
+_TORCH_OR_SAFETENSORS = (PTH, SAFETENSORS, SHARDS)
 
 
 def _empty_model(job: MethodJob) -> nn.Module:
@@ -36,6 +36,7 @@ def _copy_one_by_one(model: nn.Module, state_dict: dict[str, torch.Tensor], devi
             weight.copy_(state_dict[name].to(device))
 
 
+@method("naive", reads=_TORCH_OR_SAFETENSORS, takes_key=True)
 def naive(job: MethodJob) -> nn.Module:
     """Build the model on the device, load the whole state dict onto the same device, copy."""
     model = build(job).to(job.device, job.torch_dtype)
@@ -43,6 +44,7 @@ def naive(job: MethodJob) -> nn.Module:
     return model
 
 
+@method("sequential", reads=_TORCH_OR_SAFETENSORS, takes_key=True)
 def sequential(job: MethodJob) -> nn.Module:
     """Build the model on the device, load the state dict into host memory, copy parameter by parameter."""
     model = build(job).to(job.device, job.torch_dtype)
@@ -50,6 +52,7 @@ def sequential(job: MethodJob) -> nn.Module:
     return model
 
 
+@method("meta-sequential", reads=_TORCH_OR_SAFETENSORS, takes_key=True)
 def meta_sequential(job: MethodJob) -> nn.Module:
     """Allocate the model without initializing it, load the state dict onto the device, copy one by one."""
     model = _empty_model(job)
@@ -57,6 +60,7 @@ def meta_sequential(job: MethodJob) -> nn.Module:
     return model
 
 
+@method("mmap", reads=_TORCH_OR_SAFETENSORS, takes_key=True)
 def mapped(job: MethodJob) -> nn.Module:
     """Map the file and assign its tensors to a meta model: the tutorial's best practice."""
     with torch.device("meta"):
@@ -67,6 +71,7 @@ def mapped(job: MethodJob) -> nn.Module:
     return model.to(job.torch_dtype)
 
 
+@method("per-parameter", reads=(PARAMETERS,))
 def per_parameter(job: MethodJob) -> nn.Module:
     """Allocate the model without initializing it, load one small file after the other."""
     model = _empty_model(job)
@@ -77,6 +82,12 @@ def per_parameter(job: MethodJob) -> nn.Module:
     return model
 
 
+@method(
+    "sluice",
+    reads=(*_TORCH_OR_SAFETENSORS, PARAMETERS, OTHER),
+    imports=("sluice:empty_init", "sluice:load_into"),
+    takes_key=True,
+)
 def with_sluice(job: MethodJob) -> nn.Module:
     """Build the model without memory and fill it with sluice from the ordinary file."""
     import sluice
@@ -87,35 +98,5 @@ def with_sluice(job: MethodJob) -> nn.Module:
     return model
 
 
-def _strategy(
-    name: str,
-    load: Callable[[MethodJob], Loaded],
-    *,
-    reads: tuple[Kind, ...] = (PTH, SAFETENSORS, SHARDS),
-    imports: tuple[str, ...] = (),
-    takes_key: bool = True,
-) -> Method:
-    return Method(
-        name=name,
-        start=lambda job: partial(load, job),
-        imports=imports,
-        reads=reads,
-        summary=(load.__doc__ or "").strip(),
-        takes_key=takes_key,
-    )
-
-
 #: In the order of the tutorial.
-STRATEGIES = (
-    _strategy("naive", naive),
-    _strategy("sequential", sequential),
-    _strategy("meta-sequential", meta_sequential),
-    _strategy("mmap", mapped),
-    _strategy("per-parameter", per_parameter, reads=(PARAMETERS,), takes_key=False),
-    _strategy(
-        "sluice",
-        with_sluice,
-        reads=(PTH, SAFETENSORS, SHARDS, PARAMETERS, OTHER),
-        imports=("sluice:empty_init", "sluice:load_into"),
-    ),
-)
+STRATEGIES = (naive, sequential, meta_sequential, mapped, per_parameter, with_sluice)

@@ -55,7 +55,7 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
 def build_model(model: str, model_args: str) -> nn.Module:
     """Build a model from its name and arguments."""
     if is_builtin(model):
-        return gpt2.build(model)
+        return gpt2.gpt2(model)
     arguments, named = parse_arguments(model_args)
     built: nn.Module = pkgutil.resolve_name(model)(*arguments, **named)
     return built

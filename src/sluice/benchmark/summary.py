@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, State, Status, Verdict
 
-__all__ = ["Row", "raw_seconds", "summarise"]
+__all__ = ["Row", "raw_seconds", "summarise", "typical_runs"]
 
 #: Largest difference of logits, as a fraction of the largest logit: the alignment of weights in memory can change the
 #: summation order of a matrix product. The weights themselves are compared bit by bit.
@@ -23,11 +23,10 @@ class Row:
     method: str
     #: Distinct reasons of failed runs.
     reasons: tuple[str, ...]
-    #: Seconds from the call until every weight was touched, by state with a successful run.
+    #: Seconds from the call until every weight was touched, by state with a successful run; processor time; with
+    #: imports and the building of the empty model.
     seconds: dict[State, float]
-    #: As ``seconds``: processor time of the load.
     cpu_seconds: dict[State, float]
-    #: As ``seconds``: with imports and the building of the empty model.
     everything_seconds: dict[State, float]
     #: Number of successful runs of each state in ``seconds``.
     counts: dict[State, int]
@@ -55,6 +54,19 @@ def raw_seconds(runs: Sequence[MethodRun], state: State) -> float | None:
     own = [[run for run in runs if run.method == method] for method in methods]
     medians = [_medians(each, (state,), lambda outcome: outcome.seconds) for each in own]
     return min((each[state] for each in medians if state in each), default=None)
+
+
+def typical_runs(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[MethodRun]:
+    """Yield for each method and state of a scenario the run that represents its repetitions.
+
+    That is the median by seconds of the successful runs; if none succeeded, the last run.
+    """
+    for state in scenario.states:
+        for method in scenario.checkpoints:
+            same = [run for run in runs if (run.scenario, run.method, run.state) == (scenario.title, method, state)]
+            good = sorted((run for run in same if run.outcome.status == "ok"), key=lambda run: run.outcome.seconds)
+            if same:
+                yield good[(len(good) - 1) // 2] if good else same[-1]
 
 
 def summarise(scenario: Scenario, runs: Sequence[MethodRun]) -> list[Row]:

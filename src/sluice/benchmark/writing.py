@@ -11,12 +11,23 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["CheckpointFormat", "write_checkpoint"]
+from sluice.benchmark.records import DCP, PARAMETERS, PTH, SAFETENSORS, TENSORS, Kind
+
+__all__ = ["FORMATS", "CheckpointFormat", "write_checkpoint"]
 
 #: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``tensorizer``: one file of its own format.
 #: ``dcp``: a directory of torch.distributed.checkpoint. ``per-parameter``: a directory with a file ``NAME.pt`` per
 #: entry of the state dict.
 CheckpointFormat = Literal["torch", "safetensors", "tensorizer", "dcp", "per-parameter"]
+
+#: The format of each kind of checkpoint that can be written.
+FORMATS: dict[Kind, CheckpointFormat] = {
+    PTH: "torch",
+    SAFETENSORS: "safetensors",
+    PARAMETERS: "per-parameter",
+    TENSORS: "tensorizer",
+    DCP: "dcp",
+}
 
 
 def write_checkpoint(
@@ -32,7 +43,7 @@ def write_checkpoint(
         format: Format of the checkpoint.
     """
     if format == "safetensors":
-        save_file(dict(state_dict), path)
+        save_file(dict(state_dict), path, metadata={"format": "pt"})  # transformers refuses files without it
     elif format == "torch":
         torch.save(state_dict, path)
     elif format == "tensorizer":

@@ -1,4 +1,4 @@
-"""Consumers of verified bytes: checksums, hashes and counters, behind what restores the elements."""
+"""Consumers of verified bytes: checksums, hashes and counters, and decoders before them."""
 
 from __future__ import annotations
 

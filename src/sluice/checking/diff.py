@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice._near_names import nearest_names
+from sluice._messages import nearest_names
 from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers

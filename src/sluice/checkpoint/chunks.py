@@ -26,12 +26,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
-from sluice._geometry import contiguous_stride
 from sluice._options import Limits
-from sluice._strict_json import parse_strict_json
 from sluice.checkpoint.layout import PLACES
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
+from sluice.formats.strict_json import parse_strict_json
 from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue
+from sluice.records.geometry import contiguous_stride
 
 __all__ = ["ChunkFile", "alone", "assemble_chunks", "plain_metadata"]
 

@@ -29,7 +29,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._errors import FormatError, LimitError
-from sluice._geometry import contiguous_stride
 from sluice._options import Limits
 from sluice.checkpoint.distributed_files import DataFiles, ListedItem
 from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
@@ -41,6 +40,7 @@ from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, 
 from sluice.formats.distributed.unflatten import unflatten
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
+from sluice.records.geometry import contiguous_stride
 from sluice.sources.protocol import Source, checks_with_data
 from sluice.sources.section import Section
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import cast
 
 from msgspec.structs import replace
 
@@ -14,7 +13,6 @@ from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile, open_alone
 from sluice.records import Index
 from sluice.sources.opening import Location, PathOrAddress, SourceLocation, find_place
-from sluice.sources.protocol import Source
 
 __all__ = ["classify", "open_layout"]
 
@@ -36,7 +34,7 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
         TypeError: It is not a location.
         ValueError: It is an empty list, or a list that names a file twice.
     """
-    place = find_place(where)
+    place = asked = find_place(where)
     divided = _FIRST_PART.search(place.name)
     if divided is not None:
         place = find_place(_parts(place.location, place.name, int(divided[1])))
@@ -46,10 +44,9 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
         # Here, and below: most checkpoints are one file.
         from sluice.checkpoint.survey import layout_of_several
 
-        return replace(layout_of_several(place, found, limits), place=place)
-    source = cast("Source", found)
+        return replace(layout_of_several(place, found, limits), place=asked)
     start = None if place.stream is None else place.stream.tell()
-    return CheckpointLayout(path=place.title or source.path, place=place, kind="file", source=source, start=start)
+    return CheckpointLayout(path=place.title or found.path, place=place, kind="file", source=found, start=start)
 
 
 def _parts(path: Location, name: str, count: int) -> list[Location]:

@@ -141,9 +141,9 @@ def layout_of_several(place: Place, found: Source | Directory | None, limits: Li
     directory = place.parent()
     if place.name == METADATA_FILE:
         if found is not None:
-            cast("Source", found).close()
+            found.close()
         return CheckpointLayout(path=place.title, directory=directory, kind="distributed", files=(METADATA_FILE,))
-    with closing(directory.open(place.name) if found is None else cast("Source", found)) as index_file:
+    with closing(directory.open(place.name) if found is None else found) as index_file:
         return index_layout(index_file, directory, limits)
 
 

@@ -38,9 +38,9 @@ __all__ = ["LoadArguments", "load_options"]
 
 
 class LoadArguments(Struct, frozen=True, kw_only=True):
-    """What is loaded, where from and how."""
+    """Model, source and arguments of a load."""
 
-    #: What ``--model`` names, and its text; None without.
+    #: The class or function of ``--model``, and its text; None without.
     factory: Callable[..., Any] | None
     spec: str | None
     #: Its positional and keyword arguments.

@@ -21,8 +21,7 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry
-from sluice.writing.aliases import stored_once
-from sluice.writing.contents import Item
+from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
@@ -110,7 +109,9 @@ class Entries:
             hashed=storages.hashed(named),
         )
 
-    def pieces(self, items: Iterable[Item], drain: Callable[[], None]) -> Iterator[tuple[Item, torch.Tensor]]:
+    def pieces(
+        self, items: Iterable[WrittenItem], drain: Callable[[], None]
+    ) -> Iterator[tuple[WrittenItem, torch.Tensor]]:
         pending = None
         for batch in chain(self._batches(items), (None,)):
             started = None
@@ -125,8 +126,8 @@ class Entries:
                 drain()  # the memory of the batch is free now
             pending = started
 
-    def _batches(self, items: Iterable[Item]) -> Iterator[list[tuple[Item, Entry]]]:
-        batch: list[tuple[Item, Entry]] = []
+    def _batches(self, items: Iterable[WrittenItem]) -> Iterator[list[tuple[WrittenItem, Entry]]]:
+        batch: list[tuple[WrittenItem, Entry]] = []
         nbytes = fills = 0
         for item in items:
             for piece in self._cut(item.source):

@@ -15,8 +15,8 @@ from itertools import count, groupby
 from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import contiguous_stride, is_dense, span_elements
 from sluice.records import Entry, Index, Quantized
+from sluice.records.geometry import contiguous_stride, is_dense, span_elements
 from sluice.writing.pickle_opcodes import Call, Persistent
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_tensors import Geometry, Rebuild, dense, quantized, rebuilt, sparse, stored

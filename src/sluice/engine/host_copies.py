@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import is_castable, torch_dtype
-from sluice._geometry import CopyPiece, collapse, cut, span_elements
 from sluice._private_torch import copy_each, neg_view
 from sluice.engine.elementwise import ElementFunction, cast, element_function, scratch
 from sluice.engine.packs import decode_packs
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Arithmetic, Constant, Copy, Elements, Packing
+from sluice.records.geometry import CopyPiece, collapse, cut, span_elements
 
 __all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_thread", "staged_bytes"]
 
@@ -87,18 +87,6 @@ class StridedBytes(Struct, frozen=True):
         if "neg" in math_bits:
             seen = neg_view(seen)
         return seen
-
-    def part(self, shape: tuple[int, ...], stride: tuple[int, ...], begin: int) -> StridedBytes:
-        """Return a view of the same bytes, so that only its own are moved if they are not aligned.
-
-        Args:
-            shape: Sizes of the part, in elements.
-            stride: Its steps, in elements.
-            begin: Its first element, counted from the first of this one.
-        """
-        item = self.item_bytes
-        raw = self.raw[begin * item : (begin + span_elements(shape, stride)) * item]
-        return replace(self, raw=raw, shape=shape, stride=stride)
 
 
 def staged_bytes(copy: Copy, buffer: StagingBuffer, first: int, target_dtype: str) -> StridedBytes:

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from sluice import _defaults as defaults
 from sluice._errors import BudgetError
-from sluice._geometry import round_down, round_up
+from sluice.records.geometry import round_down, round_up
 
 __all__ = ["HostMemory"]
 

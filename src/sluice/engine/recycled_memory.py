@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from sluice import _defaults as defaults
-from sluice._geometry import round_up
 from sluice.engine.host_memory import HostMemory
+from sluice.records.geometry import round_up
 
-__all__ = ["MemoryLease", "RecycledMemory"]
+__all__ = ["RecycledMemory"]
 
 
 class RecycledMemory:
@@ -78,25 +78,6 @@ class RecycledMemory:
                 nbytes -= size
             if not memories:
                 del self._unused[size]
-
-
-class MemoryLease:
-    """The memory that one plan has taken."""
-
-    def __init__(self, memory: RecycledMemory) -> None:
-        self._memory = memory
-        self._taken: list[HostMemory] = []
-
-    def take(self, nbytes: int) -> HostMemory:
-        """See ``RecycledMemory.take``."""
-        taken = self._memory.take(nbytes)
-        self._taken.append(taken)
-        return taken
-
-    def give_back(self) -> None:
-        """Return everything, after the tensors that viewed it were dropped."""
-        taken, self._taken = self._taken, []
-        self._memory.give_back(taken)
 
 
 def _references(memory: HostMemory) -> int:

@@ -24,12 +24,12 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
-from sluice._geometry import round_down, round_up
 from sluice._threads import Worker, join_threads, start_threads, stops_when
 from sluice.engine.read_methods import ReadMethods
 from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Read
+from sluice.records.geometry import round_down, round_up
 from sluice.sources.protocol import DirectIOUnavailable, Source, joins_reads
 from sluice.sources.short_reads import too_early
 

@@ -18,7 +18,6 @@ import torch
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice._geometry import span_elements
 from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
@@ -26,6 +25,7 @@ from sluice.engine.host_memory import HostMemory
 from sluice.engine.page_sizes import PageSizes
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import Constant, Copy, LoadPlan, Read, Swap, View
+from sluice.records.geometry import span_elements
 from sluice.sources.protocol import MappableSource, Source
 
 __all__ = ["Targets", "swap_bytes"]

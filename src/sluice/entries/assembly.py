@@ -12,9 +12,9 @@ from math import prod
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
-from sluice._geometry import contiguous_stride
 from sluice.entries.slicing import slice_entry
 from sluice.records import NO_STORAGE, Arithmetic, Entry, Part, elements_of
+from sluice.records.geometry import contiguous_stride
 
 __all__ = ["compute", "join", "narrow", "pad", "permute", "reshape", "stack"]
 

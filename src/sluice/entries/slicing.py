@@ -9,8 +9,8 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from sluice._errors import UnsupportedError
-from sluice._geometry import contiguous_stride
 from sluice.records import Entry, Part
+from sluice.records.geometry import contiguous_stride
 
 __all__ = ["Key", "KeyItem", "boxes", "slice_entry", "slice_view"]
 

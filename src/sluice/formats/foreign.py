@@ -39,7 +39,7 @@ class _Kind(NamedTuple):
     damaged: bool = False
 
     def error_for(self, head: bytes, file: str) -> CheckpointError | None:
-        """Return the error for a file with this head; None if it is of another kind."""
+        """Return the error for a file with this head; None if it is not of this kind."""
         return self.as_error(file) if re.match(self.start, head, re.DOTALL) else None
 
     def as_error(self, file: str) -> CheckpointError:

@@ -20,13 +20,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Literal, Protocol, cast, get_args
+from typing import Annotated, Literal, Protocol, cast, get_args
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, ValidationError, convert, structs
 
-from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, UnsupportedError
+from sluice._errors import FormatError, LimitError, MissingFileError, UnsupportedError
 from sluice._options import Limits
-from sluice._strict_json import kind_of, parse_strict_json
+from sluice.formats.strict_json import kind_of, parse_strict_json
 from sluice.records.bulk import collector_paused
 from sluice.sources.opening import open_source
 from sluice.sources.remote_names import missing_advice
@@ -58,7 +58,7 @@ class TensorHash(Struct, frozen=True, kw_only=True):
     #: Name of its dtype, as torch spells it: ``"float32"``.
     dtype: str
     #: Size of each dimension, in elements.
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
     #: ``"strided"`` for a dense tensor, else ``"sparse_coo"``, ``"quantized"``, ...
     layout: str = "strided"
     #: The hash of its elements, in hexadecimal digits.
@@ -157,20 +157,10 @@ def parse_manifest(data: bytes, path: str, limits: Limits) -> Manifest:
 
 
 def _tensor(name: str, value: object, path: str) -> TensorHash:
-    if not isinstance(value, dict):
-        raise FormatError(
-            "the manifest entry for this tensor is not a JSON object", file=path, tensor=name, found=kind_of(value)
-        )
-    dtype, shape, layout, digest = (value.get(field) for field in ("dtype", "shape", "layout", "hash"))
-    layout = layout if "layout" in value else "strided"
-    if not (isinstance(dtype, str) and isinstance(layout, str) and isinstance(digest, str)):
-        raise _wrong(name, path)
-    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise _wrong(name, path)
-    return TensorHash(dtype=dtype, shape=tuple(shape), layout=layout, hash=digest.lower())
-
-
-def _wrong(name: str, path: str) -> CheckpointError:
-    expected = "strings dtype and hash, and a list of sizes in shape"
-    problem = "the manifest entry for this tensor lacks a field, or a field has the wrong type"
-    return FormatError(problem, file=path, tensor=name, expected=expected)
+    try:
+        found = convert(value, TensorHash)
+    except ValidationError as error:
+        expected = "strings dtype and hash, and a list of sizes in shape"
+        problem = "the manifest entry for this tensor lacks a field, or a field has the wrong type"
+        raise FormatError(problem, file=path, tensor=name, expected=expected, found=str(error)) from error
+    return structs.replace(found, hash=found.hash.lower())

@@ -25,8 +25,8 @@ from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeError, UnsupportedError
 from sluice._options import Limits
-from sluice._strict_json import kind_of, parse_strict_json
 from sluice.formats.foreign import recognise_placeholder
+from sluice.formats.strict_json import kind_of, parse_strict_json
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
 

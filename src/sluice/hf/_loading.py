@@ -28,10 +28,9 @@ import torch
 from sluice._arguments import check_load, memory_limits, path_argument
 from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
-from sluice._keywords import explain_keywords
 from sluice._options import Limits, Memory, PageCache, Place, TransferOptions
 from sluice._progress import Progress
-from sluice._public import public
+from sluice._public import explain_keywords, public
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees

@@ -13,31 +13,17 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sluice.records import Entry
-
-__all__ = ["keep_devices", "move_at_first_step"]
+__all__ = ["keep_device", "move_at_first_step"]
 
 # torch documents the hooks of optimizers, but their dicts are private and have no public accessor.
 # ruff: noqa: SLF001
 
 
-def keep_devices(leaves: object, tensors: Any, deferred: frozenset[int]) -> Any:
-    """Return ``tensors`` so that ``Optimizer.load_state_dict`` does not move the deferred ones.
-
-    Args:
-        leaves: A value of the state, with ``Entry`` leaves.
-        tensors: The same value with tensors.
-        deferred: ids of the leaves whose tensors keep their device.
-    """
-    if isinstance(leaves, Entry) and id(leaves) in deferred:
-        fixed = tensors.as_subclass(_Fixed)
-        fixed.kept = tensors
-        return fixed
-    if isinstance(leaves, dict):
-        return {name: keep_devices(leaf, tensors[name], deferred) for name, leaf in leaves.items()}
-    if isinstance(leaves, (list, tuple)):
-        return type(leaves)(keep_devices(leaf, tensor, deferred) for leaf, tensor in zip(leaves, tensors, strict=True))
-    return tensors
+def keep_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that ``Optimizer.load_state_dict`` does not move; it takes the original."""
+    fixed = tensor.as_subclass(_Fixed)
+    fixed.kept = tensor
+    return fixed
 
 
 class _Fixed(torch.Tensor):

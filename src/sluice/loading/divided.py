@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError
-from sluice._geometry import contiguous_stride, is_dense
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
 from sluice.records import Entry
+from sluice.records.geometry import contiguous_stride, is_dense
 from sluice.sharding.dtensors import home, is_dtensor, local_of, region_held, with_local
 from sluice.sharding.regions import select_region
 
-__all__ = ["as_dtensors", "check_devices", "padding_copies", "part_of_state", "stride_of_state"]
+__all__ = ["as_dtensor", "check_devices", "padding_copies", "part_of_state", "stride_of_state"]
 
 
 def check_devices(state: ModuleState, matched: Match) -> None:
@@ -85,20 +84,6 @@ def stride_of_state(entry: Entry, parameter: torch.Tensor) -> tuple[int, ...]:
     return local.stride() if fits else contiguous_stride(entry.shape)
 
 
-def as_dtensors(leaves: object, tensors: Any, parameters: Mapping[int, torch.Tensor]) -> Any:
-    """Return ``tensors`` with a DTensor in place of each part.
-
-    Args:
-        leaves: A value of the state, with ``Entry`` leaves.
-        tensors: The same value with tensors.
-        parameters: Parameters by the ids of the leaves that are parts of their state.
-    """
-    if isinstance(leaves, Entry):
-        parameter = parameters.get(id(leaves))
-        return tensors if parameter is None else with_local(parameter, tensors.view(local_of(parameter).shape))
-    if isinstance(leaves, dict):
-        return {name: as_dtensors(leaf, tensors[name], parameters) for name, leaf in leaves.items()}
-    if isinstance(leaves, (list, tuple)):
-        pairs = zip(leaves, tensors, strict=True)
-        return type(leaves)(as_dtensors(leaf, tensor, parameters) for leaf, tensor in pairs)
-    return tensors
+def as_dtensor(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the state of a parameter on all ranks, from its part on this one."""
+    return with_local(parameter, tensor.view(local_of(parameter).shape))

@@ -15,13 +15,22 @@ from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest
 from sluice.loading.module_job import ModuleJob
-from sluice.loading.read_probe import probe_rates
+from sluice.loading.read_probe import probed_bytes_per_second
 from sluice.loading.request_meter import RequestMeter
 from sluice.planning.alternatives import Change, find_alternatives
 from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
-from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, Weight, forecast
-from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, recommend
-from sluice.records import LoadPlan, Peaks
+from sluice.planning.other_methods import (
+    COPY,
+    MAP,
+    METHODS,
+    MethodVerdict,
+    Subject,
+    Weight,
+    judge,
+    predict,
+    recommend,
+)
+from sluice.records import LoadPlan
 from sluice.reports.explanation import explain
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
@@ -49,13 +58,13 @@ def plan_report(
         notes: Further notes for the report.
     """
     job, memory = request.job(checkpoint), request.memory
-    plan, subject, limits = job.plan, _subject(job), find_limits(job.plan.facts, memory)
+    plan, limits = job.plan, find_limits(job.plan.facts, memory)
     short, remote = shortages(plan, memory), RequestMeter(checkpoint, plan).planned()
-    rates = None
+    speed = None
     if probe and plan.targets:
         options = replace(request.options, place="copy")
-        rates = probe_rates(checkpoint, job.requests, plan, device=subject.device, options=options)
-    methods = tuple(_verdicts(job, subject, _plans_by_place(request, job), limits, rates))
+        speed = probed_bytes_per_second(checkpoint, job.requests, options=options)
+    methods = tuple(_verdicts(job, _plans_by_place(request, job), limits))
     recommended, reason = recommend(methods)
     replan = partial(request.replan, checkpoint)
     return PlanReport(
@@ -91,7 +100,7 @@ def plan_report(
         methods=methods,
         recommended=recommended,
         reason=reason,
-        rates=rates,
+        bytes_per_second=speed,
         ranks=ranks,
         notes=(*checkpoint.index.notes, *job.notes, *notes),
         explanation=partial(explain, plan),
@@ -103,12 +112,12 @@ def _subject(job: LoadJob) -> Subject:
     checkpoint = job.checkpoint
     devices = Counter(target.device for target in job.plan.targets)
     return Subject(
-        weights=tuple(_weights(job)),
-        storages=tuple(storage.nbytes for storage in checkpoint.index.storages),
-        format=checkpoint.format,
-        files=len(checkpoint.files),
-        device=devices.most_common(1)[0][0] if devices else "cpu",
-        several_devices=len(devices) > 1,
+        list(_weights(job)),
+        [storage.nbytes for storage in checkpoint.index.storages],
+        file_format=checkpoint.format
+        if len(checkpoint.files) == 1 or checkpoint.format == "per-parameter"
+        else "several files",
+        devices=[device for device, _ in devices.most_common()],
     )
 
 
@@ -118,7 +127,7 @@ def _weights(job: LoadJob) -> Iterator[Weight]:
         for request in job.requests:
             nbytes = request.entry.nbytes
             final_bytes = request.entry.numel * ITEM_BYTES[request.dtype]
-            yield Weight(file_bytes=nbytes, built_bytes=nbytes, final_bytes=final_bytes)
+            yield Weight(file=nbytes, built=nbytes, final=final_bytes)
         return
     request_of = dict(zip(job.match.slots, job.requests, strict=True))
     for position, slot in enumerate(job.state.outline.slots):
@@ -127,13 +136,13 @@ def _weights(job: LoadJob) -> Iterator[Weight]:
         numel = prod(filled_by.entry.shape if filled_by else slot.held_shape)
         dtype = filled_by.dtype if filled_by else job.match.initial_dtypes.get(position, slot.dtype)
         yield Weight(
-            file_bytes=filled_by.entry.nbytes if filled_by else 0,
-            built_bytes=numel * ITEM_BYTES[slot.dtype],
-            final_bytes=numel * ITEM_BYTES[dtype],
+            file=filled_by.entry.nbytes if filled_by else 0,
+            built=numel * ITEM_BYTES[slot.dtype],
+            final=numel * ITEM_BYTES[dtype],
         )
     for held in job.state.unsaved.values():
         nbytes = local_of(held[0].tensor).nbytes
-        yield Weight(file_bytes=0, built_bytes=nbytes, final_bytes=nbytes)
+        yield Weight(file=0, built=nbytes, final=nbytes)
 
 
 def _resident(job: LoadJob) -> dict[str, int]:
@@ -160,34 +169,14 @@ def _plans_by_place(request: LoadRequest, job: LoadJob) -> dict[Place, LoadPlan]
 
 
 def _verdicts(
-    job: LoadJob,
-    subject: Subject,
-    plans: Mapping[Place, LoadPlan],
-    limits: tuple[MemoryLimit, ...],
-    rates: Rates | None,
+    job: LoadJob, plans: Mapping[Place, LoadPlan], limits: tuple[MemoryLimit, ...]
 ) -> Iterator[MethodVerdict]:
     """Yield the verdict on each way to load, the usual ones first; they do not load parts of tensors."""
-    resident = _resident(job)
+    resident, subject = _resident(job), _subject(job)
     divided = isinstance(job, ModuleJob) and any(slot.region is not None for slot in job.state.outline.slots)
     for method in () if divided else METHODS:
-        usual = forecast(method, subject, rates)
-        devices = {} if subject.device == "cpu" else {subject.device: usual.device_bytes}
-        yield judge(usual, devices, limits, resident=resident)
-    for place, plan in plans.items():
+        yield judge(method, *predict(method, subject), limits=limits, resident=resident)
+    for place, plan in plans.items():  # counted as for other methods: with the model, and with every page touched
         devices = {device.device: device.predicted_bytes + resident.get(device.device, 0) for device in plan.devices}
-        own = _own_forecast(MAP if place == "map" else COPY, plan, resident, rates)
-        yield judge(own, devices, limits, resident=resident)
-
-
-def _own_forecast(name: str, plan: LoadPlan, resident: Mapping[str, int], rates: Rates | None) -> Forecast:
-    """Return the forecast for sluice, counted as for other methods: with the model, and with every page touched."""
-    anon = plan.predicted.anon_bytes + resident.get(HOST, 0)
-    seconds = None
-    if rates is not None:
-        touched = plan.mapped_bytes / (2 * rates.copy if rates.cached else rates.serial)
-        seconds = plan.read_bytes / rates.sluice + touched
-    return Forecast(
-        method=name,
-        host=Peaks(anon_bytes=anon, file_bytes=plan.mapped_bytes, shmem_bytes=0, total_bytes=anon + plan.mapped_bytes),
-        seconds=seconds,
-    )
+        host = (plan.predicted.anon_bytes + resident.get(HOST, 0), plan.mapped_bytes)
+        yield judge(MAP if place == "map" else COPY, host, devices, "", limits=limits, resident=resident)

@@ -34,6 +34,7 @@ from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.reports.load import LoadReport, RankReport
 from sluice.reports.load_figures import Subject
+from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 from sluice.sources.protocol import is_caching
@@ -177,6 +178,10 @@ class LoadJob(Struct, frozen=True, kw_only=True):
                 completed=completed,
             )
 
+    def state_maker(self) -> Callable[[], RefreshState] | None:
+        """Return a function that makes the state of the report; None if it has none."""
+        return None
+
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """Return a function that makes the rows of the report's table; it keeps records alive, but no tensor."""
         targets = [view.target for view in self.prepared.views]
@@ -289,6 +294,7 @@ def load_report(
             *_surprises(loaded.result),
             *checkpoint.source_notes,
         ),
+        state_maker=job.state_maker(),
         rows=job.row_maker(),
     )
 

@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, PartialLoadError
-from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
@@ -29,12 +28,13 @@ from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request
 from sluice.records.bulk import collector_paused
+from sluice.records.geometry import contiguous_stride
 from sluice.sharding.dtensors import local_of
 
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
 
-__all__ = ["ModuleData", "compare_tied", "fetch_module", "install_module", "partial_load", "same_values"]
+__all__ = ["ModuleData", "compare_tied", "fetch_module", "install_module", "partial_load", "read_tree", "same_values"]
 
 
 #: Functions that quantize weights, by the names of these.
@@ -69,8 +69,8 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
         PartialLoadError: A failure after live tensors began to change; its cause is the failure.
     """
     notes = compare_tied(job)
-    extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
-    attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
+    extra_state = {name: read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
+    attributes = {name: read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     with _finishers(job) as make_finishers:
         return _fetch(job, progress, make_finishers, notes, extra_state, attributes)
 
@@ -184,7 +184,7 @@ def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor
     return memory
 
 
-def _read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
+def read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
     """Return a part of the checkpoint with its tensors on the host, as ``torch.load`` returns it."""
     entries = list(every_entry(tree))
     if not entries:

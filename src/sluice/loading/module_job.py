@@ -25,13 +25,14 @@ from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
 from sluice.reading.transfer import plan_transfer
-from sluice.records import Entry
+from sluice.records import Entry, Index, Request
+from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
-    from sluice.loading.quantized import Quantized
+    from sluice.loading.quantized import QuantizedMatch
     from sluice.quantizing.weights import QuantizedWeight
 
 __all__ = ["ModuleJob", "module_job"]
@@ -101,6 +102,11 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.changed_by``."""
         return None if fetched is None else partial_load(self, fetched.touched, fetched.finished)
 
+    def state_maker(self) -> Callable[[], RefreshState]:
+        """See ``LoadJob.state_maker``."""
+        metadata = {} if self.checkpoint.format == "torch-zip" else dict(self.checkpoint.metadata)
+        return partial(_state, self.checkpoint.index, self.requests, metadata)
+
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """See ``LoadJob.row_maker``; one row for each name of the module."""
         decided = Decided(
@@ -126,7 +132,7 @@ def module_job(
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
-    quantized: Quantized | None = None
+    quantized: QuantizedMatch | None = None
     if quantize is not None:
         # Here, not above: most loads do not quantize.
         from sluice.loading import quantized as quantizing
@@ -169,6 +175,14 @@ def module_job(
         match=matched,
         strict=strict,
     )
+
+
+def _state(index: Index, requests: Sequence[Request], metadata: Mapping[str, str]) -> RefreshState:
+    # Here, not above: few loads are refreshed.
+    from sluice.loading.contents import request_contents, version_of
+
+    contents = request_contents(index, requests)
+    return RefreshState(version=version_of(metadata, contents), contents=contents, unchanged=len(contents))
 
 
 def _placed(

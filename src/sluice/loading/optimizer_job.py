@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -23,8 +23,8 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
-from sluice.loading.deferred_state import keep_devices, move_at_first_step
-from sluice.loading.divided import as_dtensors
+from sluice.loading.deferred_state import keep_device, move_at_first_step
+from sluice.loading.divided import as_dtensor
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.optimizer_leaves import LeafDecisions
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
@@ -159,11 +159,7 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         """
         file = self.checkpoint.path
         tensors, result = fetched
-        state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file)
-        if self.divided:
-            state_dict["state"] = as_dtensors(self.state_dict["state"], state_dict["state"], self.divided)
-        if self.deferred:
-            state_dict["state"] = keep_devices(self.state_dict["state"], state_dict["state"], self.deferred)
+        state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file, finish=self._finished)
         before = dict(vars(self.optimizer))
         try:
             self.optimizer.load_state_dict(state_dict)
@@ -175,6 +171,11 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         if self.deferred:
             move_at_first_step(self.optimizer)
         return Loaded(result=result, missing=self.missing, unexpected=self.unexpected)
+
+    def _finished(self, entry: Entry, tensor: Any) -> Any:
+        if (parameter := self.divided.get(id(entry))) is not None:
+            return as_dtensor(tensor, parameter)
+        return keep_device(tensor) if id(entry) in self.deferred else tensor
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

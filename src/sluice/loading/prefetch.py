@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
@@ -14,9 +13,9 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.reading.caches import fill_caches
 from sluice.records import Traffic
 from sluice.reports.prefetch import PrefetchedFile, PrefetchReport
-from sluice.sources.protocol import Source
-from sluice.sources.remote.cached_file import CachedFile, CompleteFile
-from sluice.sources.remote.file import RemoteFile
+from sluice.sources.local import LocalFile
+from sluice.sources.protocol import Source, is_caching
+from sluice.sources.remote.cached_file import CachedFile
 
 __all__ = ["prefetch"]
 
@@ -64,13 +63,11 @@ def _check_bound(sources: tuple[Source, ...], cache: str) -> None:
 
 
 def _row(source: Source) -> PrefetchedFile:
-    nbytes, traffic, problem = source.identity.nbytes, Traffic(0, 0), None
-    if isinstance(source, CompleteFile):
-        traffic = Traffic(1, min(defaults.REMOTE_FIRST_BYTES, nbytes))
-    elif isinstance(source, (RemoteFile, CachedFile)):  # not in the cache of huggingface_hub
-        traffic, problem = source.traffic, source.note
-        if isinstance(source, CachedFile) and source.cached_bytes < nbytes:
-            problem = problem or "not completely cached"
+    nbytes = source.identity.nbytes
+    traffic: Traffic = getattr(source, "traffic", Traffic(0, 0))  # a file in the cache of huggingface_hub has none
+    problem: str | None = None if isinstance(source, LocalFile) else getattr(source, "note", None)
+    if is_caching(source) and source.cached_bytes < nbytes:
+        problem = problem or "not completely cached"
     return PrefetchedFile(
         path=source.path,
         nbytes=nbytes,

@@ -21,10 +21,10 @@ from sluice.reading.transfer import Prepared
 from sluice.records import Finisher, Request
 from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["Quantized", "quantized", "with_transient"]
+__all__ = ["QuantizedMatch", "quantized", "with_transient"]
 
 
-class Quantized(Struct, frozen=True, kw_only=True):
+class QuantizedMatch(Struct, frozen=True, kw_only=True):
     """A match of which weights are quantized when they have arrived."""
 
     #: The module, with slots of their own for weights that were tied to tensors that are not quantized.
@@ -37,7 +37,7 @@ class Quantized(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def quantized(state: ModuleState, matched: Match, quantize: object) -> Quantized:
+def quantized(state: ModuleState, matched: Match, quantize: object) -> QuantizedMatch:
     """Return the match of a load that quantizes.
 
     Raises:
@@ -72,7 +72,7 @@ def quantized(state: ModuleState, matched: Match, quantize: object) -> Quantized
             untied.append(names[0])
     positions = {slot: position for position, slot in enumerate(matched.slots)}
     by_position = {positions[slot]: weights[-1] for slot, weights in found.items()}
-    return Quantized(
+    return QuantizedMatch(
         state=state,
         match=replace(matched, requests=tuple(_with_finishers(matched.requests, by_position))),
         weights=by_position,
@@ -87,7 +87,7 @@ def _key(owner: Owner) -> tuple[int, str]:
 def _check(request: Request, state: ModuleState, slot: int) -> None:
     if request.existing or request.replaces:
         raise ValueError(f"quantize=: {request.name!r} has memory already; build the model under sluice.empty_init()")
-    if slot in state.aliases or slot in state.followers:
+    if slot in state.aliases:
         raise ValueError(
             f"quantize=: {request.name!r} shares its memory with another tensor; leave it out, as with filter_fn of "
             "quantize_"

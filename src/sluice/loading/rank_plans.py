@@ -13,7 +13,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import nn
 
-from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.patterns import compile_pattern
 from sluice.loading.module_request import ModuleRequest
@@ -21,6 +20,7 @@ from sluice.machine.facts import machine_facts
 from sluice.matching.match import Slot
 from sluice.modules.collect import ModuleState, collect
 from sluice.records import LoadPlan
+from sluice.records.geometry import contiguous_stride
 from sluice.reports.ranks import FileReads, HostLoad, RankLoad, RanksPlan
 from sluice.sharding.layouts import Mesh, divided_dim, sharding_on
 from sluice.sharding.regions import Region, region_of, shape_of

@@ -18,13 +18,13 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
-from sluice._geometry import round_up
 from sluice._threads import address_space_room
 from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.filesystems import filesystem_type
 from sluice.machine.page_cache import probe_cache
 from sluice.machine.system_files import read_system_file
 from sluice.records import REMOTE_FILESYSTEM, DeviceFacts, FileFacts, MachineFacts
+from sluice.records.geometry import round_up
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source

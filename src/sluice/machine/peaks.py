@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import threading
-from types import TracebackType
 from typing import Self
 
 from msgspec import Struct
@@ -122,9 +121,7 @@ class PeakMeter:
         if not self._samplers:
             start_threads(self._samplers, spare_threads(1), self._sample, "sluice-sampler")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.release()
         join_threads(self._samplers)
         self._take()

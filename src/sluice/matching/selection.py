@@ -17,7 +17,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from msgspec import Struct, field
@@ -203,7 +203,9 @@ def _selection(fit: NameFit, *, keep_unexpected: bool, candidates: tuple[str, ..
                 entries[original if bare in entries else bare] = candidate.entries[original]
     elif fit.outside:
         notes.append(f"{fit.outside} tensors of the checkpoint outside {fit.prefix!r} were left out")
-    module_of = {_module_of(spelled): _module_of(name) for spelled, name in own.items()}
+    module_of: dict[str, str] = {}
+    for path in dict.fromkeys(path for name in own.values() for path in _modules_around(name)):
+        module_of.setdefault(unwrap(path) if fit.spelling.unwrapped else path, path)
     versions = {}
     for path, version in candidate.versions.items():
         spelled = unwrap(path) if fit.spelling.unwrapped else path
@@ -226,5 +228,8 @@ def _selection(fit: NameFit, *, keep_unexpected: bool, candidates: tuple[str, ..
     )
 
 
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
+def _modules_around(name: str) -> Iterator[str]:
+    """Yield the paths of the modules around a tensor, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

@@ -21,7 +21,7 @@ from torch import nn
 from sluice._errors import MismatchError
 from sluice.matching.match import Outline
 from sluice.matching.selection import Selection
-from sluice.modules.load_overrides import Loader
+from sluice.modules.load_hooks import Loader
 
 __all__ = ["adapter_loader", "base_names", "base_outline", "through_wrappers"]
 

@@ -23,23 +23,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
-from sluice._geometry import contiguous_stride
-from sluice._private_torch import NORM_BASE, storage_address
+from sluice._private_torch import EXTRA_STATE_KEY, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
-from sluice.modules.emptied import original_of
-from sluice.modules.followers import Follower, place_in_memory
+from sluice.modules.emptied import home_of
 from sluice.modules.leftovers import find_leftovers
-from sluice.modules.load_hooks import extra_state_names
-from sluice.modules.moves import home_of
 from sluice.modules.regions import Region as MemoryRegion
+from sluice.modules.regions import region_of
 from sluice.modules.swap import is_plain
+from sluice.records.geometry import contiguous_stride
 from sluice.sharding.dtensors import UndescribedError, home, is_dtensor, local_of, region_held
 from sluice.sharding.regions import Region
 
 if TYPE_CHECKING:
     from sluice.modules.fully_sharded import ShardMemory
 
-__all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
+__all__ = ["Holding", "ModuleState", "Owner", "collect", "extra_state_names", "reset_of", "undivided"]
 
 # No public view of the registered tensors of an nn.Module distinguishes names, None and persistence.
 # ruff: noqa: SLF001
@@ -84,8 +82,6 @@ class ModuleState(Struct, frozen=True, kw_only=True):
     aliases: Mapping[int, tuple[Holding, ...]]
     #: Non-persistent buffers by name, which no state dict holds: the objects that view the memory of each.
     unsaved: Mapping[str, tuple[Holding, ...]]
-    #: Attributes and non-persistent buffers that view the memory of a slot on meta, or a part of it, by slot.
-    followers: Mapping[int, tuple[Follower, ...]]
     #: Memory in which fully_shard keeps the local tensors of slots after the load, by slot.
     shards: Mapping[int, ShardMemory]
 
@@ -147,12 +143,7 @@ def collect(module: nn.Module) -> ModuleState:
     for held in _join_aliases(collected.values()):
         (unsaved if not held.names else slots if held.can_be_loaded else refused).append(held)
     on_meta = {id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners}
-    leftovers = find_leftovers(
-        module,
-        [(held.path, held.memory) for held in slots],
-        [(held.path, [each.memory for each in (held, *held.aliases)]) for held in unsaved],
-        collected,
-    )
+    leftovers = find_leftovers(module, [(held.path, held.memory) for held in unsaved], collected)
     geometries: dict[tuple[int, ...], tuple[int, ...]] = {}
     shards = {slot: memories[id(held.tensor)] for slot, held in enumerate(slots) if id(held.tensor) in memories}
     resettable = {key for key, owner in on_meta.items() if reset_of(owner)}
@@ -165,7 +156,7 @@ def collect(module: nn.Module) -> ModuleState:
             problems=(
                 *map(_describe_refused, refused),
                 *_overlaps(slots),
-                *leftovers.problems,
+                *leftovers,
             ),
         ),
         tensors=tuple(held.tensor for held in slots),
@@ -173,14 +164,15 @@ def collect(module: nn.Module) -> ModuleState:
         aliases={
             slot: tuple(alias.holding for alias in held.aliases) for slot, held in enumerate(slots) if held.aliases
         },
-        unsaved={
-            held.path: (held.holding, *(alias.holding for alias in held.aliases))
-            for held in unsaved
-            if held.path not in leftovers.following_buffers
-        },
-        followers={slot: tuple(found) for slot, found in leftovers.followers.items()},
+        unsaved={held.path: (held.holding, *(alias.holding for alias in held.aliases)) for held in unsaved},
         shards=shards,
     )
+
+
+def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
+    """Yield the name of this module's extra state in a state dict, if it has any."""
+    if type(module).set_extra_state is not nn.Module.set_extra_state:
+        yield prefix + EXTRA_STATE_KEY
 
 
 def _shard_memories(module: nn.Module) -> Mapping[int, ShardMemory]:
@@ -255,12 +247,12 @@ def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
 
     Live tensors with gaps are filled in place and may share.
     """
-    storages = [_storage_of(held.memory) if held.plain else None for held in slots]
+    storages = [storage_address(held.memory) if held.plain else None for held in slots]
     shared = Counter(storages)  # nearly all tensors have their own storage
     places: dict[int, list[tuple[tuple[int, int], MemoryRegion, _Collected]]] = {}
     for storage, held in zip(storages, slots, strict=True):
         if storage is not None and shared[storage] > 1 and held.memory.numel():
-            region = place_in_memory(held.memory)[1]
+            region = region_of(held.memory)
             if region.is_dense or held.memory.is_meta:
                 places.setdefault(storage, []).append((region.span, region, held))
     for group in places.values():
@@ -271,12 +263,6 @@ def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
                     break
                 if region.overlaps(other_region):
                     yield f"{held.path!r} and {other.path!r} overlap in memory and are not the same tensor"
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of the storage of a tensor: of the real one that an empty tensor replaced."""
-    original = original_of(tensor)
-    return storage_address(tensor) if original is None else original[0]
 
 
 def _slot(
@@ -323,9 +309,6 @@ def _home_of(held: _Collected, shard: ShardMemory | None) -> str:
     if held.region is None:
         return home_of(held.tensor)
     return "cpu" if shard is not None and shard.offloaded else home(held.tensor)
-
-
-_device_name = lru_cache(maxsize=64)(str)
 
 
 def _lazy_slot(held: _Collected) -> Slot:

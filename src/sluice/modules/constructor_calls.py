@@ -1,299 +1,219 @@
 """Calls of a constructor that involve tensors without memory.
 
-``ConstructorCalls`` sees every function of torch that a constructor calls, also the attributes of tensors. There are
-two kinds of tensors without memory, both on the meta device, and a ``History`` for each:
-
-- *empty* ones: parameters and persistent buffers, which the checkpoint will fill, and what is computed from them. Calls
-  run on meta, which gives shapes and dtypes, and are recorded. Initialisers are recorded only. ``device`` is the device
-  that ordinary construction would give; ``to`` and its relatives change it. If a number or an array is needed, the
-  recorded calls are repeated on real memory;
-- *deferred* ones: results of ``torch.empty``, ``zeros``, ``ones`` and ``full``. Most become parameters and are empty
-  from then on. The first call that is not in
-  ``LAZY`` gives them memory, in place, and they are ordinary tensors.
+``ConstructorCalls`` sees every function of torch that a constructor calls, also the attributes of tensors. A call in
+which a tensor on meta takes part runs on meta as a whole: torch itself computes numbers from a mix of real tensors and
+tensors on meta. Initialisers are skipped, moves are noted (see ``emptied``). What would need values is refused.
 """
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Callable
-from types import FunctionType
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from sluice.modules import function_kinds as kinds
-from sluice.modules.emptied import Emptied
-from sluice.modules.factories import can_defer, uninitialised
-from sluice.modules.histories import Call, Histories, History, Replay, UnknownValuesError, empty_on_meta, tensors_in
-from sluice.modules.refusals import refusal
-from sluice.modules.special_calls import SPECIAL_CALLS
-from sluice.modules.swap import swap_data
+from sluice._errors import EmptyInitError
+from sluice.modules.emptied import EmptiedStorages, device_of, moved_to, remember_move
+from sluice.modules.leftovers import tensors_in
+from sluice.modules.swap import is_plain, swap_data
 
 # Storages have no public identity, and torch passes private functions to modes.
 # ruff: noqa: SLF001
 
-__all__ = ["ConstructorCalls"]
+__all__ = ["SET_DATA", "ConstructorCalls", "changed_on_meta", "refusal"]
 
 _Function = Callable[..., Any]
 _T: Any = torch.Tensor
-_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+#: The setter of ``tensor.data``, as torch function modes see it.
+SET_DATA = _T.data.__set__
+
+#: Operators that change the values of their first argument. The names of other functions that do end in ``_``.
+_IN_PLACE_OPERATORS = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+})  # fmt: skip
+
+#: Functions with such a name that change more than values, or something else.
+_NOT_VALUES = frozenset({
+    "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "resize_as_sparse_", "set_",
+    "share_memory_", "sparse_resize_", "sparse_resize_and_clear_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+    "transpose_", "unsqueeze_",
+})  # fmt: skip
+
+#: Directories whose frames are not the constructor's.
+_NOT_CONSTRUCTORS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+#: Functions of any tensor that neither read nor change values, for speed.
+_UNCHANGED = frozenset({
+    *(getattr(_T, name).__get__ for name in ("data", "dtype", "is_meta", "layout", "ndim", "requires_grad", "shape")),
+    _T.detach, _T.dim, _T.is_complex, _T.is_floating_point, _T.numel, _T.size, _T.untyped_storage, _T.__hash__,
+    _T.requires_grad_, torch._C._set_grad_enabled,
+})  # fmt: skip
+
+#: Arguments with which norms write to running statistics, which autograd does not see.
+_KEEPS_STATISTICS = frozenset({"training", "use_input_stats"})
 
 
 class ConstructorCalls(TorchFunctionMode):
     """A context of one thread that lets constructors work with tensors without memory."""
 
-    def __init__(self, histories: Histories) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.histories = histories
-        self.emptied = Emptied(histories)
+        self.emptied = EmptiedStorages()
 
     def __torch_function__(
         self, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, record it, or both."""
+        """Run ``func``, on meta if a tensor on meta takes part, or skip it."""
         options = kwargs or {}
-        if func in kinds.UNCHANGED:
+        if func in _UNCHANGED:
             return func(*args, **options)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(self, func, args, options)
-        if isinstance(func, FunctionType) and func.__name__ in kinds.INITIALISER_NAMES:
-            own: Any = kinds.INITIALISER_NAMES[func.__name__]
-            return self._initialise(own, args, options, wrapper=func)
-        return self.run(func, args, options)
-
-    def give_memory(self, history: History, *, seeded: bool = False, determined: bool = False) -> bool:
-        """Give the held tensors of a history memory and their values, in place.
-
-        Args:
-            history: The history.
-            seeded: Whether random values are drawn from a private generator.
-            determined: Whether nothing is done if the values are not those of ordinary construction.
-
-        Returns:
-            Whether they have memory now.
-        """
-        live = history.live()
-        replay = Replay(self.histories, seeded=seeded)
-        try:
-            values = [replay.tensor(tensor) for tensor in live]
-        except UnknownValuesError:
-            return False
-        if determined and not replay.determined:
-            return False
-        if history.buffers and values:
-            self.emptied.share(values[0].untyped_storage(), history.buffers)
-        history.held = []  # torch does not swap tensors to which weak references exist
-        with torch.inference_mode(mode=False), torch.no_grad():
-            swapped = [swap_data(tensor, value) for tensor, value in zip(live, values, strict=True)]
-        return all(swapped)
-
-    def give_arguments_memory(self, *values: object) -> History | None:
-        """Give memory to the deferred tensors among arguments; return the history of one that still has none."""
-        with torch._C.DisableTorchFunction():
-            for _, history in self._managed(values):
-                if not history.empty:
-                    self.give_memory(history)
-            return next((history for _, history in self._managed(values)), None)
-
-    def run_with_values(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run a call that torch does not show to function modes; it never sees a tensor without memory."""
-        rest = self.give_arguments_memory(args, options)
-        with torch._C.DisableTorchFunction():
-            if rest is None:
-                return func(*args, **options)
-            return self._read(func, args, options, self.histories.freeze_call(func, args, options))
+        skipped = changed_on_meta(func, args, options)
+        if skipped is not None:
+            self.emptied.note_change(skipped)
+            return skipped
+        tensors = list(tensors_in((args, options), 4))
+        if any(map(self.emptied.is_stale, tensors)):
+            raise refusal(func)
+        if not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **options)
+        call: _Function = _SPECIAL.get(func, ConstructorCalls.run)
+        return call(self, func, args, options)
 
     def run(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run a call that has no rule of its own."""
-        managed = self._managed(args, options)
-        if not managed:
-            return func(*args, **options)
-        if func not in kinds.LAZY and not any(history.empty for _, history in managed):
-            for _, history in managed:
-                self.give_memory(history)
-            managed = self._managed(args, options)
-            if not managed:
-                return func(*args, **options)
-        return self._record(func, args, options, managed)
+        """Run a call on meta.
 
-    def _managed(self, *values: object) -> list[tuple[torch.Tensor, History]]:
-        of = self.histories.of
-        return [
-            (tensor, history)
-            for tensor in tensors_in(values, 4)
-            if tensor.is_meta and (history := of(tensor)) is not None
-        ]
-
-    def _record(
-        self,
-        func: _Function,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        managed: list[tuple[torch.Tensor, History]],
-    ) -> Any:
-        """Run a call on meta and record what it changes and returns."""
-        call = self.histories.freeze_call(func, args, options)
-        reads = func in kinds.READERS or (func == _T.__format__ and not args[0].dim())
-        if reads or any(not tensor.is_meta for tensor in tensors_in(kinds.changed_by(func, args, options))):
-            return self._read(func, args, options, call)
-        if func in kinds.CONTIGUOUS and not options.get("out") and args:
-            return self._noted(torch.empty(args[0].shape, dtype=args[0].dtype, device=_META), call, managed)
-        if func in kinds.CLONES and not args[0].requires_grad and options.get("memory_format") in kinds.PRESERVING:
-            return self._noted(empty_on_meta(args[0]), call, managed)
-        stand_ins: list[torch.Tensor] = []
-        shapes, shape_options = _on_meta(args, stand_ins), _on_meta(options, stand_ins)
-        before = [_version(tensor) for tensor, _ in managed]
+        Raises:
+            EmptyInitError: It needs values, or writes to a tensor with memory.
+        """
+        replaced: list[torch.Tensor] = []
+        shapes, shape_options = _on_meta(args, replaced), _on_meta(options, replaced)
+        if replaced and not _KEEPS_STATISTICS.isdisjoint(name for name, value in options.items() if value is True):
+            raise refusal(func)
         try:
             result = func(*shapes, **shape_options)
-        except Exception as error:  # noqa: BLE001  torch raises several kinds for missing values, and it is raised again
-            return self._read(func, args, options, call, error=error)
-        if any(map(_version, stand_ins)):
-            return self._read(func, args, options, call)  # it writes to a tensor with memory
-        changed = {
-            id(history): (tensor, history)
-            for (tensor, history), version in zip(managed, before, strict=True)
-            if _version(tensor) != version
-        }
-        for tensor, history in changed.values():
-            overwrites = func == _T.copy_ and tensor.nbytes == history.storage.nbytes()
-            self.histories.change(history, call, overwrites=overwrites)
-        return self._noted(result, call, managed, hold=func not in kinds.CASTS)
-
-    def _noted(
-        self, result: Any, call: Call | None, managed: list[tuple[torch.Tensor, History]], *, hold: bool = True
-    ) -> Any:
-        """Start the histories of the tensors in a result; return the result."""
-        for position, tensor in enumerate(tensors_in(result)):
-            if not tensor.is_meta:
-                continue
-            history = self.histories.of(tensor)
-            if history is None:
-                own = None if call is None else Call(call.function, call.args, call.options, position)
-                empty = any(other.empty for _, other in managed)
-                history = self.histories.derive(tensor, own, managed[0][1].device, empty=empty)
-                if hold or not empty:
-                    history.held.append(weakref.ref(tensor))
-            elif not history.empty and not any(other is tensor for other in history.live()):
-                if tensor is result and tensor._base is not None:
-                    result = _without_base(tensor)
-                    history.held.append(weakref.ref(result))
-                else:
-                    history.held.append(weakref.ref(tensor))
+        except Exception as error:
+            # torch raises several kinds for missing values; other errors are the constructor's own.
+            if isinstance(error, NotImplementedError) or "meta" in str(error).lower() or func == _T.__format__:
+                raise refusal(func) from error
+            raise
+        if any(tensor._version for tensor in replaced):
+            raise refusal(func)
+        home = next((moved_to(tensor) for tensor in tensors_in((args, options), 4) if tensor.is_meta), None)
+        for tensor in tensors_in(result):
+            if home is not None and tensor.is_meta and moved_to(tensor) is None:
+                remember_move(tensor, home)
         return result
 
-    def _read(
-        self,
-        func: _Function,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        call: Call | None,
-        *,
-        error: Exception | None = None,
-    ) -> Any:
-        """Run a call that needs values on those of a replay; the tensors in its result are on meta again."""
-        replay = Replay(self.histories)
-        managed = self._managed(args, options)
-        try:
-            real_args, real_options = replay.values(args), replay.values(options)
-        except UnknownValuesError as unknown:
-            if error is not None and "meta" not in str(error):
-                raise error from None
-            raise refusal(func, unknown.history, "they depend on a tensor that was not kept") from error
-        kept = [tensor for tensor in tensors_in((args, options), 4) if not tensor.is_meta]
-        written = [_version(tensor) for tensor in kept]
-        inputs = list(tensors_in((real_args, real_options), 4))
-        before = [_version(tensor) for tensor in inputs]
-        result = func(*real_args, **real_options)
-        if not replay.determined and [_version(tensor) for tensor in kept] != written:
-            raise refusal(func, managed[0][1], "they are random, and a tensor that keeps its values depends on them")
-        originals = list(tensors_in((args, options), 4))
-        for original, tensor, version in zip(originals, inputs, before, strict=True):
-            history = self.histories.of(original)
-            if history is not None and (_version(tensor) != version or func == _T.__dlpack__):
-                self.histories.change(history, None if func == _T.__dlpack__ else call, overwrites=False)
-        if func in kinds.ARRAYS:
-            result.flags.writeable = False
-        return self._emptied(result, call, managed, kept)
-
-    def _emptied(
-        self, result: Any, call: Call | None, managed: list[tuple[torch.Tensor, History]], kept: list[torch.Tensor]
-    ) -> Any:
-        """Replace the tensors that a replay computed by tensors on meta."""
-        if isinstance(result, torch.Tensor):
-            if any(result is tensor for tensor in kept):
-                return result
-            meta = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-            return self._noted(meta, call, managed)
-        if type(result) in {tuple, list} and any(isinstance(member, torch.Tensor) for member in result):
-            metas = [
-                torch.empty_strided(member.shape, member.stride(), dtype=member.dtype, device="meta")
-                if isinstance(member, torch.Tensor)
-                else member
-                for member in result
-            ]
-            return self._noted(type(result)(metas), call, managed)
-        return result
-
-    def _defer(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if not can_defer(func, args, options):
+    def _clone(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Clone without torch's compiler, which its own function imports on meta."""
+        if not args or args[0].requires_grad or options.get("memory_format") not in {None, torch.preserve_format}:
             return self.run(func, args, options)
-        if self._managed(args, options):
-            return self.run(func, args, options)
-        tensor = uninitialised(func, args, options)
-        if not tensor.numel():
-            return func(*args, **options)  # it has no values, and lazy parameters start as one
-        call = Call(func, args, {**options, "dtype": tensor.dtype, "device": _CPU}, 0, tensor.detach())
-        history = self.histories.start(tensor, call, _CPU, empty=False)
-        history.held.append(weakref.ref(tensor))
-        return tensor
+        return self.run(torch.empty_like, args, {})
 
-    def _initialise(
-        self, func: _Function, args: tuple[Any, ...], options: dict[str, Any], wrapper: _Function | None = None
-    ) -> Any:
-        # Functions of nn.init are called with keywords only.
-        tensor = args[0] if args else options.get("tensor")
-        history = self.histories.of(tensor) if isinstance(tensor, torch.Tensor) else None
-        if history is None or tensor is None:
-            if self._managed(args, options):
-                return self.run(wrapper or func, args, options)
-            skipped = isinstance(tensor, torch.Tensor) and tensor.is_meta
-            return tensor if skipped else (wrapper or func)(*args, **options)
-        if not history.empty and not history.has_parameter and func not in kinds.LAZY:
-            return self.run(wrapper or func, args, options)
-        call = self.histories.freeze_call(func, args, options)
-        whole = func in kinds.OVERWRITING and tensor.nbytes == history.storage.nbytes()
-        self.histories.change(history, call, overwrites=whole)
-        return tensor
+    def _set_data(self, func: _Function, args: tuple[Any, ...], _options: dict[str, Any]) -> Any:
+        tensor, value = args
+        if tensor.is_meta and not value.is_meta and is_plain(value):
+            value = self.emptied.stand_in(value)
+        elif value.is_meta and not tensor.is_meta and swap_data(tensor, value.detach()):
+            return None
+        return func(tensor, value)
+
+    def _move(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Note the device; a tensor with memory may move to the device and dtype of one on meta."""
+        tensor = args[0]
+        device, dtype, layout = _destination(func, args[1:], options)
+        device, dtype = device or device_of(tensor), dtype or tensor.dtype
+        if not tensor.is_meta:
+            return tensor.to(device, dtype)
+        if (device, dtype) == (device_of(tensor), tensor.dtype) and layout is None and not options.get("copy"):
+            return tensor
+        moved = torch.empty_like(tensor, dtype=dtype, memory_format=layout or torch.preserve_format)
+        if device.type not in {"cpu", "meta"}:
+            remember_move(moved, device)
+        return moved
 
 
-_SPECIAL: dict[Any, _Function] = {
-    **SPECIAL_CALLS,
-    **dict.fromkeys(kinds.FACTORIES, ConstructorCalls._defer),
-    **dict.fromkeys(kinds.CHANGES, ConstructorCalls._initialise),
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.clone, _T.clone), ConstructorCalls._clone),
+    **dict.fromkeys((_T.to, _T.cuda, _T.cpu, _T.xpu), ConstructorCalls._move),
+    SET_DATA: ConstructorCalls._set_data,
+    _T.device.__get__: lambda _, _func, args, _options: device_of(args[0]),
+    # Module.to may get a tensor whose device and dtype are meant.
+    torch._C._nn._parse_to: lambda _, func, args, options: (device_of(args[0]), *func(*args, **options)[1:]),
+    # A number that tells ties from other tensors; torch returns 0 for every tensor on meta.
+    _T.data_ptr: lambda _, _func, args, _options: (
+        args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].itemsize
+    ),
 }
 
 
-def _on_meta(value: Any, stand_ins: list[torch.Tensor]) -> Any:
-    """Return arguments with tensors on meta in place of those with memory; scalars are allowed next to meta."""
+def changed_on_meta(func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
+    """Return the tensor on meta of which a call changes the values and nothing else, such as an initialiser; or None.
+
+    It is not run: torch imports its compiler for some, which takes a second. Functions of ``torch.nn.init`` and the
+    wrappers that libraries put in their place are known by their names.
+    """
+    name = getattr(func, "__name__", "")
+    if not (
+        name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_VALUES)
+    ):
+        return None
+    tensor = args[0] if args else options.get("tensor")  # functions of nn.init are called with keywords only
+    return tensor if isinstance(tensor, torch.Tensor) and tensor.is_meta else None
+
+
+def refusal(func: _Function) -> EmptyInitError:
+    """Return the error for a call that needs values, with the innermost line that is neither torch's nor sluice's."""
+    frame: FrameType | None = sys._getframe()  # the public way builds the whole stack
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_CONSTRUCTORS):
+        frame = frame.f_back
+    where = "the constructor"
+    if frame is not None:
+        owner = frame.f_locals.get("self")
+        name = f"{type(owner).__name__}." if isinstance(owner, nn.Module) else ""
+        where = f"{name}{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    called = getattr(func, "__name__", "a function")
+    return EmptyInitError(f"{where} needs the values of a parameter in {called}(), which has none under empty_init()")
+
+
+def _destination(
+    func: _Function, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None]:
+    """Return device, dtype and memory format that ``to``, ``cpu``, ``cuda`` or ``xpu`` asks for."""
+    layout = options.get("memory_format")
+    other = args[0] if args else options.get("other")
+    if isinstance(other, torch.Tensor):
+        return device_of(other), other.dtype, layout
+    dtype = None
+    if func == _T.to:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **{k: v for k, v in options.items() if k != "copy"})
+    else:
+        place = options.get("device", func.__name__) if other is None else other
+        device = torch.device(func.__name__, place) if isinstance(place, int) else torch.device(place)
+    if device is not None and device.index is None and device.type not in {"cpu", "meta"}:
+        module = getattr(torch, device.type, None)  # a tensor shows the current one
+        available = module is not None and hasattr(module, "is_available") and module.is_available()
+        device = torch.device(device.type, module.current_device() if available else 0)
+    return device, dtype, layout
+
+
+def _on_meta(value: Any, replaced: list[torch.Tensor]) -> Any:
+    """Return arguments with tensors on meta in place of those with memory, which are added to a list."""
     if isinstance(value, torch.Tensor):
-        if value.is_meta or not value.dim():
+        if value.is_meta:
             return value
-        stand_ins.append(torch.empty_like(value, device="meta"))
-        return stand_ins[-1]
+        with torch.inference_mode(mode=False):  # inference tensors do not count changes
+            replaced.append(torch.empty_like(value, device="meta", requires_grad=False))
+        return replaced[-1]
     if type(value) in {tuple, list}:
-        return type(value)([_on_meta(member, stand_ins) for member in value])
+        return type(value)([_on_meta(member, replaced) for member in value])
     if type(value) is dict:
-        return {name: _on_meta(member, stand_ins) for name, member in value.items()}
+        return {name: _on_meta(member, replaced) for name, member in value.items()}
     return value
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _without_base(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same view without autograd's reference to its base, which torch does not swap as long as it exists."""
-    view = torch.empty(0, dtype=tensor.dtype, device="meta")
-    return view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,85 +1,148 @@
-"""Tensors on meta that took the place of real ones, and the memory of the real ones.
+"""Storages on meta that took the place of real ones, and the devices to which constructors moved them.
 
-Under ``empty_init`` a parameter or persistent buffer that was computed gets a tensor on meta. Other tensors, such as an
-attribute of the module, may share memory with the real one. ``original_of`` remembers where in this memory the tensor
-was as long as it matters, so that ``followers`` can find those others when the module is loaded.
+A storage on meta has the size of the real one, and a tensor the same place in both, so tensors that shared memory share
+it on meta too. Facts about storages do not keep them alive; a copy of a module has storages of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Generic, TypeVar
 
 import torch
-from msgspec import Struct
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from sluice.modules.histories import Histories
-from sluice.modules.regions import Region, region_of
-from sluice.modules.storage_table import StorageTable
+from sluice.modules.swap import is_plain
 
 # Storages have no public identity.
 # ruff: noqa: SLF001
 
-__all__ = ["Emptied", "original_of"]
+__all__ = ["EmptiedStorages", "describe_moves", "device_of", "home_of", "moved_to", "remember_move", "was_emptied"]
+
+_Fact = TypeVar("_Fact")
+
+_CPU = torch.device("cpu")
+
+#: Facts that are always kept, also about storages that are gone.
+_FEWEST = 256
 
 
-class _Original(Struct, frozen=True):
-    """The memory of a real tensor that one on meta replaced."""
+class _StorageTable(Generic[_Fact]):
+    """One fact for each storage, by its address. A weak reference keeps an address unique."""
 
-    #: The storage; keeping the reference keeps its address unique.
-    storage: StorageWeakRef
-    region: Region
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[StorageWeakRef, _Fact]] = {}
+        self._most = _FEWEST
+
+    def add(self, storage: StorageWeakRef, fact: _Fact) -> None:
+        """Add a storage. Those that are gone are removed each time their number may have doubled."""
+        if len(self._found) >= self._most:
+            self._found = {at: known for at, known in self._found.items() if not known[0].expired()}  # type: ignore[no-untyped-call]
+            self._most = _FEWEST + 2 * len(self._found)
+        self._found[storage.cdata] = (storage, fact)
+
+    def get(self, tensor: torch.Tensor) -> _Fact | None:
+        """Return the fact about a tensor's storage, or None."""
+        known = self._found.get(_address(tensor)) if self._found else None
+        return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
 
 
-class _Replaced(Struct):
-    """The tensors on meta that replaced tensors over one storage, by their place in it."""
-
-    storage: StorageWeakRef
-    tensors: dict[Region, torch.Tensor]
-
-
-_originals: StorageTable[_Original] = StorageTable()
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has none, as lazy parameters and tensors inside torch.func."""
+    try:
+        return 0 if is_lazy(tensor) else tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return 0
 
 
-class Emptied:
-    """The tensors that became empty in one context."""
+#: Devices to which constructors moved storages on meta.
+_moves: _StorageTable[torch.device] = _StorageTable()
 
-    def __init__(self, histories: Histories) -> None:
-        self._histories = histories
-        self._of: dict[int, _Replaced] = {}
+#: Real storages that something still used after ``empty_init``.
+_emptied: _StorageTable[bool] = _StorageTable()
+
+
+class EmptiedStorages:
+    """The storages that became empty in one context."""
+
+    def __init__(self) -> None:
+        #: The real storage, which this does not keep alive, and the one on meta, by the address of the real one.
+        self._of: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+        self._original: dict[int, StorageWeakRef] = {}
+        self._stale: set[int] = set()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor in place of one with memory: over the same storage for tensors that are the same."""
-        tensors, region = self._over(tensor.untyped_storage()), region_of(tensor)
-        if region not in tensors:
-            empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-            self._histories.start(empty, self._histories.keep(tensor), tensor.device, empty=True)
-            tensors[region] = empty
-        return tensors[region].detach()
+        """Return a tensor on meta in place of one with memory."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._of:
+            empty = torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            original = self._original[empty._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._of[storage._cdata] = original, empty
+        stand_in = torch.empty(0, dtype=tensor.dtype, device="meta")
+        stand_in.set_(self._of[storage._cdata][1], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.device != _CPU:
+            remember_move(stand_in, tensor.device)
+        return stand_in
 
-    def share(self, storage: torch.UntypedStorage, buffers: Mapping[Region, torch.Tensor]) -> None:
-        """Note empty buffers that were registered in place of tensors over a storage."""
-        self._over(storage).update(buffers)
+    def note_change(self, tensor: torch.Tensor) -> None:
+        """Note that a change of the values of a tensor on meta was skipped."""
+        original = self._original.get(_address(tensor))
+        if original is not None and not original.expired():  # type: ignore[no-untyped-call]
+            self._stale.add(original.cdata)
 
-    def _over(self, storage: torch.UntypedStorage) -> dict[Region, torch.Tensor]:
-        replaced = self._of.get(storage._cdata)
-        if replaced is None or replaced.storage.expired():  # type: ignore[no-untyped-call]
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            replaced = self._of[storage._cdata] = _Replaced(reference, {})
-        return replaced.tensors
+    def is_stale(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor with memory would have other values if no change had been skipped."""
+        return bool(self._stale) and not tensor.is_meta and _address(tensor) in self._stale
 
     def remember(self) -> None:
-        """Remember the memory of the tensors that share it with others; nearly all have their own."""
-        for replaced in self._of.values():
-            if len(replaced.tensors) > 1 or not replaced.storage.expired():  # type: ignore[no-untyped-call]
-                for region, tensor in replaced.tensors.items():
-                    _originals.add(tensor.untyped_storage(), _Original(replaced.storage, region))
+        """Remember the real storages that are still in use; nearly all are gone."""
+        for original, _ in self._of.values():
+            if not original.expired():  # type: ignore[no-untyped-call]
+                _emptied.add(original, fact=True)
 
 
-def original_of(tensor: torch.Tensor) -> tuple[int, Region] | None:
-    """Return the address of the storage, and the place in it, of the real tensor that an empty one replaced."""
-    if not _originals or not tensor.is_meta or is_lazy(tensor):  # a lazy parameter has no storage
-        return None
-    original = _originals.get(tensor.untyped_storage())
-    return None if original is None else (original.storage.cdata, original.region)
+def was_emptied(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the memory with which a parameter was made before ``empty_init`` emptied it."""
+    return is_plain(tensor) and _emptied.get(tensor) is not None
+
+
+def remember_move(tensor: torch.Tensor, device: torch.device) -> None:
+    """Remember the device of a tensor on meta."""
+    if _address(tensor):
+        _moves.add(StorageWeakRef(tensor.untyped_storage()), device)  # type: ignore[no-untyped-call]
+
+
+def moved_to(tensor: torch.Tensor) -> torch.device | None:
+    """Return the device to which the constructor of a module moved a tensor on meta, or None."""
+    return _moves.get(tensor) if tensor.is_meta else None
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return the device that a tensor would have in ordinary construction."""
+    return (moved_to(tensor) or _CPU) if tensor.is_meta else tensor.device
+
+
+def home_of(tensor: torch.Tensor) -> str:
+    """Return where a tensor on meta gets its memory: where the constructor moved it, if torch can use that device."""
+    device = moved_to(tensor)
+    return str(device) if device is not None and _is_available(device) else "cpu"
+
+
+def describe_moves(tensors: Iterable[torch.Tensor]) -> Iterator[str]:
+    """Yield a note for each device to which the constructor moved some of the tensors."""
+    devices = Counter(device for device in map(moved_to, tensors) if device is not None)
+    for device, count in devices.items():
+        what = f"the constructor moved {count} {'tensor' if count == 1 else 'tensors'} to {device}"
+        yield what if _is_available(device) else f"{what}, which is not available: placed on the CPU"
+
+
+@cache
+def _is_available(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # torch without CUDA raises AssertionError
+        return False
+    return True

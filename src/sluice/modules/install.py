@@ -134,11 +134,9 @@ def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:
 
 def install_one(state: ModuleState, slot: int, tensor: torch.Tensor) -> bool:
     """Give one tensor of the module, and its aliases, new memory; return whether they are still the same objects."""
-    if slot not in state.aliases and slot not in state.followers:
+    if slot not in state.aliases:
         return _set_memory(state.module, state.tensors[slot], state.owners[slot], tensor)
     same = [_set_memory(state.module, each.tensor, each.owners, tensor) for each in state.holdings(slot)]
-    followers = state.followers.get(slot, ())
-    same += [_set_memory(state.module, each.tensor, (), each.view_of(tensor)) for each in followers]
     return all(same)
 
 

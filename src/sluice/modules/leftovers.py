@@ -1,20 +1,19 @@
 """Tensors of a module that no state dict holds: attributes and non-persistent buffers.
 
-Those that share memory with a tensor on meta follow it. Others must be real: no load could fill them.
+They must be real, and not share the memory of a parameter that ``empty_init`` dropped: no load could fill them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 
 import torch
-from msgspec import Struct, field
 from torch import nn
 
-from sluice.modules.followers import Follower, SharedMemory
+from sluice.modules.emptied import was_emptied
 
-__all__ = ["NESTING", "Leftovers", "find_leftovers"]
+__all__ = ["NESTING", "find_leftovers", "tensors_in"]
 
 # No public view of a module tells its registered tensors from its attributes.
 # ruff: noqa: SLF001
@@ -31,70 +30,44 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
 NESTING = 3
 
 
-class Leftovers(Struct, kw_only=True):
-    """The tensors that no state dict holds."""
-
-    #: Those that follow a slot, by slot.
-    followers: defaultdict[int, list[Follower]] = field(default_factory=lambda: defaultdict(list))
-    #: Names of non-persistent buffers among them.
-    following_buffers: set[str] = field(default_factory=set)
-    #: A sentence for each that a load could not fill.
-    problems: list[str] = field(default_factory=list)
-
-
 def find_leftovers(
-    module: nn.Module,
-    slots: Sequence[tuple[str, torch.Tensor]],
-    buffers: Sequence[tuple[str, Sequence[torch.Tensor]]],
-    registered: Container[int],
-) -> Leftovers:
-    """Find the tensors that no state dict holds.
+    module: nn.Module, buffers: Sequence[tuple[str, torch.Tensor]], registered: Container[int]
+) -> Iterator[str]:
+    """Yield a sentence for each tensor that a load could not fill.
 
     Args:
         module: The module.
-        slots: Name and tensor of each slot.
-        buffers: Name of each non-persistent buffer, and the objects that view its memory.
+        buffers: Name and tensor of each non-persistent buffer.
         registered: Ids of all registered tensors.
     """
-    found = Leftovers()
-    names = [name for name, _ in slots]
-    shared = SharedMemory([tensor for _, tensor in slots])
-    for name, tensors in buffers:
-        follows = [_follow(found, shared, names, f"non-persistent buffer {name!r}", tensor) for tensor in tensors]
-        if all(follows):
-            found.following_buffers.add(name)
-        elif tensors[0].is_meta:
-            found.problems.append(
+    for name, tensor in buffers:
+        if tensor.is_meta:
+            yield (
                 f"non-persistent buffer {name!r} is on the meta device and not in state dicts: build the model "
                 "under sluice.empty_init(), or, if it is computed from parameters, compute it after loading"
             )
+        elif was_emptied(tensor):
+            yield _shares(f"non-persistent buffer {name!r}")
     seen: set[int] = set()
     for path, part in module.named_modules():
         for name, value in _attributes(part):
             label = f"attribute {(f'{path}.{name}' if path else name)!r}"
-            tensors = [tensor for tensor in _tensors_in(value) if not (id(tensor) in registered or id(tensor) in seen)]
+            tensors = [tensor for tensor in tensors_in(value) if not (id(tensor) in registered or id(tensor) in seen)]
             seen.update(map(id, tensors))
-            follows = [_follow(found, shared, names, label, tensor) for tensor in tensors]
-            if any(tensor.is_meta and not follow for tensor, follow in zip(tensors, follows, strict=True)):
-                found.problems.append(
+            if any(tensor.is_meta for tensor in tensors):
+                yield (
                     f"{label} holds a tensor on the meta device that is neither a parameter nor a buffer: compute it "
                     "after loading, or from real tensors under sluice.empty_init()"
                 )
-    return found
+            elif any(map(was_emptied, tensors)):
+                yield _shares(label)
 
 
-def _follow(found: Leftovers, shared: SharedMemory, names: Sequence[str], label: str, tensor: torch.Tensor) -> bool:
-    """Note which slot a tensor follows; return whether it shares memory with one, also if it cannot follow."""
-    slots = list(shared.shared_with(tensor))
-    if len(slots) == 1 and slots[0][1] is not None:
-        found.followers[slots[0][0]].append(slots[0][1])
-    elif slots:
-        others = " and ".join(repr(names[slot]) for slot, _ in slots)
-        found.problems.append(
-            f"{label} shares memory with {others} and is not a view of it that a load can keep: compute it after "
-            "loading, or make it a property"
-        )
-    return bool(slots)
+def _shares(label: str) -> str:
+    return (
+        f"{label} shares the memory of a parameter or buffer, which has new memory after sluice.empty_init(): compute "
+        "it after loading, or make it a property"
+    )
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
@@ -111,10 +84,10 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _tensors_in(value: object, depth: int = NESTING) -> Iterator[torch.Tensor]:
+def tensors_in(value: object, depth: int = NESTING) -> Iterator[torch.Tensor]:
     """Yield the tensor, or the tensors in a list, tuple or dict, nested up to ``depth`` levels."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)) and depth:
         for member in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(member, depth - 1)
+            yield from tensors_in(member, depth - 1)

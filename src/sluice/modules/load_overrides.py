@@ -30,23 +30,15 @@ from sluice._messages import Findings
 from sluice._private_torch import EXTRA_STATE_KEY
 from sluice.matching.match import Match, Outline, match
 from sluice.modules.collect import collect
-from sluice.modules.load_hooks import Followed, follow_parts
+from sluice.modules.custom_loaders import follow_parts
+from sluice.modules.load_hooks import Followed, Loader
 from sluice.modules.meta_copy import CopyRecorder, MetaCopy, NotFollowedError, reason_of, untouched
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values
 from sluice.records import Entry
 
-__all__ = ["Loader", "follow_override", "own_load_state_dict"]
+__all__ = ["follow_override", "own_load_state_dict"]
 
 _ADVICE = "it needs the tensors themselves: pass it the result of sluice.load_state_dict(file), with a real model"
-
-
-class Loader(Struct, frozen=True, kw_only=True):
-    """The code that loads a state dict into a module."""
-
-    #: Its name for messages and notes.
-    name: str
-    #: The code; it is called with a copy of the module and the state dict.
-    load: Callable[[Any, Mapping[str, Any]], object]
 
 
 class _Call(Struct, frozen=True, kw_only=True):
@@ -154,7 +146,7 @@ def follow_override(
 ) -> Followed:
     """Return the state dict that the code passes to ``nn.Module.load_state_dict``.
 
-    The other arguments are those of ``load_hooks.follow_loading``.
+    The other arguments are those of ``following.follow_loading``.
 
     Raises:
         MismatchError: It needs values, or what it passes on does not fit.

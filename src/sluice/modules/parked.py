@@ -2,9 +2,9 @@
 
 A parked parameter answers what it is (shape, dtype, the device that it runs on). If an operation needs its elements,
 because a part of the model uses weights of a different part without calling it, they are read for that operation; what
-would change them, copy or pickle them, or use their storage is refused. State dicts have parked parameters as they are,
-so that names are found in them and nothing can be saved. A model that holds parked parameters refuses to be moved,
-cast, copied and pickled.
+would change them, copy or pickle them, or use their storage is refused. State dicts have the parked parameters
+themselves, so that their names are found, and nothing can be saved. A model that holds parked parameters refuses to be
+moved, cast, copied and pickled.
 """
 
 from __future__ import annotations

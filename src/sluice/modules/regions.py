@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from msgspec import Struct
 
-from sluice._geometry import is_dense
+from sluice.records.geometry import is_dense
 
 __all__ = ["Region", "region_of"]
 

@@ -14,10 +14,10 @@ import torch
 
 from sluice import _defaults as defaults
 from sluice._dtypes import dtype_name, is_castable, torch_dtype
-from sluice._geometry import contiguous_stride
 from sluice.entries.assembly import join, permute, reshape, stack
 from sluice.entries.slicing import slice_entry
 from sluice.records import NO_STORAGE, Entry, Part, elements_of
+from sluice.records.geometry import contiguous_stride
 
 __all__ = ["CannotFollow", "SymbolicTensor", "entry_of_values"]
 

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import Alternative, BudgetError
-from sluice._geometry import round_up
 from sluice._options import MemoryLimits
 from sluice._units import format_bytes, parse_bytes
 from sluice.records import Block, LoadPlan, MachineFacts, Target
+from sluice.records.geometry import round_up
 
 __all__ = [
     "ADDRESS_SPACE",

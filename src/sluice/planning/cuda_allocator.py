@@ -19,8 +19,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
-from sluice._geometry import round_up
 from sluice.records import Reservation
+from sluice.records.geometry import round_up
 
 __all__ = ["plan_reservation", "scratch_bytes"]
 
@@ -46,15 +46,13 @@ def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reserva
     small = [size for size in rounded if size <= _LARGEST_SMALL_BYTES]
     large = [size for size in rounded if size > _LARGEST_SMALL_BYTES]
     small_bytes = _packed(small, _small_segment)
-    apart = small_bytes + _packed(large, _large_segment, lost_bytes=_LARGEST_SMALL_BYTES)
     # Below 10 MiB the allocator would take a segment of 20 MiB; from 10 MiB on it takes the size of the block.
     block = round_up(max(sum(large), _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES) if large and one_block else 0
     return Reservation(
         requested_bytes=sum(requested),
         allocated_bytes=sum(rounded),
         block_bytes=block,
-        reserved_bytes=small_bytes + block if block else apart,
-        reserved_apart_bytes=apart,
+        reserved_bytes=small_bytes + (block or _packed(large, _large_segment, lost_bytes=_LARGEST_SMALL_BYTES)),
     )
 
 

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
 from sluice.planning.packed_fills import packed_fills
 from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target, View
+from sluice.records.geometry import contiguous_stride, is_dense, round_up, span_elements
 
 __all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 

@@ -1,307 +1,202 @@
-"""Other methods to load a model: formulas for their memory peaks and times.
+"""Memory peaks of other ways to load a model, whether each fits, and which one is recommended.
 
-The methods are those of a well-known tutorial on memory-efficient loading. Each counts from the construction of the
-model until every weight was accessed. ``L`` is the bytes that ``torch.load`` reads (the whole file, with optimizer
-states), ``B`` the model after its constructor, ``F`` the finished model, ``C`` the bytes of its weights in the file.
-
-method            on the host                          on an accelerator
-----------------  -----------------------------------  -------------------------------------------------------
-naive             max(B and the cast of it, F + L)     host max(B, largest of L); device F + L
-sequential        the same                             host max(B, L); device F + largest of C
-meta-sequential   F + L                                host largest of L; device F + L
-mmap              C as file pages, and F when cast     host C as file pages; device L, and the cast of it
-per-parameter     F + largest of C                     host largest of C; device F
-
-Casts of one parameter at a time are simulated step by step. Device figures are the reserved bytes of torch's allocator.
-
-Pure functions: no I/O, no torch.
+Growth counts from the construction of the model until every weight was accessed. Times are measured by
+``sluice bench``, not predicted. Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from sluice import _defaults as defaults
+from sluice._units import format_bytes
+from sluice.planning.budget import HOST, MemoryLimit
 from sluice.planning.cuda_allocator import plan_reservation
 from sluice.records import Peaks
 
-__all__ = ["METHODS", "Forecast", "LoadingMethod", "Rates", "Subject", "Weight", "forecast"]
+__all__ = ["COPY", "MAP", "METHODS", "MethodVerdict", "Subject", "Weight", "judge", "predict", "recommend"]
+
+#: Names of the methods of sluice.
+COPY = "sluice"
+MAP = "sluice, place='map'"
 
 
-class Weight(Struct, frozen=True, kw_only=True):
-    """One tensor of a model, in bytes."""
+class Weight(NamedTuple):
+    """Bytes of one tensor of a model: in the checkpoint (0 if it is not there), after construction, when finished."""
 
-    #: Bytes in the checkpoint; 0 if it is not there.
-    file_bytes: int
-    #: Bytes after construction.
-    built_bytes: int
-    #: Bytes when finished.
-    final_bytes: int
-
-    @property
-    def cast(self) -> bool:
-        """Whether the dtype changes between construction and the finished tensor."""
-        return self.built_bytes != self.final_bytes
+    file: int
+    built: int
+    final: int
 
 
-class Subject(Struct, frozen=True, kw_only=True):
-    """The properties of a model and its checkpoint that the formulas need."""
+class Subject:
+    """A model and its checkpoint, with the sizes that the formulas need, in bytes.
 
-    #: Tensors of the model, in its order.
-    weights: tuple[Weight, ...]
-    #: Bytes of each storage of the checkpoint, all of which ``torch.load`` reads.
-    storages: tuple[int, ...]
-    #: Name of the format, equal to ``Checkpoint.format``.
-    format: str
-    #: Number of files.
-    files: int
-    #: The single device of the finished model; ``"cpu"`` is the host.
-    device: str
-    #: Whether the model is placed on several devices, which none of the methods supports.
-    several_devices: bool = False
+    Args:
+        weights: Tensors of the model, in its order.
+        storages: Bytes of each storage of the checkpoint, all of which ``torch.load`` reads.
+        file_format: ``Checkpoint.format``, or "several files".
+        devices: Devices of the finished model, the one with most of its tensors first.
+    """
 
-    @property
-    def final_bytes(self) -> int:
-        """``F``: bytes of the finished model."""
-        return sum(weight.final_bytes for weight in self.weights)
-
-    @property
-    def built_bytes(self) -> int:
-        """``B``: bytes of the model after its constructor."""
-        return sum(weight.built_bytes for weight in self.weights)
-
-    @property
-    def file_bytes(self) -> int:
-        """``C``: bytes of the weights in the file."""
-        return sum(weight.file_bytes for weight in self.weights)
-
-    @property
-    def loaded_bytes(self) -> int:
-        """``L``: bytes that ``torch.load`` reads."""
-        return sum(self.storages)
-
-    @property
-    def cast(self) -> bool:
-        """Whether the dtype of any weight changes between the file and the finished model."""
-        return any(weight.file_bytes not in {0, weight.final_bytes} for weight in self.weights)
+    def __init__(
+        self, weights: Sequence[Weight], storages: Sequence[int], *, file_format: str, devices: Sequence[str]
+    ) -> None:
+        self.file_format, self.devices, self.storages = file_format, devices or ("cpu",), storages
+        self.finals = [weight.final for weight in weights]
+        self.final, self.loaded = sum(self.finals), sum(storages)
+        self.in_file = sum(weight.file for weight in weights)
+        self.largest_in_file = max((weight.file for weight in weights), default=0)
+        self.largest_storage = max(storages, default=0)
+        #: Largest finished tensor that is not of the dtype of the file.
+        self.cast = max((each.final for each in weights if each.file not in {0, each.final}), default=0)
+        cast = max((each.final for each in weights if each.built != each.final), default=0)
+        built = sum(weight.built for weight in weights)
+        #: The model after its constructor, with one tensor cast at a time.
+        self.built = max(built, self.final) + cast if cast else built
 
 
-class Rates(Struct, frozen=True, kw_only=True):
-    """Measured rates of the steps of a load on this machine, in bytes per second."""
+class _Method(Struct, frozen=True, kw_only=True):
+    """Peaks of one method."""
 
-    #: sluice: read, cast and place, with all readers.
-    sluice: float
-    #: One thread through the page cache into new memory, as ``torch.load`` reads.
-    serial: float
-    #: Random numbers into new memory, as in constructors.
-    initialise: float
-    #: Copies from memory to memory.
-    copy: float
-    #: Transfers from the host to the accelerator; None without an accelerator.
-    bus: float | None = None
-    #: Whether the bytes read were in the page cache.
-    cached: bool = False
+    #: Anonymous bytes and file pages, for a model on the host.
+    host: Callable[[Subject], tuple[int, int]]
+    #: Anonymous bytes and file pages on the host, for a model on an accelerator; bytes of each tensor there.
+    device: Callable[[Subject], tuple[int, int, Sequence[int]]]
+    #: Formats that it reads, and the requirement that others do not meet.
+    formats: tuple[str, ...] = ("torch-zip", "torch-legacy")
+    needs: str = "needs one torch.save file (torch-legacy or torch-zip)"
 
 
-class Forecast(Struct, frozen=True, kw_only=True):
-    """Predicted memory and time of one method."""
+#: The methods of a well-known tutorial on memory-efficient loading, in its order.
+METHODS: Mapping[str, _Method] = {
+    "naive": _Method(
+        host=lambda s: (max(s.built, s.final + s.loaded), 0),
+        device=lambda s: (max(s.built, s.largest_storage), 0, [*s.finals, *s.storages]),
+    ),
+    "sequential": _Method(
+        host=lambda s: (max(s.built, s.final + s.loaded), 0),
+        device=lambda s: (max(s.built, s.loaded), 0, [*s.finals, s.largest_in_file]),
+    ),
+    "meta-sequential": _Method(
+        host=lambda s: (s.final + s.loaded, 0),
+        device=lambda s: (s.largest_storage, 0, [*s.finals, *s.storages]),
+    ),
+    "mmap": _Method(
+        host=lambda s: (s.final if s.cast else 0, s.in_file),
+        device=lambda s: (0, s.loaded, [*s.storages, s.cast]),
+        formats=("torch-zip",),
+        needs="needs one torch.save file (torch-zip)",
+    ),
+    "per-parameter": _Method(
+        host=lambda s: (s.final + s.largest_in_file, 0),
+        device=lambda s: (s.largest_in_file + s.cast, 0, s.finals),
+        formats=("per-parameter",),
+        needs="needs one file for each parameter",
+    ),
+}
 
-    #: Name of the method.
+
+class MethodVerdict(Struct, frozen=True, kw_only=True):
+    """Predicted memory of one loading method, and whether it fits."""
+
+    #: Name of the method: ``"naive"``, ``"mmap"``, ``"sluice"``, ...
     method: str
-    #: Growth of host memory.
+    #: Predicted growth of host memory in bytes, from before the model exists until every weight was accessed.
     host: Peaks
-    #: Growth of torch's reserved bytes on the accelerator; 0 on the host.
-    device_bytes: int = 0
-    #: Estimated seconds; None if the machine was not probed.
-    seconds: float | None = None
-    #: Requirement of the method that the load does not meet; empty if it meets all. The figures then assume the same
-    #: weights in the required form.
-    needs: str = ""
+    #: The same of the reserved bytes of each accelerator, by device.
+    devices: Mapping[str, int]
+    #: Whether it stays within the limits. File pages do not count, because the kernel can reclaim them.
+    fits: bool
+    #: Shortages, or other restrictions; empty if there are none.
+    remark: str
+    #: Requirement that the load does not meet, or empty. The figures then assume weights in the required form.
+    needs: str
+
+    @property
+    def possible(self) -> bool:
+        """Whether it fits and its requirements are met."""
+        return self.fits and not self.needs
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of host and accelerators together."""
+        return self.host.total_bytes + sum(self.devices.values())
+
+    @property
+    def figures(self) -> str:
+        """Its peaks, for sentences."""
+        peaks = {"the host": self.host.total_bytes, **self.devices}
+        return " and ".join(f"{format_bytes(nbytes)} on {where}" for where, nbytes in peaks.items())
 
 
-class LoadingMethod(Struct, frozen=True, kw_only=True):
-    """One method to load a model."""
-
-    #: Name in benchmarks and tables.
-    name: str
-    #: Description.
-    how: str
-    #: Function that predicts its peaks in bytes: anonymous memory, file pages, device memory.
-    peaks: Callable[[Subject], tuple[int, int, int]]
-    #: Function that predicts its seconds.
-    seconds: Callable[[Subject, Rates], float]
-    #: Formats of a single file that it reads; None for one file per parameter.
-    formats: frozenset[str] | None = frozenset({"torch-zip", "torch-legacy"})
+def predict(name: str, subject: Subject) -> tuple[tuple[int, int], dict[str, int], str]:
+    """Return what ``judge`` needs about one of ``METHODS``: growth of host and devices, and the requirement not met."""
+    method, device = METHODS[name], subject.devices[0]
+    anon, file, tensors = method.device(subject) if device != "cpu" else (*method.host(subject), ())
+    reserved = plan_reservation(tensors, one_block=False).reserved_bytes
+    needs = "" if subject.file_format in method.formats else method.needs
+    if len(subject.devices) > 1:
+        needs = "puts the whole model on one device"
+    return (anon + defaults.METHOD_OVERHEAD_BYTES, file), {device: reserved} if device != "cpu" else {}, needs
 
 
-def forecast(method: LoadingMethod, subject: Subject, rates: Rates | None = None) -> Forecast:
-    """Return the predicted memory and time of one method.
+def judge(
+    name: str,
+    host: tuple[int, int],
+    devices: Mapping[str, int],
+    needs: str,
+    *,
+    limits: Sequence[MemoryLimit],
+    resident: Mapping[str, int],
+) -> MethodVerdict:
+    """Return the verdict on a method, from its predicted growth of anonymous memory and of file pages.
 
-    Args:
-        method: One of ``METHODS``.
-        subject: The model and its checkpoint.
-        rates: Rates of the machine; None for no estimate of time.
+    ``limits`` are those on the growth of memory from now on; ``resident`` has the bytes of the model that are already
+    in memory, by the names of the limits, which are not needed again.
     """
-    anon, file, device = method.peaks(subject)
-    anon += defaults.METHOD_OVERHEAD_BYTES
-    return Forecast(
-        method=method.name,
-        host=Peaks(anon_bytes=anon, file_bytes=file, shmem_bytes=0, total_bytes=anon + file),
-        device_bytes=device,
-        seconds=None if rates is None else method.seconds(subject, rates),
-        needs=_needs(method, subject),
-    )
+    anon, file = host
+    needed = {HOST: anon, **devices}
+    short = [
+        f"{format_bytes(excess)} of {each.where} memory short ({each.origin})"
+        for each in limits
+        if (excess := needed.get(each.where, 0) - each.nbytes - resident.get(each.where, 0)) > 0
+    ]
+    room = next(each.nbytes for each in limits if each.where == HOST) + resident.get(HOST, 0)
+    remark = "; ".join(short)
+    if not short and file and anon + file > room:
+        remark = "its file pages do not all stay in memory: evicted pages are read again when they are used"
+    peaks = Peaks(anon_bytes=anon, file_bytes=file, shmem_bytes=0, total_bytes=anon + file)
+    return MethodVerdict(method=name, host=peaks, devices=dict(devices), fits=not short, remark=remark, needs=needs)
 
 
-def _needs(method: LoadingMethod, subject: Subject) -> str:
-    """Return the requirement of the method that the load does not meet, or an empty text."""
-    if subject.several_devices:
-        return "puts the whole model on one device"
-    if method.formats is None:
-        return "" if subject.format == "per-parameter" else "needs one file for each parameter"
-    if subject.format not in method.formats or subject.files != 1:
-        return f"needs one torch.save file ({' or '.join(sorted(method.formats))})"
-    return ""
+def recommend(verdicts: Sequence[MethodVerdict]) -> tuple[str | None, str]:
+    """Return the recommended method, or None if nothing fits, and the reason.
 
-
-def _on_host(subject: Subject) -> bool:
-    return subject.device == "cpu"
-
-
-def _largest(sizes: Iterable[int]) -> int:
-    return max(sizes, default=0)
-
-
-def _largest_in_file(subject: Subject) -> int:
-    return _largest(weight.file_bytes for weight in subject.weights)
-
-
-def _reserved(*sizes: Iterable[int]) -> int:
-    """Return the bytes that torch's allocator reserves for tensors that are allocated one by one and kept."""
-    return plan_reservation((size for group in sizes for size in group), one_block=False).reserved_bytes
-
-
-def _finals(subject: Subject) -> list[int]:
-    return [weight.final_bytes for weight in subject.weights]
-
-
-def _cast_peak(steps: Sequence[tuple[int, int]]) -> int:
-    """Return the peak bytes of tensors that are replaced in sequence, each complete before the old one is freed.
-
-    Args:
-        steps: Bytes of each tensor before and after.
+    The order is: copies by sluice, mapping by sluice, the leanest other method. Methods that hold a small model twice
+    can take less than staging; but sluice checks everything before it changes the model, and leaves no file mapped.
     """
-    held = peak = sum(before for before, _ in steps)
-    for before, after in steps:
-        if before != after:
-            peak = max(peak, held + after)
-            held += after - before
-    return peak
-
-
-def _built_peak(subject: Subject) -> int:
-    """Return the peak bytes on the host while the model is built there and cast."""
-    return _cast_peak([(weight.built_bytes, weight.final_bytes) for weight in subject.weights])
-
-
-def _built_then_moved(subject: Subject) -> int:
-    """Return the peak bytes on the host while the model is built there and moved; a cast copies before the transfer."""
-    cast = _largest(weight.final_bytes for weight in subject.weights if weight.cast)
-    return subject.built_bytes + cast
-
-
-def _naive(subject: Subject) -> tuple[int, int, int]:
-    if _on_host(subject):
-        return max(_built_peak(subject), subject.final_bytes + subject.loaded_bytes), 0, 0
-    host = max(_built_then_moved(subject), _largest(subject.storages))
-    return host, 0, _reserved(_finals(subject), subject.storages)
-
-
-def _sequential(subject: Subject) -> tuple[int, int, int]:
-    if _on_host(subject):
-        return _naive(subject)
-    host = max(_built_then_moved(subject), subject.loaded_bytes)
-    return host, 0, _reserved(_finals(subject), [_largest_in_file(subject)])
-
-
-def _meta_sequential(subject: Subject) -> tuple[int, int, int]:
-    if _on_host(subject):
-        return subject.final_bytes + subject.loaded_bytes, 0, 0
-    return _largest(subject.storages), 0, _reserved(_finals(subject), subject.storages)
-
-
-def _mmap(subject: Subject) -> tuple[int, int, int]:
-    if _on_host(subject):
-        return (subject.final_bytes if subject.cast else 0), subject.file_bytes, 0
-    steps = [(weight.file_bytes or weight.final_bytes, weight.final_bytes) for weight in subject.weights]
-    more = _cast_peak(steps) - sum(before for before, _ in steps)
-    return 0, subject.loaded_bytes, _reserved(subject.storages, [more])
-
-
-def _per_parameter(subject: Subject) -> tuple[int, int, int]:
-    if _on_host(subject):
-        return subject.final_bytes + _largest_in_file(subject), 0, 0
-    cast = _largest(weight.final_bytes for weight in subject.weights if weight.file_bytes != weight.final_bytes)
-    return _largest_in_file(subject) + cast, 0, _reserved(_finals(subject))
-
-
-def _bus_seconds(subject: Subject, rates: Rates, nbytes: int) -> float:
-    return 0.0 if _on_host(subject) else nbytes / (rates.bus or rates.copy)
-
-
-def _naive_seconds(subject: Subject, rates: Rates) -> float:
-    built = subject.built_bytes / rates.initialise + (subject.built_bytes / rates.copy if _casts_built(subject) else 0)
-    moved = _bus_seconds(subject, rates, subject.final_bytes)
-    return built + moved + _meta_sequential_seconds(subject, rates)
-
-
-def _casts_built(subject: Subject) -> bool:
-    return any(weight.cast for weight in subject.weights)
-
-
-def _meta_sequential_seconds(subject: Subject, rates: Rates) -> float:
-    read = subject.loaded_bytes / rates.serial
-    return read + _bus_seconds(subject, rates, subject.loaded_bytes) + subject.file_bytes / rates.copy
-
-
-def _mmap_seconds(subject: Subject, rates: Rates) -> float:
-    # Cached pages are only mapped, sixteen at a time, which takes about half the time of a copy.
-    accessed = subject.file_bytes / (2 * rates.copy if rates.cached else rates.serial)
-    cast = subject.file_bytes / rates.copy if subject.cast else 0.0
-    return accessed + cast + _bus_seconds(subject, rates, subject.loaded_bytes)
-
-
-#: The methods, in the order of the tutorial.
-METHODS = (
-    LoadingMethod(
-        name="naive", how="load_state_dict(torch.load()) into a real model", peaks=_naive, seconds=_naive_seconds
-    ),
-    LoadingMethod(
-        name="sequential",
-        how="state dict on the host, copied parameter by parameter into a real model",
-        peaks=_sequential,
-        seconds=_naive_seconds,
-    ),
-    LoadingMethod(
-        name="meta-sequential",
-        how="to_empty() instead of initial values, then parameter by parameter",
-        peaks=_meta_sequential,
-        seconds=_meta_sequential_seconds,
-    ),
-    LoadingMethod(
-        name="mmap",
-        how="torch.load(mmap=True) into a meta model with assign=True",
-        peaks=_mmap,
-        seconds=_mmap_seconds,
-        formats=frozenset({"torch-zip"}),
-    ),
-    LoadingMethod(
-        name="per-parameter",
-        how="one small file after another into a model from to_empty()",
-        peaks=_per_parameter,
-        seconds=_meta_sequential_seconds,
-        formats=None,
-    ),
-)
+    leanest_first = sorted(verdicts, key=lambda verdict: verdict.peak_bytes)
+    possible = {verdict.method: verdict for verdict in leanest_first if verdict.possible}
+    if not possible:
+        least = leanest_first[0]
+        return None, f"nothing fits: {least.method} takes the least, {least.figures}; {least.remark or least.needs}"
+    if COPY not in possible and MAP in possible:
+        return MAP, "copied weights do not fit; mapped pages of the file are evicted when memory is short"
+    if COPY not in possible:
+        best = next(iter(possible.values()))
+        return best.method, f"it takes the least memory of the methods that fit: {best.figures}"
+    too_large = [each.method for each in verdicts if not (each.fits or each.method.startswith(COPY))]
+    other = next((verdict for name, verdict in possible.items() if not name.startswith(COPY)), None)
+    parts = [f"it fits and takes {possible[COPY].figures}"]
+    if other is None:
+        parts += [] if too_large else ["no other method supports this load"]
+    elif other.peak_bytes < possible[COPY].peak_bytes:
+        flaw = "keeps the file mapped" if other.method == "mmap" else "checks less before it changes the model"
+        parts.append(f"{other.method} takes less, {other.figures}, but {flaw}")
+    else:
+        parts.append(f"the leanest other method that reads this file, {other.method}, takes {other.figures}")
+    return COPY, "; ".join([*parts, *([f"{', '.join(too_large)} would not fit"] if too_large else [])])

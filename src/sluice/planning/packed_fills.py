@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import UnsupportedError
-from sluice._geometry import collapse
 from sluice.records import Entry, Fill, Packing
+from sluice.records.geometry import collapse
 
 __all__ = ["packed_fills"]
 

@@ -11,7 +11,6 @@ from itertools import accumulate, chain
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import round_up
 from sluice._options import PageCache
 from sluice.planning.budget import address_space_bytes
 from sluice.planning.cuda_allocator import plan_reservation, scratch_bytes
@@ -40,6 +39,7 @@ from sluice.records import (
     Target,
     largest_access,
 )
+from sluice.records.geometry import round_up
 
 __all__ = ["plan_load"]
 

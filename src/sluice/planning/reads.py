@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import CopyPiece, collapse, cut, round_down, round_up, span_elements, split_evenly
 from sluice._options import PageCache
 from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Swap, Target
+from sluice.records.geometry import CopyPiece, collapse, cut, round_down, round_up, span_elements, split_evenly
 
 __all__ = [
     "CollapsedFill",

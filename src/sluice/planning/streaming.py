@@ -15,19 +15,10 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-__all__ = ["Step", "StreamedUnit", "Streaming", "choose_resting", "decide_streaming"]
+__all__ = ["Step", "Streaming", "choose_resting", "decide_streaming"]
 
 #: Most sizes of units that are tried as the largest that is streamed.
 _SIZES_TRIED = 64
-
-
-class StreamedUnit(Struct, frozen=True, kw_only=True):
-    """Weights that are read together."""
-
-    #: Name for messages: the module that uses them.
-    name: str
-    #: Bytes in memory.
-    nbytes: int
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -60,52 +51,43 @@ class Streaming(Struct, frozen=True, kw_only=True):
         return self.smallest_bytes <= memory_bytes
 
 
-def decide_streaming(
-    units: Sequence[StreamedUnit], steps: Sequence[Step], *, fixed_bytes: int, memory_bytes: int
-) -> Streaming:
+def decide_streaming(sizes: Sequence[int], steps: Sequence[Step], *, fixed_bytes: int, memory_bytes: int) -> Streaming:
     """Return the decision that reads the fewest bytes for each call.
 
     If the memory is too small, the result is that for the smallest memory that is possible.
 
     Args:
-        units: The weights that may be streamed. Those that no step uses are read in parts, and stay only if all do.
+        sizes: Bytes of the units: weights that are read together, and may be streamed. Those that no step uses are read
+            in parts, and stay only if all do.
         steps: The order in which they are used.
         fixed_bytes: Bytes of the weights that always stay.
         memory_bytes: Bytes for all weights together.
     """
-    total = sum(unit.nbytes for unit in units)
-    if fixed_bytes + total <= memory_bytes:
-        everything = frozenset(range(len(units)))
-        smallest = min(_needed(units, steps, held, fixed_bytes, ahead=False) for held in _candidates(units, steps))
+    model, always = _Model(sizes, steps, fixed_bytes), [Step(units=step.units) for step in steps]
+    candidates, everything = list(model.candidates()), fixed_bytes + sum(sizes)
+    smallest = min(everything, *(model.needed(held, ahead=False) for held in candidates))
+    memory_bytes = max(memory_bytes, smallest)
+    if everything <= memory_bytes:
         return Streaming(
-            resident=everything,
-            resident_bytes=fixed_bytes + total,
+            resident=frozenset(range(len(sizes))),
+            resident_bytes=everything,
             window_bytes=0,
-            smallest_bytes=min(smallest, fixed_bytes + total),
+            smallest_bytes=smallest,
             reads_ahead=False,
         )
-    candidates = list(_candidates(units, steps))
-    smallest = min(_needed(units, steps, held, fixed_bytes, ahead=False) for held in candidates)
-    memory_bytes = max(memory_bytes, smallest)
-    for ahead in (True, False):
-        fitting = [
-            _fill(units, steps, held, fixed_bytes, memory_bytes, ahead=ahead)
-            for held in candidates
-            if _needed(units, steps, held, fixed_bytes, ahead=ahead) <= memory_bytes
-        ]
-        if fitting:
-            resident = max(fitting, key=lambda held: _bytes(units, held))
-            resident_bytes = fixed_bytes + _bytes(units, resident)
-            always = [Step(units=step.units) for step in steps]
-            return Streaming(
-                resident=resident,
-                resident_bytes=resident_bytes,
-                window_bytes=memory_bytes - resident_bytes,
-                smallest_bytes=smallest,
-                reads_ahead=ahead,
-                kept=_fill(units, always, resident, fixed_bytes, memory_bytes, ahead=ahead) - resident,
-            )
-    raise AssertionError("the smallest memory fits by its definition")
+    ahead = any(model.needed(held, ahead=True) <= memory_bytes for held in candidates)
+    fitting = [held for held in candidates if model.needed(held, ahead=ahead) <= memory_bytes]
+    resident = max((model.filled(held, memory_bytes, ahead=ahead) for held in fitting), key=model.bytes_of)
+    resident_bytes = fixed_bytes + model.bytes_of(resident)
+    whole = _Model(sizes, always, fixed_bytes)
+    return Streaming(
+        resident=resident,
+        resident_bytes=resident_bytes,
+        window_bytes=memory_bytes - resident_bytes,
+        smallest_bytes=smallest,
+        reads_ahead=ahead,
+        kept=whole.filled(resident, memory_bytes, ahead=ahead) - resident,
+    )
 
 
 def choose_resting(sizes: Sequence[int], memory_bytes: int) -> frozenset[int]:
@@ -125,48 +107,46 @@ def choose_resting(sizes: Sequence[int], memory_bytes: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def _candidates(units: Sequence[StreamedUnit], steps: Sequence[Step]) -> Iterator[frozenset[int]]:
-    """Yield sets of units that have to stay: all that are larger than the largest that is streamed."""
-    whole = frozenset[int]().union(*(step.units for step in steps))
-    for size in sorted({units[number].nbytes for number in whole} | {0}, reverse=True)[:_SIZES_TRIED]:
-        yield frozenset(number for number in whole if units[number].nbytes > size)
+class _Model(Struct, frozen=True):
+    """The units of a model, and their use; see ``decide_streaming``."""
 
+    sizes: Sequence[int]
+    steps: Sequence[Step]
+    fixed_bytes: int
 
-def _needed(
-    units: Sequence[StreamedUnit], steps: Sequence[Step], resident: frozenset[int], fixed_bytes: int, *, ahead: bool
-) -> int:
-    """Return the bytes that are needed if these units stay."""
-    return fixed_bytes + _bytes(units, resident) + _window(units, steps, resident, ahead=ahead)
+    def candidates(self) -> Iterator[frozenset[int]]:
+        """Yield sets of units that have to stay: all that are larger than the largest that is streamed."""
+        whole = frozenset[int]().union(*(step.units for step in self.steps))
+        for size in sorted({self.sizes[number] for number in whole} | {0}, reverse=True)[:_SIZES_TRIED]:
+            yield frozenset(number for number in whole if self.sizes[number] > size)
 
+    def needed(self, resident: frozenset[int], *, ahead: bool) -> int:
+        """Return the bytes that are needed if these units stay: also those of the largest step.
 
-def _window(units: Sequence[StreamedUnit], steps: Sequence[Step], resident: frozenset[int], *, ahead: bool) -> int:
-    """Return the bytes of the largest step, with those of the next streamed one if units are read ahead."""
-    streamed = [step for step in steps if step.units - resident]
-    together = [step.units for step in streamed]
-    if ahead:
-        regular = [step.units for step in streamed if not step.optional]
-        together += [one | other for one, other in pairwise([*regular, *regular[:1]])]
-    return max((_bytes(units, used - resident) for used in together), default=0)
+        With ``ahead``, also those of the next streamed step.
+        """
+        streamed = [step for step in self.steps if step.units - resident]
+        together = [step.units for step in streamed]
+        if ahead:
+            regular = [step.units for step in streamed if not step.optional]
+            together += [one | other for one, other in pairwise([*regular, *regular[:1]])]
+        window = max((self.bytes_of(used - resident) for used in together), default=0)
+        return self.fixed_bytes + self.bytes_of(resident) + window
 
+    def filled(self, held: frozenset[int], memory_bytes: int, *, ahead: bool) -> frozenset[int]:
+        """Return a set of units that stay: ``held``, and others as long as there is room, spread evenly."""
+        room = memory_bytes - self.needed(held, ahead=ahead)
+        regular = {number for step in self.steps if not step.optional for number in step.units}
+        chosen = set(held)
+        for number in _spread(sorted(regular - held)):
+            if self.sizes[number] <= room:
+                chosen.add(number)
+                room -= self.sizes[number]
+        return frozenset(chosen)
 
-def _fill(
-    units: Sequence[StreamedUnit],
-    steps: Sequence[Step],
-    held: frozenset[int],
-    fixed_bytes: int,
-    memory_bytes: int,
-    *,
-    ahead: bool,
-) -> frozenset[int]:
-    """Return a set of units that stay: ``held``, and others as long as there is room, spread evenly."""
-    room = memory_bytes - _needed(units, steps, held, fixed_bytes, ahead=ahead)
-    regular = {number for step in steps if not step.optional for number in step.units}
-    chosen = set(held)
-    for number in _spread(sorted(regular - held)):
-        if units[number].nbytes <= room:
-            chosen.add(number)
-            room -= units[number].nbytes
-    return frozenset(chosen)
+    def bytes_of(self, numbers: Iterable[int]) -> int:
+        """Return the bytes of units."""
+        return sum(self.sizes[number] for number in numbers)
 
 
 def _spread(numbers: Sequence[int]) -> Iterator[int]:
@@ -176,7 +156,3 @@ def _spread(numbers: Sequence[int]) -> Iterator[int]:
         position = int(f"{step:0{bits}b}"[::-1], 2)
         if position < len(numbers):
             yield numbers[position]
-
-
-def _bytes(units: Sequence[StreamedUnit], numbers: Iterable[int]) -> int:
-    return sum(units[number].nbytes for number in numbers)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from sluice import _defaults as defaults
 from sluice._errors import BudgetError
-from sluice._geometry import round_down
 from sluice._units import format_bytes
 from sluice.planning.reads import is_cached
 from sluice.records import AccessFacts, MachineFacts, Read, Target, largest_access, local_access
+from sluice.records.geometry import round_down
 
 __all__ = ["buffer_count", "copier_count", "most_threads", "reader_count", "staging_buffer_bytes"]
 

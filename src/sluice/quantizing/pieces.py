@@ -14,7 +14,7 @@ from torch import nn
 
 from sluice._threads import Workers
 from sluice.quantizing.inner_tensors import inner_tensors
-from sluice.quantizing.single import SingleWeight
+from sluice.quantizing.twins import SingleWeight
 
 __all__ = ["Pieces", "fill_in_pieces", "find_pieces", "piece_bytes", "pieces_transient_bytes"]
 

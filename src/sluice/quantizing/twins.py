@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from sluice._private_torch import make_subclass
+from sluice.quantizing.functions import Quantize
 
-__all__ = ["alone", "like_parameter", "shell_of", "twin_of"]
+__all__ = ["SingleWeight", "twin_of"]
 
 
 def twin_of(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
@@ -29,7 +31,7 @@ def _twin(
 ) -> nn.Module:
     if id(module) in seen:
         return seen[id(module)]
-    twin = shell_of(module)
+    twin = _shell_of(module)
     seen[id(module)] = twin
     held: Any = vars(twin)
     for name, parameter in module._parameters.items():  # noqa: SLF001  names and None too
@@ -38,7 +40,7 @@ def _twin(
         if id(parameter) not in made:
             dtype = dtypes.get(id(parameter), parameter.dtype)
             data = torch.empty_like(parameter, dtype=dtype, device="meta")
-            made[id(parameter)] = like_parameter(parameter, data, {id(module): twin})
+            made[id(parameter)] = _like_parameter(parameter, data, {id(module): twin})
         held["_parameters"][name] = made[id(parameter)]
     for name, part in module._modules.items():  # noqa: SLF001  as above
         if part is not None:
@@ -46,7 +48,7 @@ def _twin(
     return twin
 
 
-def like_parameter(
+def _like_parameter(
     parameter: nn.Parameter, data: torch.Tensor, instead: Mapping[int, object], *, requires_grad: bool | None = None
 ) -> nn.Parameter:
     """Return a parameter of the same class and attributes with other data.
@@ -66,7 +68,7 @@ def like_parameter(
     return made  # type: ignore[no-any-return]
 
 
-def shell_of(module: nn.Module) -> nn.Module:
+def _shell_of(module: nn.Module) -> nn.Module:
     """Return a module of the same class and attributes; changes of its tensors and parts do not reach the other."""
     shell = module.__class__.__new__(module.__class__)
     held = dict(vars(module))
@@ -76,10 +78,40 @@ def shell_of(module: nn.Module) -> nn.Module:
     return shell
 
 
-def alone(module: nn.Module, path: str) -> nn.Module:
+def _alone(module: nn.Module, path: str) -> nn.Module:
     """Return a root that holds nothing but a module at its path; the module itself if the path is empty."""
     for name in reversed(path.split(".") if path else []):
         root = nn.Module()
         root.add_module(name, module)
         module = root
     return module
+
+
+class SingleWeight(Struct, frozen=True, kw_only=True, eq=False):
+    """A weight, and the function that quantizes it."""
+
+    #: Path of its module.
+    path: str
+    #: Its module.
+    module: nn.Module
+    #: Name of the parameter in the module.
+    name: str
+    #: The function.
+    quantize: Quantize
+
+    @property
+    def full_name(self) -> str:
+        """Name of the parameter in the model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    def quantized(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the quantized form of all or some rows; the module is unchanged."""
+        twin = _shell_of(self.module)
+        held: Any = vars(twin)
+        held["_parameters"][self.name] = _like_parameter(
+            held["_parameters"][self.name], values, {id(self.module): twin}, requires_grad=False
+        )
+        self.quantize(_alone(twin, self.path))
+        quantized = twin.get_parameter(self.name)
+        held.clear()  # a cycle, such as a method that was set, would keep the values until a garbage collection
+        return quantized

@@ -6,7 +6,7 @@ Therefore indices are checked here before torch uses them, piece by piece, in a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -74,7 +74,14 @@ def assemble(name: str, entry: Entry, tensors: Sequence[torch.Tensor], *, file: 
         raise FormatError(problem, file=file, tensor=name) from error
 
 
-def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch.Tensor], *, file: str) -> Any:
+def with_tensors(
+    tree: object,
+    entries: Sequence[Entry],
+    tensors: Sequence[torch.Tensor],
+    *,
+    file: str,
+    finish: Callable[[Entry, Any], Any] = lambda _, tensor: tensor,
+) -> Any:
     """Return a copy of a tree with tensors in place of entries, with their Parameters and attributes.
 
     Args:
@@ -82,6 +89,7 @@ def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch
         entries: All its entries, as ``tree.every_entry`` yields them.
         tensors: The tensors read for the ``component_requests`` of each entry, in order.
         file: The checkpoint, for messages.
+        finish: Returns what takes the place of an entry, from the entry and its tensor.
 
     Raises:
         FormatError: See ``assemble``.
@@ -96,7 +104,7 @@ def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch
         finished[id(entry)] = _as_in_file(tensor, entry)
     for entry in entries:
         _set_attributes(entry, finished, file)
-    return trees.map_leaves(tree, lambda entry: finished[id(entry)], plain=torch_value)
+    return trees.map_leaves(tree, lambda entry: finish(entry, finished[id(entry)]), plain=torch_value)
 
 
 def torch_value(value: Any) -> Any:

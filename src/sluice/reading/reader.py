@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Self
 
 import torch
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
-from sluice._geometry import contiguous_stride
 from sluice._options import PageCache
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunningPlan, RunResult, SessionEndedError, TargetMemory
@@ -25,6 +23,7 @@ from sluice.machine.facts import machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import Entry, Index, LoadPlan, MachineFacts, Request, Storage, View, elements_of
+from sluice.records.geometry import contiguous_stride
 from sluice.sources.protocol import Source
 
 __all__ = ["CheckpointReader", "PendingTensors"]
@@ -48,9 +47,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._session is not None:
             self._session.close()
 

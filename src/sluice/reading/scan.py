@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._errors import LimitError
-from sluice._geometry import contiguous_stride, round_down
 from sluice._threads import Workers
 from sluice.records import Entry
+from sluice.records.geometry import contiguous_stride, round_down
 
 if TYPE_CHECKING:
     from sluice.checkpoint.open_checkpoint import OpenCheckpoint

@@ -9,6 +9,7 @@
 ``memory``:       growth of memory, predicted and measured: ``Peaks``, ``DeviceMemory``
 ``requests``:     requests for remote files, planned and made: ``Traffic``, ``RequestRecord``, ``RemoteReads``
 ``bulk``:         fast construction of many records
+``geometry``:     arithmetic of shapes, strides and copies
 
 Import the records from this package. They hold no tensors and import no torch. Offsets and sizes are in bytes unless a
 name says elements.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import ClassVar
@@ -10,9 +10,9 @@ from typing import ClassVar
 from msgspec import Struct, field
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import span_elements
 from sluice._public import public
 from sluice.records.elements import Elements, MathBit
+from sluice.records.geometry import span_elements
 
 __all__ = [
     "NO_STORAGE",
@@ -288,6 +288,8 @@ class Index(Struct, frozen=True, kw_only=True):
     storages: tuple[Storage, ...]
     #: The nested object of the file: dict, list, tuple and plain values, with ``Entry`` and ``Opaque`` leaves.
     tree: object
+    #: CRC-32 of the bytes of each storage, 0 if it is unknown; empty if the format records none.
+    crcs: Sequence[int] = ()
     #: Metadata of the file as text (safetensors ``__metadata__``; format version and byte order of a zip file).
     metadata: Mapping[str, str] = field(default_factory=dict)
     #: Notes for the report, one sentence per note.

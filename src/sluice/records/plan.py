@@ -157,8 +157,6 @@ class Reservation(Struct, frozen=True, kw_only=True):
     block_bytes: int
     #: Bytes that the allocator reserves from the device.
     reserved_bytes: int
-    #: Reserved bytes if the single block is refused and tensors are allocated one by one.
-    reserved_apart_bytes: int
 
 
 class DevicePlan(Struct, frozen=True, kw_only=True):

@@ -68,26 +68,10 @@ class TensorDifference:
         return asdict(self) | {name: value if isfinite(value) else "inf" for name, value in maxima.items()}
 
     def __str__(self) -> str:
-        if "only_a" in self.kinds or "only_b" in self.kinds:
-            own, other = ("first", "second") if "only_a" in self.kinds else ("second", "first")
-            close = f"; the {other} has {self.similar!r} of the same shape" if self.similar else ""
-            return f"{self.name!r} {list(self.shape_a or self.shape_b or ())} is in the {own} only{close}"
-        if "unsupported" in self.kinds:
-            return f"{self.name!r} was not compared: sluice does not read it"
-        parts = []
-        if "shape" in self.kinds:
-            parts.append(f"shape {list(self.shape_a or ())} and {list(self.shape_b or ())}")
-        if "layout" in self.kinds:
-            parts.append("different layouts or stored elements")
-        if "dtype" in self.kinds:
-            parts.append(f"dtype {self.dtype_a} and {self.dtype_b}")
-        if "values" in self.kinds:
-            nan = f", {self.nan} of them NaN on one side" if self.nan else ""
-            parts.append(
-                f"{self.different} of {self.elements} elements{nan}, at most {self.max_abs:.3g} apart, "
-                f"relative {self.max_rel:.3g}"
-            )
-        return f"{self.name!r}: {'; '.join(parts)}"
+        _, kinds, a, b, *amounts = _cells(self)
+        values = "{} elements, at most {} apart, relative {}".format(*amounts) if amounts[0] else ""
+        sides = (f"{label}: {side}" if side else "" for label, side in (("a", a), ("b", b)))
+        return f"{self.name!r}: {'; '.join(filter(None, (kinds, *sides, values)))}"
 
 
 @public()

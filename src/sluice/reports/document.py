@@ -47,7 +47,7 @@ _PADDED_COLUMNS = 100
 #: Columns between two columns of a table, and before rows whose first cell has a line of its own.
 _GAP = "  "
 
-#: What is never folded: text without spaces, sizes with their units, and shapes.
+#: Words that are never folded: text without spaces, sizes with their units, and shapes.
 _WORD = re.compile(r"(?:\[[^\]]*\]|\d[\d.,]* [KMGT]?i?B\b|\S)+")
 
 

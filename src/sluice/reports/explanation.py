@@ -12,6 +12,7 @@ from msgspec import Struct
 from sluice._units import counted, format_bytes
 from sluice.records import LoadPlan, Read, Target
 from sluice.reports.document import Grid, Report, Section
+from sluice.reports.report_rows import how_filled
 
 __all__ = ["Explanation", "TensorGroup", "explain"]
 
@@ -151,17 +152,8 @@ def explain(plan: LoadPlan) -> Explanation:
 
 def _kind(plan: LoadPlan, position: int, target: Target, in_place: set[int | None]) -> tuple[str, str, str, str]:
     dtypes = "+".join(dict.fromkeys(fill.dtype for fill in target.fills))
-    kind = plan.blocks[position].kind
-    if kind == "mapped":
-        how = "mapped"
-    elif target.nbytes == 0:
-        how = "empty"
-    elif not target.fills:
-        how = "computed"
-    elif dtypes != target.dtype:
-        how = "cast"
-    else:
-        how = "direct into place" if position in in_place else "through staging"
+    computed = bool(target.nbytes) and not target.fills
+    how = "computed" if computed else how_filled(plan, position, in_place, file_dtype=dtypes, dtype=target.dtype)
     return dtypes, target.dtype, target.device, how
 
 

@@ -11,6 +11,7 @@ from sluice._units import counted, format_bytes, format_rate, gb_per_second
 from sluice.records import DeviceMemory, Peaks
 from sluice.reports.document import Grid, Section, Strong, cast_lines, plain_fields
 from sluice.reports.load_figures import LoadFigures
+from sluice.reports.refresh import RefreshState
 from sluice.reports.table import TensorRow, TensorTable
 
 __all__ = ["LoadReport", "RankReport"]
@@ -76,6 +77,8 @@ class LoadReport(LoadFigures):
     replaced: tuple[str, ...] = ()
     #: Figures of every rank of a model of DTensors, in the order of ranks; empty for a load of one process.
     ranks: tuple[RankReport, ...] = ()
+    #: Builds ``state``; it keeps the index of the checkpoint alive.
+    state_maker: Callable[[], RefreshState] | None = field(default=None, repr=False, compare=False)
     #: Builds the rows of ``table()``. It keeps the records of the plan alive, about 2 KiB per tensor.
     rows: Callable[[], Iterable[TensorRow]] = field(default=tuple, repr=False, compare=False)
 
@@ -84,12 +87,17 @@ class LoadReport(LoadFigures):
         """Bytes read per second, in units of 10**9."""
         return gb_per_second(self.read_bytes, self.seconds)
 
+    @property
+    def state(self) -> RefreshState | None:
+        """What the model holds now, for ``sluice.refresh(since=)``; None for a load into something else."""
+        return None if self.state_maker is None else self.state_maker()
+
     def table(self) -> TensorTable:
         """Return how each tensor was filled, one row per name of the model; each call builds the rows again."""
         return TensorTable(self.rows())
 
     def to_json(self) -> dict[str, object]:
-        """Return every field but ``rows``, and ``gb_per_second``, as plain values that ``json.dumps`` takes."""
+        """Return every field but functions, and ``gb_per_second``, as plain values that ``json.dumps`` takes."""
         return {**plain_fields(self), "gb_per_second": self.gb_per_second}
 
     def sections(self) -> Iterator[Section]:

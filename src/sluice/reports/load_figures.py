@@ -1,4 +1,4 @@
-"""What the reports of a load and of its dry run have in common."""
+"""Base class of the reports of a load and of its dry run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoadFigures(Report):
     files: tuple[str, ...]
     #: Dotted path of the part that is loaded; None for the whole checkpoint.
     key: str | None = None
-    #: Prefix that is stripped from the names of the file, such as ``"module."``; empty if none is.
+    #: Prefix that is stripped from the names of the file, such as ``"module."``; empty if there is no prefix.
     prefix: str = ""
     #: Devices of the finished tensors, as torch writes them.
     devices: tuple[str, ...]

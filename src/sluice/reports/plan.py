@@ -10,8 +10,7 @@ from sluice._errors import Alternative
 from sluice._public import public
 from sluice._units import format_bytes
 from sluice.planning.budget import MemoryLimit
-from sluice.planning.other_methods import Rates
-from sluice.planning.recommendation import MethodVerdict
+from sluice.planning.other_methods import MethodVerdict
 from sluice.reports.document import Grid, Section, Strong, cast_lines, plain_fields
 from sluice.reports.explanation import Explanation
 from sluice.reports.load_figures import LoadFigures
@@ -57,8 +56,8 @@ class PlanReport(LoadFigures):
     recommended: str | None
     #: The reason for the recommendation.
     reason: str
-    #: Measured speed of the machine; None without a probe.
-    rates: Rates | None = None
+    #: Measured speed of a small load of the same files; None without a probe.
+    bytes_per_second: float | None = None
     #: The loads of all ranks of a mesh, of which the other fields describe the fullest; None without a mesh.
     ranks: RanksPlan | None = None
     #: The model as a stream; None unless it was requested.
@@ -73,8 +72,9 @@ class PlanReport(LoadFigures):
 
     @property
     def seconds(self) -> float | None:
-        """Estimated seconds of the load; None without a probe."""
-        return next(each.seconds for each in self.methods if each.method.startswith("sluice"))
+        """Estimated seconds of the load, mapped pages touched; None without a probe."""
+        speed = self.bytes_per_second
+        return None if speed is None else (self.read_bytes + self.mapped_bytes) / speed
 
     def explain(self) -> Explanation:
         """Return how each group of tensors would be moved: reads, their methods, staging, casts."""
@@ -96,14 +96,13 @@ class PlanReport(LoadFigures):
                 each.method,
                 *map(format_bytes, (each.host.total_bytes, each.host.anon_bytes, each.host.file_bytes)),
                 *(format_bytes(each.devices.get(device, 0)) for device in self.device_bytes),
-                "-" if each.seconds is None else f"{each.seconds:.2f}",
                 "yes" if each.fits else "no",
                 "; ".join(filter(None, (each.remark, each.needs))),
             )
             for each in self.methods
         ]
         recommended = [position for position, each in enumerate(self.methods) if each.method == self.recommended]
-        return Grid((*headers, ">seconds", "fits", "remark"), rows, strong=recommended[0] if recommended else None)
+        return Grid((*headers, "fits", "remark"), rows, strong=recommended[0] if recommended else None)
 
     def table(self) -> Table:
         """Return the comparison of the ways to load as a rich table."""
@@ -124,6 +123,8 @@ class PlanReport(LoadFigures):
         yield "predicted growth: at most " + ", ".join(
             f"{format_bytes(n)} of {where} memory" for where, n in grown.items()
         )
+        if self.seconds is not None:
+            yield f"estimated time: {self.seconds:.2f} s, by a small load of the same files"
         for limit in self.limits:
             yield f"limit of {limit.where}: {format_bytes(limit.nbytes)} ({limit.origin})"
         yield from self.shortages

@@ -94,26 +94,20 @@ class VerifyProblem:
     @classmethod
     def of(cls, error: SluiceError) -> VerifyProblem:
         """Return an error as a problem."""
+        expected, found = (None if value is None else str(value) for value in (error.expected, error.found))
         return cls(
             kind=_kind(error),
             problem=error.problem,
             file=error.file,
             tensor=error.tensor,
             offset=error.offset,
-            expected=None if error.expected is None else str(error.expected),
-            found=None if error.found is None else str(error.found),
+            expected=expected,
+            found=found,
         )
 
     def __str__(self) -> str:
-        error = SluiceError(
-            self.problem,
-            file=self.file,
-            tensor=self.tensor,
-            offset=self.offset,
-            expected=self.expected,
-            found=self.found,
-        )
-        return str(error)
+        at = {name: getattr(self, name) for name in ("file", "tensor", "offset", "expected", "found")}
+        return str(SluiceError(self.problem, **at))
 
 
 def _kind(error: SluiceError) -> ProblemKind:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from sluice._errors import PathEscapeError
-from sluice._system_errors import read_error
+from sluice._messages import read_error
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 

@@ -26,7 +26,7 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
-from sluice._system_errors import read_error
+from sluice._messages import read_error
 from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.descriptors import DESCRIPTORS, Lease
 from sluice.sources.file_watch import FileWatch

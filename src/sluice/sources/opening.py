@@ -103,7 +103,7 @@ class Place(Struct, frozen=True, kw_only=True):
             return LocalDirectory(os.path.dirname(str(self.location)))
         from sluice.sources.remote.opening import remote_parent
 
-        return remote_parent(self.location)[0]
+        return remote_parent(self.location)
 
     def below(self, name: str) -> Location:
         """Return the location of a file in the directory that is there."""

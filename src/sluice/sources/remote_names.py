@@ -1,6 +1,6 @@
-"""Names of checkpoints that are not here: URLs, repositories of the Hugging Face Hub, and misspelled paths.
+"""Addresses as text: their form, their credentials, and advice on names at which there is no checkpoint.
 
-sluice reads local files only. The functions return what the user can do next; nothing is looked up on the network.
+Nothing is looked up on the network.
 """
 
 from __future__ import annotations
@@ -45,16 +45,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w-]*")
 #: Suffixes of files: with one of these, a name is not an identifier of the hub.
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".json", ".index", ".tar", ".zip", ".gz", ".gguf")
 
-_COMMANDS = {
-    "s3": "`aws s3 cp`",
-    "gs": "`gcloud storage cp`",
-    "az": "`azcopy copy`",
-    "abfs": "`azcopy copy`",
-    "http": "`curl -L -o FILE URL`",
-    "https": "`curl -L -o FILE URL`",
-    "ftp": "`curl -o FILE URL`",
-}
-
 #: Most names of a directory that are compared with a misspelled one.
 _COMPARED = 1000
 
@@ -98,11 +88,9 @@ def download_advice(url: str) -> str:
         return f"{_DOWNLOAD} huggingface_hub.hf_hub_download({hub['repository']!r}, {hub['file']!r}) returns it."
     if hub is not None:
         return f"{_DOWNLOAD} {_snapshot(hub['repository'])}"
-    scheme = plain.partition("://")[0]
-    if scheme == "file":
+    if plain.startswith("file://"):
         return f"{_DOWNLOAD} A local file needs no URL: {path_of_file_url(plain)!r}."
-    command = _COMMANDS.get(scheme.lower())
-    return f"{_DOWNLOAD} {command} does that." if command else _DOWNLOAD
+    return _DOWNLOAD
 
 
 def path_of_file_url(url: str) -> str:

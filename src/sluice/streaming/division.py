@@ -12,15 +12,15 @@ from torch import nn
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice._geometry import round_up
 from sluice._options import TransferOptions
 from sluice.loading.module_job import ModuleJob
 from sluice.modules.blocks import ModuleBlock
 from sluice.modules.collect import Owner
 from sluice.modules.parked import ParkedParameter
-from sluice.planning.streaming import Step, StreamedUnit, Streaming, decide_streaming
+from sluice.planning.streaming import Step, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
 from sluice.records import LoadPlan, Request
+from sluice.records.geometry import round_up
 from sluice.streaming.lookup import looks_up_rows
 from sluice.streaming.units import StreamedWeight, UnitPlan
 
@@ -135,7 +135,7 @@ def divide(
         units=tuple(units),
         others=others,
         decision=decide_streaming(
-            [StreamedUnit(name=unit.name, nbytes=unit.nbytes) for unit in units],
+            [unit.nbytes for unit in units],
             list(_steps(blocks, list(groups))),
             fixed_bytes=_bytes(job.requests[i] for i in others),
             memory_bytes=memory_bytes,
@@ -172,7 +172,7 @@ def _is_ordinary(job: ModuleJob, position: int) -> bool:
     """Return whether a request fills a parameter on the meta device that shares its memory with no other tensor."""
     state, slot, request = job.state, job.match.slots[position], job.requests[position]
     ordinary = type(state.tensors[slot]) is nn.Parameter and state.tensors[slot].is_meta
-    shared = slot in state.aliases or slot in state.followers or slot in state.shards
+    shared = slot in state.aliases or slot in state.shards
     return ordinary and not shared and not request.existing and not request.replaces
 
 

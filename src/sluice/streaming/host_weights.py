@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sluice import _defaults as defaults
-from sluice._geometry import round_down, round_up
 from sluice.engine.host_memory import HostMemory
 from sluice.records import Read
+from sluice.records.geometry import round_down, round_up
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import Source
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice._geometry import contiguous_stride
 from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
@@ -19,6 +18,7 @@ from sluice.entries.slicing import slice_entry
 from sluice.reading.reader import CheckpointReader
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Request
+from sluice.records.geometry import contiguous_stride
 
 __all__ = ["Lookup", "looks_up_rows"]
 

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from sluice._errors import StreamError
+from sluice._messages import listed
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import run
 from sluice.loading.module_fill import compare_tied
+from sluice.loading.module_job import ModuleJob
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.parked import Guard
@@ -97,7 +99,7 @@ class Stream:
             read_bytes=window.read_bytes - self._host.served_bytes,
             hits=window.hits,
             misses=window.misses,
-            notes=job.whole.notes,
+            notes=(*job.whole.notes, *_left_out(job.whole)),
         )
 
     def close(self) -> None:
@@ -238,6 +240,17 @@ class Stream:
             )
         if torch.compiler.is_compiling():
             raise StreamError("a streamed model cannot be compiled", advice="Call the model without torch.compile.")
+
+
+def _left_out(whole: ModuleJob) -> Iterator[str]:
+    """Yield notes on names that only the model or only the checkpoint has, which ``strict=False`` accepts."""
+    for title, names in (
+        ("initialised, not in the checkpoint", whole.initialised),
+        ("not in the checkpoint", [name for name in whole.missing if name not in whole.initialised]),
+        ("not in the model", whole.unexpected),
+    ):
+        if names:
+            yield listed(title, names)
 
 
 def _optional_blocks(job: StreamJob) -> dict[int, dict[str, list[int]]]:

@@ -8,7 +8,8 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from sluice.engine.recycled_memory import MemoryLease, RecycledMemory
+from sluice.engine.host_memory import HostMemory
+from sluice.engine.recycled_memory import RecycledMemory
 from sluice.engine.running_plan import RunningPlan, SessionEndedError
 from sluice.engine.targets import Targets
 from sluice.modules.collect import Owner
@@ -45,7 +46,8 @@ class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
 
     def exchange(self, held: torch.Tensor, tensor: torch.Tensor) -> None:
         """Put a tensor where the owners hold another one. What the caller put there instead stays."""
-        for owner in self.owners:
+        swapped = held is self.parked and type(held) is not ParkedParameter  # by torch.utils.swap_tensors
+        for owner in self.owners if not swapped else ():
             tensors = registered(owner)
             if tensors.get(owner.name) is held:
                 tensors[owner.name] = tensor
@@ -76,7 +78,8 @@ class Unit:
         self.uses = 0
         self._running: RunningPlan | None = None
         self._targets: Targets | None = None
-        self._lease: MemoryLease | None = None
+        self._taken: list[HostMemory] = []
+        self._memory: RecycledMemory | None = None
         self._parameters: list[nn.Parameter] | None = None
 
     @property
@@ -91,14 +94,19 @@ class Unit:
 
     def start(self, reader: CheckpointReader, memory: RecycledMemory) -> None:
         """Begin to read it."""
-        lease = MemoryLease(memory)
+        taken: list[HostMemory] = []
+
+        def take(nbytes: int) -> HostMemory:  # refers to no unit: readers hold it, and a dropped stream must end
+            taken.append(memory.take(nbytes))
+            return taken[-1]
+
+        self._taken, self._memory = taken, memory
         try:
-            targets = Targets(self.plan.prepared.plan, take_memory=lease.take)
-            self._running = reader.begin(self.plan.prepared.plan, targets)
+            self._targets = Targets(self.plan.prepared.plan, take_memory=take)
+            self._running = reader.begin(self.plan.prepared.plan, self._targets)
         except BaseException:
-            lease.give_back()
+            self.drop()
             raise
-        self._targets, self._lease = targets, lease
 
     def finish(self, reader: CheckpointReader, memory: RecycledMemory) -> None:
         """Return when it is in memory.
@@ -155,9 +163,9 @@ class Unit:
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading into it."""
         self._parameters = self._running = self._targets = None
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            lease.give_back()
+        if self._memory is not None:
+            taken, self._taken = self._taken, []
+            self._memory.give_back(taken)
 
     def attach(self) -> None:
         """Park the parameters of the modules."""

@@ -1,7 +1,7 @@
 """Writers of checkpoint files, which use a fixed amount of memory.
 
-In: tensors or their descriptions, and a path. Out: files that are complete or absent.
+In: ``Contents``, tensors of an object or of a checkpoint, and a ``SaveJob``. Out: files that are complete or absent.
 
-Entry functions: ``torch_zip.write_torch_zip``, ``safetensors.lay_out_safetensors`` and
-``shards.write_model_directory``. ``durable`` replaces files atomically.
+Entry functions: ``save.save_state`` and ``formats.write_contents``. ``durable`` replaces files atomically, ``uploads``
+writes to object stores.
 """

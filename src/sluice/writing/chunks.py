@@ -11,12 +11,12 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._dtypes import torch_dtype
-from sluice._geometry import round_up
 from sluice.engine.host_copies import copy_in_thread
 from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.records.geometry import round_up
 from sluice.writing.durable.direct import block_bytes
 
-__all__ = ["Chunk", "Staging", "chunks", "row_major_bytes"]
+__all__ = ["Chunk", "Staging", "chunks"]
 
 
 class Staging(Struct, frozen=True):
@@ -94,16 +94,6 @@ def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[Chunk
         return
     for elements in _pieces(tensor, max(1, staging.piece_bytes // finished.itemsize)):
         yield Chunk(elements.numel() * finished.itemsize, None, elements, finished)
-
-
-def row_major_bytes(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order; each piece is valid until the next is requested."""
-    for chunk in chunks(tensor, dtype, staging):
-        if chunk.in_place is not None:
-            yield chunk.in_place
-            continue
-        with staging.lent() as buffer:
-            yield chunk.put_into(buffer)
 
 
 def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:

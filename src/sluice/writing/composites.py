@@ -68,4 +68,5 @@ def describe(tensor: torch.Tensor, parts: Sequence[Geometry]) -> Rebuild:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if len(parts) == 1:
         return quantized(dtype, parts[0], (tensor.q_scale(),), (tensor.q_zero_point(),), None)
-    return quantized(dtype, *parts, tensor.q_per_channel_axis())
+    integers, scales, zero_points = parts
+    return quantized(dtype, integers, scales, zero_points, tensor.q_per_channel_axis())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from msgspec import Struct
@@ -15,13 +15,15 @@ from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_zip import TorchFile
 from sluice.writing.write_queue import Put, WriteQueue
 
-__all__ = ["Contents", "Item", "write_items"]
+__all__ = ["Contents", "WrittenItem", "stored_once", "write_items"]
+
+_Tensor = TypeVar("_Tensor")
 
 
-class Item(Struct, frozen=True, kw_only=True):
+class WrittenItem(Struct, frozen=True, kw_only=True):
     """A tensor or storage of a file: its row-major elements are consecutive bytes."""
 
-    #: What holds the elements, for ``Contents.pieces``.
+    #: Holder of the elements, for ``Contents.pieces``.
     source: Any
     #: Dtype in the file.
     dtype: str
@@ -34,7 +36,7 @@ class Item(Struct, frozen=True, kw_only=True):
 
 
 class Contents(Protocol):
-    """What a save writes. Tensors are values of its own: ``torch.Tensor`` or ``Entry``."""
+    """Tensors to write. They are values of any kind: ``torch.Tensor`` or ``Entry``."""
 
     #: A nested object with tensors, or a state dict.
     tree: object
@@ -75,7 +77,9 @@ class Contents(Protocol):
         """
         ...
 
-    def pieces(self, items: Iterable[Item], drain: Callable[[], None]) -> Iterator[tuple[Item, torch.Tensor]]:
+    def pieces(
+        self, items: Iterable[WrittenItem], drain: Callable[[], None]
+    ) -> Iterator[tuple[WrittenItem, torch.Tensor]]:
         """Yield the elements of each item in row-major order, in pieces that live until they are written.
 
         Args:
@@ -86,7 +90,7 @@ class Contents(Protocol):
 
 
 def write_items(
-    queue: WriteQueue, contents: Contents, items: Iterable[Item], manifest: ManifestWriter | None = None
+    queue: WriteQueue, contents: Contents, items: Iterable[WrittenItem], manifest: ManifestWriter | None = None
 ) -> None:
     """Write items one after the other, and hash them."""
     last, at, look = None, 0, None
@@ -103,3 +107,24 @@ def write_items(
 
 def _put_from(put: Put, start: int, at: int, piece: memoryview) -> None:
     put(start + at, piece)
+
+
+def stored_once(
+    tensors: Mapping[str, _Tensor], identity: Callable[[_Tensor], Hashable | None]
+) -> tuple[dict[str, _Tensor], dict[str, str]]:
+    """Return each distinct tensor under one name, and its other names: ``{name: stored name}``.
+
+    The stored name is the first in alphabetical order, as in ``save_model`` of safetensors.
+
+    Args:
+        tensors: The tensors, by name.
+        identity: Returns equal keys for tensors that are the same, and None for those that are always stored.
+    """
+    firsts: dict[Hashable, str] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(tensors):
+        same = identity(tensors[name])
+        kept = name if same is None else firsts.setdefault(same, name)
+        if kept != name:
+            aliases[name] = kept
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases

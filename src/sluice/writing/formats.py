@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from sluice.checkpoint.tied_names import TIES_FILE
 from sluice.formats.safetensors.ties import declare_ties
 from sluice.writing.batches import batched
-from sluice.writing.contents import Contents, Item, write_items
+from sluice.writing.contents import Contents, WrittenItem, write_items
 from sluice.writing.durable.replacement import NewFile
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.parameters import (
@@ -25,9 +25,10 @@ from sluice.writing.parameters import (
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
-from sluice.writing.shards import plan_model_directory, write_model_directory
+from sluice.writing.shards import Model, plan_model_directory, write_model_directory
 from sluice.writing.torch_zip import TorchFile, TorchZipWriter
 from sluice.writing.uploads import Upload, UploadedFile
+from sluice.writing.write_queue import write_queue
 
 __all__ = ["write_contents"]
 
@@ -89,15 +90,14 @@ def _write_safetensors(job: SaveJob, contents: Contents) -> SavedFiles:
 def _write_directory(job: SaveJob, contents: Contents) -> SavedFiles:
     tensors, ties = contents.distinct(pickled=False)
     outlines = contents.outlines(tensors)
-    nbytes = sum(outline.nbytes for outline in outlines.values())
-    destination = job.destination
-    how: dict[str, Any] = {"ties": ties, "metadata": job.header(), "limit_bytes": job.limit_bytes}
-    planned = plan_model_directory(destination, outlines, **how)
+    model = Model(tensors=outlines, ties=ties, metadata=job.header(), limit_bytes=job.limit_bytes)
+    destination, nbytes = job.destination, model.nbytes
+    planned = plan_model_directory(destination, model)
     files = {_inside(destination, name): size for name, size in planned.sizes.items()}
     if not job.dry_run:
         with job.counting(nbytes) as wrote:
             fill = partial(_fill_safetensors, job, contents, tensors, outlines, wrote)
-            names = write_model_directory(destination, outlines, **how, overwrite=job.overwrite, write=fill)
+            names = write_model_directory(destination, model, overwrite=job.overwrite, write=fill)
         files = dict(zip((_inside(destination, name) for name in names), files.values(), strict=True))
     replaced = tuple(_inside(destination, name) for name in planned.old)
     return _saved(contents, tensors, ties, files=files, nbytes=nbytes, replaced=replaced)
@@ -165,15 +165,17 @@ def _fill_safetensors(
 ) -> None:
     """Write header and tensors of one file, which the caller commits."""
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[WrittenItem]:
         for name, dtype, first in layout.tensors:
             if job.manifest:
                 _expect(job.manifest, name, outlines[name], name)
-            yield Item(source=tensors[name], dtype=dtype, first=first, put=partial(_put, out, first), stored=name)
+            yield WrittenItem(
+                source=tensors[name], dtype=dtype, first=first, put=partial(_put, out, first), stored=name
+            )
 
     out.reserve(layout.nbytes, job.staging.pool)
     out.write_at(0, layout.header)
-    with job.queue(layout.nbytes, wrote) as queue:
+    with write_queue(0 if job.in_order else layout.nbytes, job.staging, wrote) as queue:
         write_items(queue, contents, items(), job.manifest)
 
 
@@ -223,14 +225,15 @@ def _fill_torch_files(job: SaveJob, contents: Contents, files: Sequence[_Made], 
         if job.manifest:
             _hash_storages(job, contents, file, number)
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[WrittenItem]:
         for number, (file, writer, out) in enumerate(files):
             for storage, (source, dtype) in enumerate(file.storages):
                 put = partial(writer.write, out, storage)
                 first = writer.offset(storage)
-                yield Item(source=source, dtype=dtype, first=first, put=put, stored=(number, storage))
+                yield WrittenItem(source=source, dtype=dtype, first=first, put=put, stored=(number, storage))
 
-    with job.queue(sum(writer.records_bytes for _, writer, _ in files), wrote) as queue:
+    nbytes = 0 if job.in_order else sum(writer.records_bytes for _, writer, _ in files)
+    with write_queue(nbytes, job.staging, wrote) as queue:
         write_items(queue, contents, items(), job.manifest)
 
 
@@ -241,9 +244,9 @@ def _hash_storages(job: SaveJob, contents: Contents, file: TorchFile, number: in
         if tensor.apart is None:
             _expect(job.manifest, name, tensor.outline, (number, tensor.storage), tensor.start)
             continue
-        item = Item(source=tensor.apart, dtype=tensor.outline.dtype, first=0, put=_drop, stored=(name, number))
+        item = WrittenItem(source=tensor.apart, dtype=tensor.outline.dtype, first=0, put=_drop, stored=(name, number))
         _expect(job.manifest, name, tensor.outline, item.stored)
-        with job.queue(0, lambda _: None) as queue:
+        with write_queue(0, job.staging, lambda _: None) as queue:
             write_items(queue, contents, [item], job.manifest)
 
 

@@ -10,9 +10,8 @@ import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
-from sluice.writing.aliases import stored_once
 from sluice.writing.composites import count_parts, dense_parts, describe
-from sluice.writing.contents import Item
+from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.items import (
     StorageSpan,
     collect_spans,
@@ -30,7 +29,7 @@ from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Geometry, rebuilt
 from sluice.writing.torch_zip import HashedTensor, TorchFile
 
-__all__ = ["HeldObject"]
+__all__ = ["HeldObject", "identity"]
 
 
 class HeldObject:
@@ -51,7 +50,7 @@ class HeldObject:
 
     def distinct(self, *, pickled: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         tensors = dict(flat_tensors(self.tree, dense=not pickled))
-        return stored_once(tensors, _identity_in_pickle if pickled else _identity)
+        return stored_once(tensors, _identity_in_pickle if pickled else identity)
 
     def outlines(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorOutline]:
         return outlines(tensors, self._dtype)
@@ -78,7 +77,11 @@ class HeldObject:
             hashed=dict(_hashed(named, spans, finished)),
         )
 
-    def pieces(self, items: Iterable[Item], drain: Callable[[], None]) -> Iterator[tuple[Item, torch.Tensor]]:  # noqa: ARG002 - the tensors live on
+    def pieces(
+        self,
+        items: Iterable[WrittenItem],
+        drain: Callable[[], None],  # noqa: ARG002  the tensors live on
+    ) -> Iterator[tuple[WrittenItem, torch.Tensor]]:
         for item in items:
             yield item, item.source.flat() if isinstance(item.source, StorageSpan) else item.source
 
@@ -96,7 +99,7 @@ def _hashed(
         yield name, HashedTensor(outline=outline, storage=numbers[key], start=start, apart=apart)
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
+def identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return equal keys for tensors with the same elements in the same memory; None if it is always stored."""
     if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_quantized:
         return None
@@ -106,7 +109,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 def _identity_in_pickle(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return equal keys for tensors whose ``torch.save`` files are equal; None if it is always stored."""
-    same = _identity(tensor)
+    same = identity(tensor)
     return None if same is None else (*same, type(tensor), tensor.requires_grad, id(tensor) if vars(tensor) else 0)
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from sluice._errors import SaveError
 
-__all__ = ["Call", "Constant", "Global", "Persistent", "PickleOpcodes"]
+__all__ = ["Call", "Global", "MemoizedText", "Persistent", "PickleOpcodes"]
 
 _PROTOCOL = b"\x80\x02"
 _STOP = b"."
@@ -44,12 +44,12 @@ class Call(Struct, frozen=True):
 
 
 class Persistent(Struct, frozen=True):
-    """An object that is stored apart."""
+    """An object that is stored apart; its key has no containers."""
 
     key: tuple[Any, ...]
 
 
-class Constant(str):
+class MemoizedText(str):
     """A text that is memoized, because many calls have it."""
 
     __slots__ = ()
@@ -129,6 +129,13 @@ class PickleOpcodes:
         if not self.recall(value):
             self.text(value)
             self.remember(value)
+
+    def integers(self, values: tuple[int, ...]) -> None:
+        """Append a tuple of integers."""
+        self.open_tuple(len(values))
+        for value in values:
+            self.integer(value)
+        self.close_tuple(len(values))
 
     def open_tuple(self, length: int) -> None:
         """Begin a tuple, before its elements; append no value."""

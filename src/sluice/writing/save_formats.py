@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,6 +14,8 @@ ConvertFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
 SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter", "dcp"]
 
 CONVERT_FORMATS: tuple[ConvertFormat, ...] = get_args(ConvertFormat)
+
+_SAVE_FORMATS: tuple[SaveFormat, ...] = get_args(SaveFormat)
 
 _SUFFIXES: dict[str, ConvertFormat] = {
     ".safetensors": "safetensors",
@@ -29,46 +30,31 @@ def choose_save_format(path: Path, requested: str | None, max_shard_size: int | 
     """Return the format for a path and the arguments of ``save``.
 
     Raises:
-        ValueError: See ``choose_format``.
-    """
-    if requested != "dcp":
-        return choose_format(path, requested, max_shard_size, get_args(SaveFormat))
-    named = _SUFFIXES.get(path.suffix.lower())
-    if named is not None:
-        raise ValueError(f"format='dcp' contradicts the suffix {path.suffix!r}, which means {named!r}")
-    if max_shard_size is not None:
-        raise ValueError("max_shard_size applies to a directory of shards, not to 'dcp'")
-    return "dcp"
-
-
-def choose_format(
-    path: Path,
-    requested: str | None,
-    max_shard_size: int | str | None,
-    formats: Sequence[str] = CONVERT_FORMATS,
-) -> ConvertFormat:
-    """Return the format for a path and the arguments of ``convert``.
-
-    Args:
-        path: The destination.
-        requested: The argument ``format``.
-        max_shard_size: The argument.
-        formats: The formats that an error lists.
-
-    Raises:
         ValueError: The format is unknown or cannot be derived, or the arguments contradict each other.
     """
-    if requested is not None and requested not in CONVERT_FORMATS:
-        raise ValueError(f"unknown format {requested!r}: one of {', '.join(formats)}")
     suffix = path.suffix.lower()
     named = _SUFFIXES.get(suffix)
-    if named is None and (suffix == "" or max_shard_size is not None):
+    if named is None and requested is None and (suffix == "" or max_shard_size is not None):
         named = "huggingface"
-    chosen = next((each for each in CONVERT_FORMATS if each == requested), named)
-    if chosen is None:
+    if requested is None and named is None:
         raise ValueError(f"no format for the suffix {path.suffix!r}: name one with format=")
+    chosen = next((each for each in _SAVE_FORMATS if each == (requested or named)), None)
+    if chosen is None:
+        raise ValueError(f"unknown format {requested!r}: one of {', '.join(_SAVE_FORMATS)}")
     if suffix in _SUFFIXES and chosen != named:
         raise ValueError(f"format={chosen!r} contradicts the suffix {path.suffix!r}, which means {named!r}")
     if max_shard_size is not None and chosen != "huggingface":
         raise ValueError(f"max_shard_size applies to a directory of shards, not to {chosen!r}")
     return chosen
+
+
+def choose_format(path: Path, requested: str | None, max_shard_size: int | str | None) -> ConvertFormat:
+    """Return the format for a path and the arguments of ``convert``.
+
+    Raises:
+        ValueError: See ``choose_save_format``.
+    """
+    if requested == "dcp":
+        raise ValueError(f"unknown format 'dcp': one of {', '.join(CONVERT_FORMATS)}")
+    chosen = choose_save_format(path, requested, max_shard_size)
+    return next(each for each in CONVERT_FORMATS if each == chosen)

@@ -16,7 +16,6 @@ from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.uploads import Upload, UploadedFile
-from sluice.writing.write_queue import WriteQueue, write_queue
 
 __all__ = ["SaveJob", "SavedFiles"]
 
@@ -89,12 +88,6 @@ class SaveJob(Struct, frozen=True, kw_only=True):
                     report(done)
 
             yield wrote
-
-    @contextmanager
-    def queue(self, nbytes: int, wrote: Callable[[int], None]) -> Iterator[WriteQueue]:
-        """Lend a queue of writes to files of ``nbytes`` bytes in total; see ``write_queue``."""
-        with write_queue(0 if self.in_order else nbytes, self.staging, wrote) as queue:
-            yield queue
 
 
 class SavedFiles(Struct, frozen=True, kw_only=True):

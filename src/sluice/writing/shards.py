@@ -22,7 +22,6 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -35,7 +34,7 @@ from sluice.writing.durable.replacement import Replacement
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.uploads import Upload, UploadedFile
 
-__all__ = ["ModelFiles", "lay_out_shards", "plan_model_directory", "split_shards", "write_model_directory"]
+__all__ = ["Model", "ModelFiles", "plan_model_directory", "remove_files", "split_shards", "write_model_directory"]
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -63,11 +62,39 @@ def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list
     return shards
 
 
-def _by_stored_name(ties: Mapping[str, str]) -> dict[str, list[str]]:
-    names: defaultdict[str, list[str]] = defaultdict(list)
-    for name, stored in ties.items():
-        names[stored].append(name)
-    return names
+class Model(Struct, frozen=True, kw_only=True):
+    """A model to write."""
+
+    #: The tensors by name, each once.
+    tensors: Mapping[str, TensorOutline]
+    #: Further names of tensors: ``{name: stored name}``. Each is declared in the file that holds its tensor.
+    ties: Mapping[str, str]
+    #: ``__metadata__`` of each file.
+    metadata: Mapping[str, str]
+    #: Largest size of the tensors in one shard, in bytes; None for a single file.
+    limit_bytes: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors, in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def layouts(self) -> list[SafetensorsLayout]:
+        """Return the layout of each file of tensors.
+
+        Raises:
+            SaveError: The format cannot store a name or a dtype.
+        """
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for name, stored in self.ties.items():
+            names[stored].append(name)
+        return [
+            lay_out_safetensors(
+                {name: self.tensors[name] for name in shard},
+                declare_ties({other: name for name in shard for other in names.get(name, ())}, self.metadata),
+            )
+            for shard in split_shards({name: tensor.nbytes for name, tensor in self.tensors.items()}, self.limit_bytes)
+        ]
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -87,90 +114,49 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
         return {**sizes, _INDEX: len(self.index)} if self.index else sizes
 
 
-def plan_model_directory(
-    directory: Path | Upload,
-    tensors: Mapping[str, TensorOutline],
-    *,
-    ties: Mapping[str, str],
-    metadata: Mapping[str, str],
-    limit_bytes: int | None,
-) -> ModelFiles:
+def plan_model_directory(directory: Path | Upload, model: Model) -> ModelFiles:
     """Plan the files of a model; nothing is changed.
 
     Args:
         directory: The destination; it need not exist.
-        tensors: The tensors by name, each once.
-        ties: Further names of tensors: ``{name: stored name}``. Each is declared in the file that holds its tensor.
-        metadata: ``__metadata__`` of each file.
-        limit_bytes: Largest size of the tensors in one shard, in bytes; None for a single file.
+        model: The model.
 
     Raises:
         SaveError: The format cannot store a name or a dtype.
     """
-    layouts = lay_out_shards(tensors, ties=ties, metadata=metadata, limit_bytes=limit_bytes)
+    layouts = model.layouts()
     with saving(str(directory)):
         old = _model_files(directory)
     names = _shard_names(len(layouts), taken=old)
-    total = sum(tensor.nbytes for tensor in tensors.values())
     held = {name: [tensor for tensor, _, _ in layout.tensors] for name, layout in zip(names, layouts, strict=True)}
-    index = _index(held, total) if len(layouts) > 1 else b""
+    index = _index(held, model.nbytes) if len(layouts) > 1 else b""
     return ModelFiles(shards=tuple(zip(names, layouts, strict=True)), index=index, old=tuple(old))
-
-
-def lay_out_shards(
-    tensors: Mapping[str, TensorOutline],
-    *,
-    ties: Mapping[str, str],
-    metadata: Mapping[str, str],
-    limit_bytes: int | None,
-) -> list[SafetensorsLayout]:
-    """Return the layout of each file of tensors; the arguments are those of ``plan_model_directory``.
-
-    Raises:
-        SaveError: The format cannot store a name or a dtype.
-    """
-    shards = split_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit_bytes)
-    tied_to = _by_stored_name(ties)
-    return [
-        lay_out_safetensors(
-            {name: tensors[name] for name in shard},
-            declare_ties({other: name for name in shard for other in tied_to.get(name, ())}, metadata),
-        )
-        for shard in shards
-    ]
 
 
 def write_model_directory(
     directory: Path | Upload,
-    tensors: Mapping[str, TensorOutline],
+    model: Model,
     *,
-    ties: Mapping[str, str],
-    metadata: Mapping[str, str],
-    limit_bytes: int | None,
     overwrite: bool,
     write: Callable[[SafetensorsLayout, Replacement | UploadedFile], None],
 ) -> list[str]:
-    """Write the tensors and return the names of the files of the model.
+    """Write a model and return the names of its files.
 
     Args:
         directory: The destination; created if it does not exist.
-        tensors: The tensors by name, each once.
-        ties: Further names of tensors: ``{name: stored name}``. Each is declared in the file that holds its tensor.
-        metadata: ``__metadata__`` of each file.
-        limit_bytes: Largest size of the tensors in one shard, in bytes; None for a single file.
+        model: The model.
         overwrite: Whether an existing model may be replaced.
         write: Writes the content of one file, without committing it.
 
     Raises:
         SaveError: The model was not written; an existing model is intact.
     """
-    plan = partial(plan_model_directory, directory, tensors, ties=ties, metadata=metadata, limit_bytes=limit_bytes)
-    first = plan()  # fails before the directory is created
+    first = plan_model_directory(directory, model)  # fails before the directory is created
     if isinstance(directory, Upload):
         return _upload(directory, first, overwrite=overwrite, write=write)
     with made_directory(str(directory), lambda: locked_directory(str(directory))):
         _remove_leftovers(directory)
-        files = plan()
+        files = plan_model_directory(directory, model)
         _check_old(directory, files, overwrite=overwrite)
         with ExitStack() as stack:
             written = []
@@ -185,7 +171,7 @@ def write_model_directory(
                 out.seal(nbytes=len(files.index))
                 written.append(out)
             _publish(directory, written, files.old)
-        _remove(directory, [name for name in files.old if name not in files.sizes])
+        remove_files(directory, [name for name in files.old if name not in files.sizes])
     return list(files.sizes)
 
 
@@ -260,8 +246,8 @@ def _remove_leftovers(directory: Path) -> None:
     uncommitted = set[str]().union(*(_shards_of(directory, name) for name in hidden))
     model = {_WHOLE, _INDEX, *_shards_of(directory, _INDEX)}
     orphans = [name for name in names if name in uncommitted or _TOKEN.fullmatch(name)]
-    _remove(directory, [name for name in orphans if name not in model])
-    _remove(directory, hidden)  # last: only a hidden index tells which shards are uncommitted
+    remove_files(directory, [name for name in orphans if name not in model])
+    remove_files(directory, hidden)  # last: only a hidden index tells which shards are uncommitted
 
 
 def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
@@ -272,7 +258,7 @@ def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _remove(directory: Path, names: Sequence[str]) -> None:
+def remove_files(directory: Path, names: Sequence[str]) -> None:
     """Remove files, best effort: the next save retries."""
     if not names:
         return

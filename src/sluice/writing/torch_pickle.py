@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -17,11 +19,14 @@ from sluice._errors import SaveError
 from sluice.formats.torch_save.plain_values import is_torch_name
 from sluice.records import TorchSize, TorchText
 from sluice.writing.batches import batched
-from sluice.writing.pickle_opcodes import Call, Constant, Global, Persistent, PickleOpcodes
+from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent, PickleOpcodes
 from sluice.writing.pickle_walk import WalkedObject, elements
 from sluice.writing.torch_tensors import layout, size
 
 __all__ = ["is_plain", "pickle_object", "refusal"]
+
+#: The containers in a container, each begun.
+_Inside: TypeAlias = Iterator["_Inside"]
 
 #: Items added to a container by one opcode; the reader holds that many on its stack.
 _ITEMS_AT_ONCE = 1000
@@ -54,7 +59,7 @@ def refusal(value: Any) -> SaveError:
 
 
 class _Pickler:
-    """Write values one by one; the iterator over a container's values ends with the container's last opcodes."""
+    """Write values one by one; the iterator over the containers in a container ends with its last opcodes."""
 
     def __init__(self, walked: WalkedObject, descriptions: Iterator[Call | Persistent]) -> None:
         self._ops = PickleOpcodes()
@@ -64,19 +69,23 @@ class _Pickler:
         self._unfinished: set[int] = set()
 
     def dump(self, obj: object) -> bytearray:
-        waiting: list[Iterator[Any]] = [iter((obj,))]
+        waiting: list[_Inside] = [self._all((obj,))]
         while waiting:
-            for value in waiting[-1]:
-                inside = self._begin(value)
-                if inside is not None:
-                    waiting.append(inside)
-                    break
+            for inside in waiting[-1]:
+                waiting.append(inside)
+                break
             else:
                 waiting.pop()
         return self._ops.finish()
 
-    def _begin(self, value: Any) -> Iterator[Any] | None:
-        """Write a value; of a container write the beginning and return an iterator over its values."""
+    def _all(self, values: Iterable[Any]) -> _Inside:
+        for value in values:
+            inside = self._begin(value)
+            if inside is not None:
+                yield inside
+
+    def _begin(self, value: Any) -> _Inside | None:
+        """Write a value; of a container write the beginning and return an iterator over the containers in it."""
         kind: type = type(value)
         scalar = _SCALARS.get(kind)
         if scalar:
@@ -103,81 +112,93 @@ class _Pickler:
         self._ops.text(value)
         self._remember(value)
 
-    def write_constant(self, value: Constant) -> None:
+    def write_constant(self, value: MemoizedText) -> None:
         self._ops.constant(value)
 
     def write_global(self, value: Global) -> None:
         self._ops.named(value.module, value.name)
 
-    def write_call(self, value: Call) -> Iterator[Any]:
+    def write_call(self, value: Call) -> _Inside | None:
         self._ops.named(value.function.module, value.function.name)
-        yield from self._in_tuple(value.arguments)
+        if value.arguments:
+            return self._in_tuple(value.arguments, self._ops.reduce)
+        self._ops.close_tuple(0)
         self._ops.reduce()
+        return None
 
-    def write_persistent(self, value: Persistent) -> Iterator[Any]:
-        yield from self._in_tuple(value.key)
+    def write_persistent(self, value: Persistent) -> None:
+        self._ops.open_tuple(len(value.key))
+        for part in value.key:
+            self._begin(part)
+        self._ops.close_tuple(len(value.key))
         self._ops.persistent()
 
-    def write_reduced(self, value: Any) -> Iterator[Any]:
+    def write_reduced(self, value: Any) -> _Inside:
         self._start(value)
-        yield _REDUCED[type(value)](value)
+        yield from self._all((_REDUCED[type(value)](value),))
         self._remember(value)
 
-    def write_dict(self, value: dict[Any, Any]) -> Iterator[Any]:
+    def write_dict(self, value: dict[Any, Any]) -> _Inside:
         self._ops.out += PickleOpcodes.EMPTY_DICT
         self._remember(value)
         yield from self._items(value)
 
-    def _items(self, value: Mapping[Any, Any]) -> Iterator[Any]:
+    def _items(self, value: Mapping[Any, Any]) -> _Inside:
         for batch in batched(value.items(), _ITEMS_AT_ONCE):
             self._ops.out += PickleOpcodes.MARK
-            for key, child in batch:
-                yield key
-                yield child
+            yield from self._all(chain.from_iterable(batch))
             self._ops.out += PickleOpcodes.SETITEMS
 
-    def write_ordered_dict(self, value: OrderedDict[Any, Any]) -> Iterator[Any]:
+    def write_ordered_dict(self, value: OrderedDict[Any, Any]) -> _Inside:
         self._ops.named("collections", "OrderedDict")
         self._ops.close_tuple(0)
         self._ops.reduce()
         self._remember(value)
         yield from self._items(value)
         if vars(value):
-            yield vars(value)
+            yield from self._all((vars(value),))
             self._ops.out += PickleOpcodes.BUILD
 
-    def write_list(self, value: list[Any]) -> Iterator[Any]:
+    def write_list(self, value: list[Any]) -> _Inside:
         self._ops.out += PickleOpcodes.EMPTY_LIST
         self._remember(value)
         yield from self._appended(value)
 
-    def _appended(self, value: list[Any]) -> Iterator[Any]:
+    def _appended(self, value: list[Any]) -> _Inside:
         for batch in batched(value, _ITEMS_AT_ONCE):
             self._ops.out += PickleOpcodes.MARK
-            yield from batch
+            yield from self._all(batch)
             self._ops.out += PickleOpcodes.APPENDS
 
-    def write_tuple(self, value: tuple[Any, ...]) -> Iterator[Any]:
+    def write_tuple(self, value: tuple[Any, ...]) -> _Inside | None:
+        if id(value) not in self._repeated and all(type(each) is int for each in value):  # sizes: without an iterator
+            self._ops.integers(value)
+            return None
         self._start(value)
-        yield from self._in_tuple(value)
-        self._remember(value)
+        return self._in_tuple(value, partial(self._remember, value))
 
-    def _in_tuple(self, values: tuple[Any, ...]) -> Iterator[Any]:
+    def _in_tuple(self, values: tuple[Any, ...], then: Callable[[], None]) -> _Inside:
         self._ops.open_tuple(len(values))
-        yield from values
+        for value in values:
+            inside = self._begin(value)
+            if inside is not None:
+                yield inside
         self._ops.close_tuple(len(values))
+        then()
 
-    def write_tensor(self, value: object) -> Iterator[Any]:
+    def write_tensor(self, value: object) -> _Inside:
         walked, described = next(self._tensors)
         if walked is not value:
             raise SaveError("the object changed while it was being saved")
         self._start(value)
-        yield described
+        inside = self._begin(described)
+        if inside is not None:
+            yield inside
         self._remember(value)
 
 
 def _device(kind: str, index: str = "") -> Call:
-    return Call(Global("torch", "device"), (Constant(kind), int(index)) if index else (Constant(kind),))
+    return Call(Global("torch", "device"), (MemoizedText(kind), int(index)) if index else (MemoizedText(kind),))
 
 
 def _torch_text(value: TorchText) -> Call | Global:
@@ -194,7 +215,7 @@ def _torch_name(value: torch.dtype | torch.qscheme) -> Global:
 
 def _bytes(value: bytes | bytearray) -> Call:
     """Return a call: protocol 2 has no opcode for bytes."""
-    return Call(Global("_codecs", "encode"), (value.decode("latin1"), Constant("latin1")))
+    return Call(Global("_codecs", "encode"), (value.decode("latin1"), MemoizedText("latin1")))
 
 
 #: Writers of None and numbers, which are never memoized.
@@ -205,7 +226,7 @@ _SCALARS: Mapping[type, Callable[[PickleOpcodes, Any], None]] = {
     float: PickleOpcodes.floating,
 }
 
-#: What stands for plain values that the pickle has no opcodes for.
+#: Calls and names in place of plain values that the pickle has no opcodes for.
 _REDUCED: Mapping[type, Callable[[Any], Call | Global]] = {
     complex: lambda value: Call(Global("__builtin__", "complex"), (value.real, value.imag)),
     bytes: _bytes,
@@ -222,7 +243,7 @@ _REDUCED: Mapping[type, Callable[[Any], Call | Global]] = {
 }
 
 #: Writes a value; of a container writes the beginning and returns an iterator over its values.
-_Write: TypeAlias = Callable[[_Pickler, Any], Iterator[Any] | None]
+_Write: TypeAlias = Callable[[_Pickler, Any], _Inside | None]
 
 _WRITERS: Mapping[type, _Write] = {
     **dict.fromkeys(_REDUCED, _Pickler.write_reduced),
@@ -231,7 +252,7 @@ _WRITERS: Mapping[type, _Write] = {
     OrderedDict: _Pickler.write_ordered_dict,
     list: _Pickler.write_list,
     tuple: _Pickler.write_tuple,
-    Constant: _Pickler.write_constant,
+    MemoizedText: _Pickler.write_constant,
     Global: _Pickler.write_global,
     Call: _Pickler.write_call,
     Persistent: _Pickler.write_persistent,

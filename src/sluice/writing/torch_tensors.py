@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
-from sluice.writing.pickle_opcodes import Call, Constant, Global, Persistent
+from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent
 
 __all__ = ["Geometry", "Rebuild", "dense", "layout", "quantized", "rebuilt", "size", "sparse", "stored"]
 
@@ -23,27 +24,33 @@ Rebuild: TypeAlias = Callable[[bool], Call]
 
 #: torch's storage class for each dtype that has one; other storages are untyped bytes plus a dtype.
 _STORAGE_CLASSES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex128": "ComplexDoubleStorage",
-    "complex64": "ComplexFloatStorage",
-    "qint8": "QInt8Storage",
-    "quint8": "QUInt8Storage",
-    "qint32": "QInt32Storage",
+    "float64": Global("torch", "DoubleStorage"),
+    "float32": Global("torch", "FloatStorage"),
+    "float16": Global("torch", "HalfStorage"),
+    "bfloat16": Global("torch", "BFloat16Storage"),
+    "int64": Global("torch", "LongStorage"),
+    "int32": Global("torch", "IntStorage"),
+    "int16": Global("torch", "ShortStorage"),
+    "int8": Global("torch", "CharStorage"),
+    "uint8": Global("torch", "ByteStorage"),
+    "bool": Global("torch", "BoolStorage"),
+    "complex128": Global("torch", "ComplexDoubleStorage"),
+    "complex64": Global("torch", "ComplexFloatStorage"),
+    "qint8": Global("torch", "QInt8Storage"),
+    "quint8": Global("torch", "QUInt8Storage"),
+    "qint32": Global("torch", "QInt32Storage"),
 }
 
-#: What torch writes in place of a tensor's hooks, which are never saved.
+#: The empty hooks that torch writes for each tensor: hooks are never saved.
 _HOOKS = Call(Global("collections", "OrderedDict"), ())
 
-_STORAGE = Constant("storage")
+_STORAGE = MemoizedText("storage")
+_UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
+_REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
+
+#: Names of devices, memoized.
+_device = cache(MemoizedText)
 
 
 class Geometry(Struct, frozen=True, kw_only=True):
@@ -92,20 +99,19 @@ def rebuilt(
 
 def stored(view: Geometry) -> Persistent:
     """Return the storage of a view."""
-    typed = view.dtype in _STORAGE_CLASSES
-    kind = Global("torch" if typed else "torch.storage", _STORAGE_CLASSES.get(view.dtype, "UntypedStorage"))
-    length = view.elements if typed else view.elements * ITEM_BYTES[view.dtype]
-    return Persistent((_STORAGE, kind, str(view.storage), Constant(view.device), length))
+    kind, length = _STORAGE_CLASSES.get(view.dtype), view.elements
+    if kind is None:
+        kind, length = _UNTYPED_STORAGE, view.elements * ITEM_BYTES[view.dtype]
+    return Persistent((_STORAGE, kind, str(view.storage), _device(view.device), length))
 
 
 def dense(view: Geometry, requires_grad: bool = False) -> Call:  # noqa: FBT001, FBT002 - a ``Rebuild``
     """Return the call that rebuilds a dense tensor."""
     arguments = stored(view), view.start, view.shape, view.stride, requires_grad, _HOOKS
-    bits = ({Constant(bit): True for bit in view.math_bits},) if view.math_bits else ()
+    bits = ({MemoizedText(bit): True for bit in view.math_bits},) if view.math_bits else ()
     if view.dtype in _STORAGE_CLASSES:
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), (*arguments, *bits))
-    own = Global("torch", view.dtype)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, own, *bits))
+        return Call(_REBUILD_TENSOR, (*arguments, *bits))
+    return Call(_REBUILD_UNTYPED, (*arguments, Global("torch", view.dtype), *bits))
 
 
 def sparse(kind: str, parts: Sequence[Geometry], shape: tuple[int, ...], *, coalesced: bool | None) -> Rebuild:
@@ -166,7 +172,7 @@ def _numbers(numbers: Geometry | Sequence[float]) -> object:
 
 def layout(name: str) -> Call:
     """Return the call that makes a ``torch.layout``, from its name: ``"torch.strided"``."""
-    return Call(Global("torch.serialization", "_get_layout"), (Constant(name),))
+    return Call(Global("torch.serialization", "_get_layout"), (MemoizedText(name),))
 
 
 def size(sizes: tuple[int, ...]) -> Call:

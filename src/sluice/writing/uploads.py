@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
 from sluice import _defaults as defaults
-from sluice._errors import CheckpointError, SaveError, UnsupportedError
-from sluice._geometry import round_up
-from sluice._threads import Task, Worker, start_threads
+from sluice._errors import SaveError, UnsupportedError
+from sluice._threads import Task, Worker, join_threads, start_threads
 from sluice.engine.staging import StagingPool
+from sluice.records.geometry import round_up
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
+from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address, shown
 from sluice.sources.remote.store_errors import is_missing, translated
 
@@ -89,18 +89,18 @@ class Upload:
     def names(self) -> list[str]:
         """Return the names of the objects of the prefix, without those of deeper ones."""
         prefix = self._key_of("") + "/" if self._key else ""
-        with self.refusals():
+        with self._refusals():
             listed = self._library.list_with_delimiter(self._store, prefix or None)["objects"]
         return [name for meta in listed if (name := meta["path"].removeprefix(prefix))]
 
     def read(self, name: str) -> bytes:
         """Return the content of an object."""
-        with self.refusals():
+        with self._refusals():
             return bytes(self._library.get(self._store, self._key_of(name)).bytes())
 
     def exists(self, name: str) -> bool:
         """Return whether an object exists."""
-        with self.refusals():
+        with self._refusals():
             try:
                 self._library.head(self._store, self._key_of(name))
             except Exception as error:
@@ -116,7 +116,7 @@ class Upload:
     def copy(self, name: str, copy: str) -> None:
         """Copy an object in the store."""
         is_new = not self.exists(copy)
-        with self.refusals():
+        with self._refusals():
             self._library.copy(self._store, self._key_of(name), self._key_of(copy))
             if is_new:
                 self._added.append(self._key_of(copy))
@@ -128,14 +128,14 @@ class Upload:
     def put(self, name: str, content: Any, *, is_new: bool, **how: Any) -> None:
         """Write an object from bytes, or from an iterator of bytes; ``is_new`` if it is to be removed on a failure."""
         key = self._key_of(name)
-        with self.refusals():
+        with self._refusals():
             self._library.put(self._store, key, content, **how)
             if is_new:
                 self._added.append(key)
 
     def size(self, name: str) -> int:
         """Return the size of an object, in bytes."""
-        with self.refusals():
+        with self._refusals():
             return int(self._library.head(self._store, self._key_of(name))["size"])
 
     def _key_of(self, name: str) -> str:
@@ -146,9 +146,20 @@ class Upload:
             with suppress(self._library.exceptions.BaseError, OSError):
                 self._library.delete(self._store, key)
 
-    def refusals(self) -> _Refusals:
-        """Turn errors of the store in a block into ``SaveError``."""
-        return _Refusals(self._library, self.url)
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Turn errors of the store in the block into ``SaveError``."""
+        errors = self._library.exceptions.BaseError, FileNotFoundError, FileExistsError, PermissionError, ValueError
+        try:
+            yield
+        except errors as error:
+            if type(error).__name__ in {"AlreadyExistsError", "FileExistsError"}:
+                raise _ExistsError(self.url) from None
+            found = translated(error, self.url, pinned=False)
+            refused = SaveError(getattr(found, "problem", str(found)), file=self.url)
+            advice = "Check the address, the credentials and the network, then save again."
+            refused.advice = getattr(found, "advice", None) or advice
+            raise refused from None
 
 
 class UploadedFile:
@@ -227,11 +238,11 @@ class UploadedFile:
     def _begin_parts(self) -> None:
         for _ in range(defaults.UPLOAD_PIECES):
             self._room.put(None)
-        task = Task(self._send)
-        start_threads(self._threads, 1, task.run, "sluice-upload")
+        self._task = Task(self._send)
+        start_threads(self._threads, 1, self._task.run, "sluice-upload")
         if not self._threads:
+            self._task = None
             raise SaveError("the upload needs a thread, and the process may not start one", file=self.path)
-        self._task = task
 
     def _send(self) -> None:
         interrupts: list[BaseException] = []
@@ -269,10 +280,9 @@ class UploadedFile:
 
     def _finish(self) -> None:
         """Wait for the thread, and raise its failure."""
+        join_threads(self._threads)
         task, self._task = self._task, None
-        for thread in self._threads:
-            thread.finish()
-        if task is not None:
+        if task is not None and all(thread.ident is not None for thread in self._threads):
             task.result()
 
 
@@ -285,27 +295,3 @@ class _ExistsError(SaveError):
 
     def __init__(self, url: str) -> None:
         super().__init__("another process created the object in the meantime", file=url)
-
-
-class _Refusals:
-    """Turns errors of obstore in the block into ``SaveError``."""
-
-    def __init__(self, library: Any, url: str) -> None:
-        self._library, self._url = library, url
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if type(error).__name__ in {"AlreadyExistsError", "FileExistsError"}:
-            raise _ExistsError(self._url) from None
-        if not isinstance(error, (self._library.exceptions.BaseError, FileNotFoundError, PermissionError, ValueError)):
-            return
-        found = translated(error, self._url, pinned=False)
-        advice = found.advice if isinstance(found, (RequestFailedError, CheckpointError)) else None
-        problem = found.problem if isinstance(found, (RequestFailedError, CheckpointError)) else str(found)
-        refused = SaveError(problem, file=self._url)
-        refused.advice = advice or "Check the address, the credentials and the network, then save again."
-        raise refused from None

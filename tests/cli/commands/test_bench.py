@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from click.testing import CliRunner, Result
 
 from sluice.benchmark import runner as _runner
 from sluice.benchmark import sizes as _sizes
+from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import LOADERS
-from sluice.benchmark.process import run_job
-from sluice.benchmark.records import MethodJob, Outcome, State, Verdict
-from sluice.benchmark.sizes import Choice
+from sluice.benchmark.records import MethodJob, Outcome, Verdict
+from sluice.benchmark.sizes import END_SECONDS, Choice, Extent
 from sluice.cli import main
 from sluice.cli.commands.bench import bench_command
 from sluice.testing import memory_limit_refusal
@@ -75,22 +76,41 @@ def test_a_built_in_size_is_compared_in_two_precisions_and_cleaned_up(
 def test_without_a_size_the_machine_decides_it_and_the_states(
     bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[tuple[State, ...], int]] = []
+    asked: list[dict[Extent, int]] = []
 
-    def choose_here(folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
+    def choose_here(folder: Path, device: str, counts: dict[Extent, int]) -> Choice:
         asked.append(counts)
-        return Choice(size="tiny", states=("warm",), seconds=99.0, reason="GPT-2 small would take about 200 s")
+        states, dtypes = list(counts)[-1]
+        return Choice(
+            size="tiny", states=states, dtypes=dtypes, seconds=99.0, reason="GPT-2 small would take about 200 s"
+        )
 
     monkeypatch.setattr(_sizes, "choose_here", choose_here)
     result = bench("--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
-    assert "GPT-2 tiny, warm: about 99 s; GPT-2 small would take about 200 s" in result.stderr
-    assert [(scenario.model, scenario.states) for scenario in runner.scenarios] == [("tiny", ("warm",))] * 2
-    assert json.loads(result.stdout)["command"] == "sluice bench --size tiny --device cpu --warm"
-    # Two precisions, each with a reference; in addition only the requested methods are counted.
-    assert asked == [{("cold", "warm"): 2 * (1 + 6 * 2), ("warm",): 2 * (1 + 6)}]
+    assert "GPT-2 tiny, fp32, cold: about 99 s; GPT-2 small would take about 200 s" in result.stderr
+    assert [(each.model, each.dtype, each.states) for each in runner.scenarios] == [("tiny", "float32", ("cold",))]
+    assert END_SECONDS - 60 < runner.end_seconds < END_SECONDS
+    assert json.loads(result.stdout)["command"] == "sluice bench --size tiny --device cpu --dtype fp32 --cold"
+    # A reference for each dtype; in addition only the requested methods are counted.
+    both = ("cold", "warm")
+    assert asked == [
+        {(both, ("float32", "bfloat16")): 26, (both, ("float32",)): 13, (("cold",), ("float32",)): 7},
+    ]
     bench("--device", "cpu", "--dtype", "bf16", "--method", "sluice", "--method", "mmap", "--cold")
-    assert asked[1:] == [{("cold",): 1 + 2}]
+    assert asked[1:] == [{(("cold",), ("bfloat16",)): 1 + 2}]
+
+
+def test_a_full_disk_is_not_a_defect_of_sluice(
+    bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=100, used=99, free=1 << 20))
+    result = bench("--size", "tiny", "--directory", "disk")
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert "a checkpoint of 33.2 MiB does not fit: 1.00 MiB are free; choose a smaller --size" in text
+    assert "defect" not in text
+    assert list(Path("disk").iterdir()) == []
 
 
 def test_an_own_model_is_loaded_from_its_own_checkpoint(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:
@@ -151,7 +171,6 @@ def test_a_peer_that_is_not_installed_is_a_row_with_instructions(bench: Bench, m
         (("net.pth", "--model", "bench_net:Nothing"), "bench_net has no 'Nothing'"),
         (("net.pth", "--model", "bench_net:Net", "--model-args", "3"), "must be a JSON object or array"),
         (("--size", "tiny", "--method", "magic"), "there is no 'magic'; the methods are naive, "),
-        (("--size", "tiny", "--method", "instanttensor", "--device", "cpu"), "loads onto CUDA devices only"),
         (("--size", "huge"), "'huge' is not one of"),
         (("--size", "tiny", "--ram-limit", "much"), "not a size"),
     ],

@@ -94,7 +94,3 @@ def test_the_option_that_chooses_a_part_is_named(paths: tuple[Path, Path], tmp_p
     assert "other_key='model' (--key-b model): 2 tensors" in done.stderr
     assert "other_key='my ema' (--key-b 'my ema'): 2 tensors" in done.stderr
     assert "key='model' (--key-a model): 2 tensors" in run(tmp_path / "two.pt", paths[1]).stderr
-
-
-def test_the_help_lists_the_exit_codes() -> None:
-    assert "Exit codes" in run("--help").stdout

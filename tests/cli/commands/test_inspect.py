@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from click.testing import CliRunner
 import sluice
 from sluice.cli import main
 from support import distributed
+from support.directories import save, save_sharded
 from support.gguf_files import packed, plain, text, write
 from support.work import at_most
 
@@ -48,99 +48,55 @@ LARGEST = [
 ]
 
 
-def write_zip() -> str:
-    torch.save(state_dict(), "net.pth")
-    return "net.pth"
+def written(kind: str) -> str:
+    """Write the state dict in a format; return its path."""
+    state, path = state_dict(), Path("net")
+    if kind.startswith("torch-") and kind != "torch-distributed":
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "torch-zip")
+    elif kind == "safetensors":
+        safetensors.torch.save_file(state, path, metadata={"made": "here"})
+    elif kind == "torch-distributed":
+        distributed.save(path, state)
+    elif kind == "huggingface-safetensors":
+        save(path / "model.safetensors", state)
+        (path / "config.json").write_text("{}")
+    elif kind == "huggingface-bin":
+        shards = {f"pytorch_model-{n}-of-3.bin": {name: tensor} for n, (name, tensor) in enumerate(state.items(), 1)}
+        save_sharded(path, "pytorch_model.bin.index.json", shards)
+    else:
+        for name, tensor in state.items():
+            suffix = {"safetensors-parts": "safetensors", "per-parameter": "pt"}[kind]
+            save(path / f"{name}.{suffix}", {name: tensor} if suffix == "safetensors" else tensor)
+    return str(path)
 
 
-def write_legacy() -> str:
-    torch.save(state_dict(), "net.pth", _use_new_zipfile_serialization=False)
-    return "net.pth"
+_NAMES = ("fc.bias", "fc.weight", "steps")
+
+#: Formats with their files and their metadata.
+FORMATS: dict[str, tuple[list[str], list[str]]] = {
+    "torch-zip": ([], ["version: 3", "byteorder: little", "archive: net"]),
+    "torch-legacy": ([], ["protocol_version: 1001", "byteorder: little"]),
+    "safetensors": ([], ["made: here"]),
+    "huggingface-safetensors": ([], ["format: pt"]),
+    "huggingface-bin": (
+        [f"net/pytorch_model-{number}-of-3.bin" for number in (1, 2, 3)],
+        ["version: 3", "byteorder: little"],
+    ),
+    "safetensors-parts": ([f"net/{name}.safetensors" for name in _NAMES], ["format: pt"]),
+    "torch-distributed": ([], ["version: 1.0.0"]),
+    "per-parameter": (
+        [f"net/{name}.pt" for name in _NAMES],
+        ["version: 3", "byteorder: little"],
+    ),
+}
 
 
-def write_safetensors() -> str:
-    safetensors.torch.save_file(state_dict(), "net.safetensors", metadata={"made": "here"})
-    return "net.safetensors"
-
-
-def write_model() -> str:
-    Path("hub").mkdir()
-    safetensors.torch.save_file(state_dict(), "hub/model.safetensors")
-    Path("hub/config.json").write_text("{}")
-    return "hub"
-
-
-def write_shards() -> str:
-    Path("hub").mkdir()
-    weight_map = {}
-    for number, (name, tensor) in enumerate(state_dict().items(), 1):
-        weight_map[name] = f"pytorch_model-{number:05}-of-00003.bin"
-        torch.save({name: tensor}, f"hub/{weight_map[name]}")
-    Path("hub/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return "hub"
-
-
-def write_parts() -> str:
-    Path("parts").mkdir()
-    for name, tensor in state_dict().items():
-        safetensors.torch.save_file({name: tensor}, f"parts/{name}.safetensors")
-    return "parts"
-
-
-def write_distributed() -> str:
-    distributed.save(Path("shards"), state_dict())
-    return "shards"
-
-
-def write_parameters() -> str:
-    Path("parts").mkdir()
-    for name, tensor in state_dict().items():
-        torch.save(tensor, f"parts/{name}.pt")
-    return "parts"
-
-
-WRITERS = (
-    *(write_zip, write_legacy, write_safetensors, write_model),
-    *(write_shards, write_parts, write_parameters, write_distributed),
-)
-
-
-@pytest.mark.parametrize(
-    ("write", "what", "files", "metadata"),
-    [
-        (write_zip, "torch-zip, 1 file", [], ["version: 3", "byteorder: little", "archive: net"]),
-        (write_legacy, "torch-legacy, 1 file", [], ["protocol_version: 1001", "byteorder: little"]),
-        (write_safetensors, "safetensors, 1 file", [], ["made: here"]),
-        (write_model, "huggingface-safetensors, 1 file", [], []),
-        (
-            write_shards,
-            "huggingface-bin, 3 files",
-            [f"hub/pytorch_model-{number:05}-of-00003.bin" for number in (1, 2, 3)],
-            ["version: 3", "byteorder: little"],
-        ),
-        (
-            write_parts,
-            "safetensors-parts, 3 files",
-            [f"parts/{name}.safetensors" for name in ("fc.bias", "fc.weight", "steps")],
-            [],
-        ),
-        (write_distributed, "torch-distributed, 1 file", [], ["version: 1.0.0"]),
-        (
-            write_parameters,
-            "per-parameter, 3 files",
-            ["parts/fc.bias.pt", "parts/fc.weight.pt", "parts/steps.pt"],
-            ["version: 3", "byteorder: little"],
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_state_dict_in_each_format(
-    write: Callable[[], str], what: str, files: list[str], metadata: list[str]
-) -> None:
-    path = write()
-    first, second, third, *lines = inspect(path)
-    assert first == path
-    assert second.startswith(f"{what}, ")
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_state_dict_in_each_format(kind: str) -> None:
+    files, metadata = FORMATS[kind]
+    first, second, third, *lines = inspect(written(kind))
+    assert first == "net"
+    assert second.startswith(f"{kind}, {len(files) or 1} file")
     assert third == "3 tensors, 4.81 KiB"
     if files:
         assert lines.pop(0) == "file bytes"
@@ -148,9 +104,9 @@ def test_a_state_dict_in_each_format(
     assert lines == [*DTYPES, *LARGEST, *(["Metadata", *metadata] if metadata else [])]
 
 
-@pytest.mark.parametrize("write", WRITERS)
-def test_json_and_tree_in_each_format(write: Callable[[], str]) -> None:
-    path = write()
+@pytest.mark.parametrize("kind", FORMATS)
+def test_json_and_tree_in_each_format(kind: str) -> None:
+    path = written(kind)
     value = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).stdout)
     shapes = {tensor["name"]: tensor["shape"] for tensor in value["tensors"]}
     assert shapes == {"fc.weight": [30, 40], "fc.bias": [30], "steps": []}

@@ -58,7 +58,7 @@ def test_without_a_model_the_checkpoint_is_enough() -> None:
     assert done.exit_code == 0
     report = json.loads(done.stdout)
     assert report["recommended"] == "sluice"
-    assert all(each["seconds"] > 0 for each in report["methods"])
+    assert report["bytes_per_second"] > 0
 
 
 @pytest.mark.parametrize(

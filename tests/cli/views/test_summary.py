@@ -40,6 +40,8 @@ def test_empty_storages_are_not_shared() -> None:
 
 def test_json_is_complete() -> None:
     value = json.loads(json.dumps(to_json(summary_of(), sluice.Limits())))
+    common: dict[str, object] = {"layout": "strided", "packing": None, "math_bits": [], "storage_offset": 0}
+    plain: dict[str, object] = {**common, "requires_grad": False}
     assert value == {
         "path": "x.pth",
         "key": None,
@@ -50,35 +52,13 @@ def test_json_is_complete() -> None:
         "stored_bytes": 1040,
         "dtypes": {"bfloat16": {"count": 1, "nbytes": 1024}, "float32": {"count": 2, "nbytes": 32}},
         "tensors": [
-            {
-                "name": "big",
-                "dtype": "bfloat16",
-                "layout": "strided",
-                "packing": None,
-                "math_bits": [],
-                "shape": [2, 256],
-                "stride": [256, 1],
-                "nbytes": 1024,
-                "storages": [0],
-                "storage_offset": 0,
-                "parameter": True,
-                "requires_grad": False,
-            },
+            plain
+            | {"name": "big", "dtype": "bfloat16", "shape": [2, 256], "stride": [256, 1], "nbytes": 1024}
+            | {"parameter": True, "storages": [0]},
             *(
-                {
-                    "name": name,
-                    "dtype": "float32",
-                    "layout": "strided",
-                    "packing": None,
-                    "math_bits": [],
-                    "shape": [4],
-                    "stride": [1],
-                    "nbytes": 16,
-                    "storages": [1],
-                    "storage_offset": 0,
-                    "parameter": False,
-                    "requires_grad": False,
-                }
+                plain
+                | {"name": name, "dtype": "float32", "shape": [4], "stride": [1], "nbytes": 16, "storages": [1]}
+                | {"parameter": False}
                 for name in ("tied.0", "tied.1")
             ),
         ],

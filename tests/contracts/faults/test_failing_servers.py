@@ -47,7 +47,7 @@ OTHER: dict[str, Fault] = {
     "redirected away": moved("ftp://127.0.0.1/"),
 }
 
-#: What a server does at random, with bytes and statuses of its own.
+#: Makers of random faults.
 RANDOM: dict[str, Callable[[random.Random], Fault]] = {
     "status": lambda numbers: status(numbers.choice([400, 403, 404, 408, 412, 416, 429, 500, 503, 599])),
     "later": lambda numbers: status(numbers.choice([429, 503]), Retry_After=numbers.choice(["0", "1", "soon", "9999"])),

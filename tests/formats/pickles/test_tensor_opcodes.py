@@ -10,10 +10,7 @@ from operator import length_hint
 import pytest
 import torch
 
-from sluice._errors import (
-    FormatError,
-    SluiceError,
-)
+from sluice._errors import FormatError, SluiceError
 from sluice.formats.pickles import opcodes as _pickle_opcodes
 from sluice.formats.pickles.tensor_opcodes import take_tensor
 from sluice.formats.pickles.unpickler import Unpickler

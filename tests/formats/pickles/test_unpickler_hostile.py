@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice._errors import (
-    FormatError,
-    LimitError,
-    SluiceError,
-    TruncatedError,
-    UnsupportedError,
-)
+from sluice._errors import FormatError, LimitError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
 from support.hostile_archives import Call, Global, encode, pickled, storage, tensor_call
 from support.pickles import LIMITS, MISSING, body, load, machine

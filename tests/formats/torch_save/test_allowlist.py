@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 import sluice
-from sluice._errors import (
-    FormatError,
-    LimitError,
-    UnsupportedError,
-)
+from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, Opaque, TorchText, UnsupportedValue, elements_of

@@ -14,22 +14,14 @@ from hypothesis import strategies as st
 
 import sluice
 from sluice._dtypes import torch_dtype
-from sluice._errors import (
-    FormatError,
-)
+from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Index, Opaque
 from sluice.testing import MemorySource, RecordingSource
 from support.dtypes import TORCH_DTYPES
-from support.hostile_archives import (
-    Call,
-    Global,
-    storage,
-    tensor_call,
-    torch_archive,
-)
+from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
 from support.torch_files import PROTOCOLS, Comparison, check, filled, index_of, saved
 
 

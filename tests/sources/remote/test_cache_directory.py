@@ -66,6 +66,8 @@ def test_nothing_is_removed_for_what_has_no_room_anyway(tmp_path: Path) -> None:
     load(1, tmp_path)
     assert "leaves no room" in note(load(2, tmp_path, len(CONTENT) - 1))
     assert is_complete(1, tmp_path)
+    assert "leaves no room" not in note(load(3, tmp_path, BOUND))
+    assert is_complete(1, tmp_path)  # what was refused takes no room
 
 
 def test_parts_count_as_whole_files(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_complete_file_that_was_only_touched_is_compared_once(
     loaded(opened(remote, tmp_path))
     entries(tmp_path)[0].touch()
     assert isinstance(opened(remote, tmp_path), CompleteFile)
-    monkeypatch.setattr("sluice.sources.remote.cache_directory.Part.right", None)
+    monkeypatch.setattr("sluice.sources.remote.cache_directory.OpenCacheEntry.right", None)
     assert isinstance(opened(remote, tmp_path), CompleteFile)
 
 

@@ -155,7 +155,7 @@ def test_a_complete_file_that_cannot_be_read_is_requested(tmp_path: Path, monkey
         assert "not cached: denied" in str(getattr(source, "note", None))
 
 
-def _refuse(_name: object, mark: int, _path: str) -> None:
+def _refuse(_entry: object, mark: int, *_: object) -> None:
     os.close(mark)
     raise ReadError("denied")
 

@@ -19,8 +19,8 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
-from sluice.sources.remote.fsspec_files import filesystem_directory, filesystem_source, open_directory, open_source
-from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.fsspec_files import open_directory, open_source
+from sluice.sources.remote.location import Remote
 from sluice.testing import check_source
 from support.memory_files import filesystem
 
@@ -32,7 +32,7 @@ CONTENT = random.Random(0).randbytes(200_000)
 def test_a_file_is_a_source(filesystem: Any) -> None:
     filesystem.pipe_file("/d/f", CONTENT)
     check_source(
-        lambda: open_source("memory://d/f"), CONTENT, change=lambda: filesystem.pipe_file("/d/f", CONTENT[::-1])
+        lambda: open_source(Remote("memory://d/f")), CONTENT, change=lambda: filesystem.pipe_file("/d/f", CONTENT[::-1])
     )
 
 
@@ -42,7 +42,7 @@ def test_a_range_is_read_in_pieces(filesystem: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(defaults, "FSSPEC_READ_BYTES", 4096)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1000)
     asked = _recorded(filesystem, monkeypatch)
-    source = filesystem_source(filesystem, "/f")
+    source = open_source(Remote("/f", store=filesystem))
     assert asked == [(0, 1000)]
     assert source.read_at(100_000, 10_000) == CONTENT[100_000:110_000]
     assert asked[1:] == [(100_000, 104_096), (104_096, 108_192), (108_192, 110_000)]
@@ -65,7 +65,7 @@ def test_a_file_system_without_asyncio_takes_one_request_at_a_time(
 
     monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1)
     monkeypatch.setattr(filesystem, "cat_file", counted)
-    sources = [filesystem_source(filesystem, "/f"), open_source("memory://f")]
+    sources = [open_source(Remote("/f", store=filesystem)), open_source(Remote("memory://f"))]
     assert {source.access.parallel_requests for source in sources} == {1}
 
     def read(source: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_file_system_without_asyncio_takes_one_request_at_a_time(
 
 def test_a_replaced_or_removed_file_has_changed(filesystem: Any) -> None:
     filesystem.pipe_file("/f", CONTENT)
-    source = open_source("memory://f")
+    source = open_source(Remote("memory://f"))
     source.check_unchanged()
     filesystem.pipe_file("/f", CONTENT)
     with pytest.raises(SourceChangedError, match="was changed while it was being read"):
@@ -98,7 +98,7 @@ def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch:
     monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.0)
-    with closing(open_source("memory://f")) as source:
+    with closing(open_source(Remote("memory://f"))) as source:
         with _failing(filesystem, ConnectionError("secret"), times=2):
             assert source.read_at(5, 5) == CONTENT[5:10]
         with _failing(filesystem, ConnectionError("secret")), pytest.raises(RemoteError) as caught:
@@ -114,7 +114,7 @@ def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch:
 def test_answers_that_are_not_the_range_are_refused(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     filesystem.pipe_file("/f", CONTENT)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1)
-    source = open_source("memory://f")
+    source = open_source(Remote("memory://f"))
     monkeypatch.setattr(filesystem, "cat_file", lambda *_, **__: CONTENT)
     with pytest.raises(RemoteError, match="other bytes than the range"):
         source.read_at(5, 5)
@@ -123,19 +123,19 @@ def test_answers_that_are_not_the_range_are_refused(filesystem: Any, monkeypatch
 def test_files_that_are_not_there(filesystem: Any) -> None:
     filesystem.pipe_file("/d/empty", b"")
     with pytest.raises(MissingFileError, match="memory://d/none: there is no such file"):
-        open_source("memory://d/none")
+        open_source(Remote("memory://d/none"))
     with pytest.raises(MissingFileError, match="a directory, not a file"):
-        open_source("memory://d")
+        open_source(Remote("memory://d"))
     with pytest.raises(TruncatedError, match="the file is empty"):
-        open_source("memory://d/empty")
+        open_source(Remote("memory://d/empty"))
     with pytest.raises(MissingFileError):
-        open_source("zip://inside::memory://none.zip")
+        open_source(Remote("zip://inside::memory://none.zip"))
 
 
 def test_directories_list_and_open_their_files(filesystem: Any) -> None:
     filesystem.pipe_file("/d/f", CONTENT)
     filesystem.pipe_file("/d/sub/g", b"x")
-    for directory in (open_directory("memory://d/"), filesystem_directory(filesystem, "/d")):
+    for directory in (open_directory(Remote("memory://d/")), open_directory(Remote("/d", store=filesystem))):
         assert directory is not None
         assert {entry.name: entry.kind for entry in directory.entries()} == {"f": "file", "sub": "directory"}
         assert directory.open("sub/g").read_at(0, 1) == b"x"
@@ -143,15 +143,15 @@ def test_directories_list_and_open_their_files(filesystem: Any) -> None:
         for name in ("../e", "/e", "memory://e", "sub//g", "a\\b"):
             with pytest.raises(PathEscapeError):
                 directory.open(name)
-    assert open_directory("memory://d/f") is None
-    assert open_directory("memory://none") is None
+    assert open_directory(Remote("memory://d/f")) is None
+    assert open_directory(Remote("memory://none")) is None
 
 
 def test_unknown_schemes_and_settings_are_refused(filesystem: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"nope://host/f: fsspec has no file system for 'nope'"):
-        open_source("nope://me:secret@host/f")
+        open_source(Remote("nope://me:secret@host/f"))
     with pytest.raises(UnsupportedError, match=r"headers=, verify=, cert= and timeout= are for http and object stores"):
-        open_source("memory://f", RemoteSettings(timeout=3.0))
+        open_source(Remote("memory://f", timeout=3.0))
 
 
 def _recorded(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ from sluice._errors import (
 from sluice._threads import in_threads
 from sluice.records import RequestRecord
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.http import open_directory, open_object
+from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote.servers import server_of
 from sluice.testing import check_source
@@ -66,7 +66,7 @@ def opened(url: str, settings: RemoteSettings = QUICK) -> closing[RemoteFile]:
 def file_at(url: str, settings: RemoteSettings = QUICK) -> RemoteFile:
     """Return a file whose pauses take no time."""
     time = SkippedTime()
-    return RemoteFile(open_object(url, settings), sleep=time.sleep, clock=time)
+    return RemoteFile(HttpObject(url, settings), sleep=time.sleep, clock=time)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_opening_request_brings_the_first_bytes(server: RangeServer) -> None
 
 def test_a_read_and_its_connection_hold_nothing_of_an_answer(server: RangeServer) -> None:
     """An answer that is not read to its end takes its connection with it."""
-    remote = open_object(server.url("/m.pth"))
+    remote = HttpObject(server.url("/m.pth"))
     facts, first = remote.open_first(100)
     with first:
         pass
@@ -261,14 +261,14 @@ def test_a_small_object_needs_no_ranges(server: RangeServer, answers: Fault) -> 
     with opened(server.url("/index.json")) as file:
         assert file.read_at(0, 2) == b"{}"
     with pytest.raises(UnsupportedError, match="does not answer ranges"):
-        RemoteFile(open_object(server.url("/large"), QUICK))
+        RemoteFile(HttpObject(server.url("/large"), QUICK))
 
 
 def test_a_small_object_that_ends_with_its_connection_is_refused(server: RangeServer) -> None:
     """The object may be longer than what was received."""
     server.always = lambda answer: Answer(200, {"Connection": "close"}, answer.whole[:100], end="close")
     with pytest.raises(UnsupportedError):
-        RemoteFile(open_object(server.url("/m.pth"), QUICK))
+        RemoteFile(HttpObject(server.url("/m.pth"), QUICK))
 
 
 def test_what_was_given_up_says_after_how_many_tries(server: RangeServer) -> None:
@@ -322,7 +322,7 @@ def test_a_target_that_cannot_be_reached_is_asked_for_again(server: RangeServer)
 def test_redirects_end(server: RangeServer) -> None:
     server.always = moved("/m.pth")
     with pytest.raises(RemoteError, match="redirects more than 5 times"):
-        RemoteFile(open_object(server.url("/m.pth"), QUICK))
+        RemoteFile(HttpObject(server.url("/m.pth"), QUICK))
     assert len(server.requests) == 6
 
 
@@ -368,14 +368,14 @@ def test_no_error_and_no_log_has_credentials(
 
 def test_a_header_that_is_not_valid_is_not_shown() -> None:
     with pytest.raises(RemoteError, match="header 'X-Token'") as caught:
-        open_object("http://127.0.0.1/x", RemoteSettings(headers=(("X-Token", "geheim\r\nX: y"),)))
+        HttpObject("http://127.0.0.1/x", RemoteSettings(headers=(("X-Token", "geheim\r\nX: y"),)))
     assert "geheim" not in str(caught.value)
 
 
 def test_a_signature_that_expired(server: RangeServer) -> None:
     server.always = status(403)
     with pytest.raises(RemoteError, match="signatures expire: make a new one"):
-        RemoteFile(open_object(server.url("/m.pth?X-Amz-Signature=abc"), QUICK))
+        RemoteFile(HttpObject(server.url("/m.pth?X-Amz-Signature=abc"), QUICK))
 
 
 def test_addresses_are_sent_as_they_are(server: RangeServer) -> None:
@@ -402,7 +402,7 @@ def test_threads_share_connections(server: RangeServer) -> None:
 
 
 def test_a_file_that_nobody_closes_is_closed_when_it_is_collected(server: RangeServer) -> None:
-    file = RemoteFile(open_object(server.url("/m.pth")))
+    file = RemoteFile(HttpObject(server.url("/m.pth")))
     assert file.read_at(0, 1) == CONTENT[:1]
     del file
     gc.collect()  # the test fails if descriptors remain
@@ -427,11 +427,11 @@ def test_tls(tmp_path: Path) -> None:
         pytest.skip("openssl is not installed")
     with RangeServer({"/m.pth": CONTENT}, certificate=certificate) as server:
         with pytest.raises(RemoteError, match="certificate of the server is not trusted"):
-            RemoteFile(open_object(server.url("/m.pth"), QUICK))
+            RemoteFile(HttpObject(server.url("/m.pth"), QUICK))
         with opened(server.url("/m.pth"), RemoteSettings(verify=str(certificate))) as file:
             assert file.read_at(FAR, 100_000) == CONTENT[FAR : FAR + 100_000]
         with pytest.raises(RemoteError, match=r"certificate of the server is not trusted: .*mismatch"):
-            RemoteFile(open_object(server.url("/m.pth", host="localhost"), RemoteSettings(verify=str(certificate))))
+            RemoteFile(HttpObject(server.url("/m.pth", host="localhost"), RemoteSettings(verify=str(certificate))))
         with (
             pytest.warns(Warning, match="Unverified"),
             opened(server.url("/m.pth"), RemoteSettings(verify=False)) as file,
@@ -439,7 +439,7 @@ def test_tls(tmp_path: Path) -> None:
             assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
         server.always = moved("http://127.0.0.1:1/m.pth")
         with pytest.raises(RemoteError, match="redirects from https to http"):
-            RemoteFile(open_object(server.url("/m.pth"), RemoteSettings(verify=str(certificate))))
+            RemoteFile(HttpObject(server.url("/m.pth"), RemoteSettings(verify=str(certificate))))
 
 
 def test_an_address_of_ipv6() -> None:
@@ -463,7 +463,7 @@ def test_a_proxy_of_the_environment(server: RangeServer, monkeypatch: pytest.Mon
     assert server.requests[0].headers["Host"] == "outside.example"
     monkeypatch.setenv("http_proxy", "socks5://me:geheim@127.0.0.1:1")
     with pytest.raises(UnsupportedError, match="proxy") as caught:
-        RemoteFile(open_object("http://outside.example/m.pth"))
+        RemoteFile(HttpObject("http://outside.example/m.pth"))
     assert "geheim" not in "".join(traceback.format_exception(caught.value))
 
 
@@ -473,25 +473,21 @@ def test_redirects_to_private_addresses(server: RangeServer, monkeypatch: pytest
     with RangeServer({}) as first:
         first.always = moved(server.url("/m.pth"))
         with pytest.raises(RemoteError, match="redirects to a private address"):
-            RemoteFile(open_object(first.url("/m.pth"), QUICK))
+            RemoteFile(HttpObject(first.url("/m.pth"), QUICK))
         first.always = moved(server.url("/m.pth", host="localhost"))
         with pytest.raises(RemoteError, match="redirects to a private address"):
-            RemoteFile(open_object(first.url("/m.pth"), QUICK))
+            RemoteFile(HttpObject(first.url("/m.pth"), QUICK))
         monkeypatch.setenv("http_proxy", first.url(""))
         monkeypatch.setenv("no_proxy", "")
         first.always = moved("http://169.254.169.254/latest")
         with pytest.raises(RemoteError, match="redirects to a private address"):
-            RemoteFile(open_object("http://outside.example/m.pth", QUICK))
+            RemoteFile(HttpObject("http://outside.example/m.pth", QUICK))
     assert not server.requests
-
-
-def test_http_has_no_directories() -> None:
-    assert open_directory("https://host/folder/") is None
 
 
 def test_options_that_have_no_effect_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="options= has no effect"):
-        open_object("http://host/m.pth", RemoteSettings(options={"token": "x"}))
+        HttpObject("http://host/m.pth", RemoteSettings(options={"token": "x"}))
 
 
 def test_a_client_certificate(tmp_path: Path) -> None:
@@ -547,7 +543,7 @@ def test_a_server_that_limits_requests_is_read(server: RangeServer, monkeypatch:
     monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
     server.most_at_once, server.latency = 2, 0.005
     pieces: list[bytes] = [b""] * 64
-    with closing(RemoteFile(open_object(server.url("/m.pth")))) as file:
+    with closing(RemoteFile(HttpObject(server.url("/m.pth")))) as file:
 
         def read(number: int) -> None:
             pieces[number] = file.read_at(FAR + number, 1000)

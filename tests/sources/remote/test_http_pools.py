@@ -13,7 +13,7 @@ pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
 from sluice import _defaults as defaults
 from sluice.sources.remote import http_pools
-from sluice.sources.remote.http import open_object
+from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
 from support.range_server import RangeServer, cut
 
@@ -24,7 +24,7 @@ def test_a_read_returns_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> Non
     """The server never sends the rest; a read that waited for it would fail."""
     monkeypatch.setattr(http_pools, "_READ_SECONDS", 0.0)
     with RangeServer({"/m": CONTENT}, always=cut(5, "stall")) as server:
-        remote = open_object(server.url("/m"))
+        remote = HttpObject(server.url("/m"))
         buffer = memoryview(bytearray(50))
         with remote.open_first(100)[1] as body:
             assert body.readinto(buffer) == 5
@@ -48,7 +48,7 @@ def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch, st
 
         server = threading.Thread(target=drip)
         server.start()
-        remote = open_object(f"http://127.0.0.1:{listener.getsockname()[1]}/m")
+        remote = HttpObject(f"http://127.0.0.1:{listener.getsockname()[1]}/m")
         with pytest.raises(RequestFailedError, match="the headers of the answer take too long") as caught:
             remote.open_first(100)
         remote.close()
@@ -58,7 +58,7 @@ def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch, st
 
 def test_bytes_before_a_failure_are_kept() -> None:
     with RangeServer({"/m": CONTENT}, always=cut(5, "stall")) as server:
-        remote = open_object(server.url("/m"), RemoteSettings(timeout=0.1))
+        remote = HttpObject(server.url("/m"), RemoteSettings(timeout=0.1))
         buffer = memoryview(bytearray(50))
         with remote.open_first(100)[1] as body:
             assert body.readinto(buffer) == 5
@@ -77,7 +77,7 @@ def test_bytes_are_written_to_the_memory_of_the_caller(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(http_pools._PromptResponse, "read", read)
     with RangeServer({"/m": CONTENT}) as server:
-        remote = open_object(server.url("/m"))
+        remote = HttpObject(server.url("/m"))
         memory = bytearray(100)
         with remote.open_first(100)[1] as body:
             assert body.readinto(memoryview(memory)) == 100

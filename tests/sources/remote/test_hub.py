@@ -160,7 +160,7 @@ def test_without_a_connection_the_cache_is_used(
 
 
 def test_an_index_whose_revision_is_not_resolved_is_an_error(monkeypatch: pytest.MonkeyPatch, hub: RangeServer) -> None:
-    """Its shards are not those of whatever commit the next answer names."""
+    """The commit of the next response may be a newer one than that of the index."""
     monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 0.0)
     hub.faults = {0: status(503)}
     with pytest.raises(sluice.RemoteError, match="503"):

@@ -11,7 +11,7 @@ import pytest
 from sluice import _defaults as defaults
 from sluice._errors import RemoteError
 from sluice._threads import stops_when
-from sluice.sources.remote.protocol import RequestFailedError, WrongAnswerError
+from sluice.sources.remote.protocol import RequestFailedError, WrongResponseError
 from sluice.sources.remote.retries import Attempts, Speed, TooSlowError, pause_seconds, wait
 from sluice.sources.remote.servers import Server
 
@@ -80,9 +80,9 @@ def test_slow_answers_are_not_progress(attempts: Attempts, time: Time) -> None:
 
 def test_answers_that_contradict_the_request_are_given_up_soon(attempts: Attempts) -> None:
     for _ in range(defaults.REMOTE_WRONG_ANSWERS - 1):
-        attempts.failed(WrongAnswerError("no range"), 0)
+        attempts.failed(WrongResponseError("no range"), 0)
     with pytest.raises(RemoteError, match="no range after 3 tries"):
-        attempts.failed(WrongAnswerError("no range"), 0)
+        attempts.failed(WrongResponseError("no range"), 0)
 
 
 def test_a_call_that_has_ended_waits_for_no_server() -> None:

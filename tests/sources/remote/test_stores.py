@@ -23,8 +23,8 @@ from sluice._errors import (
 from sluice.sources.protocol import Source
 from sluice.sources.remote import store_clients
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.protocol import RemoteSettings
-from sluice.sources.remote.stores import open_directory, open_object, open_source, stored_directory, stored_source
+from sluice.sources.remote.location import Remote
+from sluice.sources.remote.stores import StoredObject, open_directory, open_source
 from sluice.testing import check_source
 from support.object_stores import SERVERS, Bucket, connections_closed
 
@@ -55,7 +55,7 @@ def bucket(server: Bucket) -> Iterator[Bucket]:
 
 
 def opened(bucket: Bucket, key: str) -> Source:
-    return open_source(bucket.url + key, bucket.settings)
+    return open_source(bucket.remote(key))
 
 
 def test_an_object_keeps_the_protocol_of_sources(bucket: Bucket) -> None:
@@ -111,7 +111,7 @@ def test_percent_signs_and_spaces_of_a_key_are_literal(bucket: Bucket) -> None:
 def test_what_may_be_a_signature_is_not_shown() -> None:
     store = obstore.store.MemoryStore()
     with pytest.raises(MissingFileError) as caught:
-        stored_source(store, "a?signature=secret")
+        open_source(Remote("a?signature=secret", store=store))
     assert "secret" not in str(caught.value)
 
 
@@ -119,7 +119,7 @@ def test_what_may_be_a_signature_is_not_shown() -> None:
 def test_a_prefix_is_a_directory(bucket: Bucket, slash: str) -> None:
     for key in ("listed/a.bin", "listed/b/c.bin", "listed-too.bin"):
         bucket.put(key, key.encode())
-    directory = open_directory(f"{bucket.url}listed{slash}", bucket.settings)
+    directory = open_directory(bucket.remote(f"listed{slash}"))
     assert directory is not None
     assert {entry.name: entry.kind for entry in directory.entries()} == {"a.bin": "file", "b": "directory"}
     assert directory.path == f"{bucket.url}listed/"
@@ -132,15 +132,15 @@ def test_a_prefix_is_a_directory(bucket: Bucket, slash: str) -> None:
 
 def test_an_object_or_nothing_is_no_directory(bucket: Bucket) -> None:
     bucket.put("one", b"1")
-    assert open_directory(f"{bucket.url}one", bucket.settings) is None
-    assert open_directory(f"{bucket.url}nothing/", bucket.settings) is None
+    assert open_directory(bucket.remote("one")) is None
+    assert open_directory(bucket.remote("nothing/")) is None
     with pytest.raises(MissingFileError, match="prefix"):
-        open_object(f"{bucket.url}nothing/", bucket.settings)
+        open_source(bucket.remote("nothing/"))
 
 
 def test_the_name_of_a_file_is_no_directory_without_a_request() -> None:
-    settings = RemoteSettings(options={"endpoint": "http://127.0.0.1:9"})
-    assert open_directory("s3://bucket/model.safetensors", settings) is None
+    options = {"endpoint": "http://127.0.0.1:9"}
+    assert open_directory(Remote("s3://bucket/model.safetensors", options=options)) is None
 
 
 def test_an_object_needs_no_permission_to_list(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,27 +148,27 @@ def test_an_object_needs_no_permission_to_list(bucket: Bucket, monkeypatch: pyte
         raise obstore.exceptions.PermissionDeniedError("status code: 403")
 
     monkeypatch.setattr(obstore, "list_with_delimiter", refused)
-    assert open_directory(f"{bucket.url}model", bucket.settings) is None
+    assert open_directory(bucket.remote("model")) is None
     with pytest.raises(RemoteError, match="refused access"):
-        open_directory(f"{bucket.url}model/", bucket.settings)
+        open_directory(bucket.remote("model/"))
 
 
 @pytest.mark.parametrize("name", ["../secret", "/secret", "a/../../b", "https://elsewhere/x", "a//b", "..\\x"])
 def test_names_do_not_lead_out_of_the_prefix(name: str) -> None:
     store = obstore.store.MemoryStore()
     obstore.put(store, "a/b", b"1")
-    directory = stored_directory(store, "a")
+    directory = open_directory(Remote("a", store=store))
     assert directory is not None
     with pytest.raises(PathEscapeError):
         directory.open(name)
 
 
 def test_a_missing_bucket_is_named(bucket: Bucket) -> None:
-    url = bucket.url.replace("models", "nowhere")
+    url, options = bucket.url.replace("models", "nowhere"), dict(bucket.settings.options)
     with pytest.raises(MissingFileError, match="bucket does not exist"):
-        open_source(f"{url}a.bin", bucket.settings)
+        open_source(Remote(f"{url}a.bin", options=options))
     with pytest.raises(MissingFileError, match="bucket does not exist"):
-        open_directory(f"{url}a/", bucket.settings)
+        open_directory(Remote(f"{url}a/", options=options))
 
 
 def test_refused_credentials_are_an_error_without_them(bucket: Bucket) -> None:
@@ -181,7 +181,7 @@ def test_refused_credentials_are_an_error_without_them(bucket: Bucket) -> None:
     else:
         wrong["account_key"] = "c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0"
     with pytest.raises(RemoteError, match=r"refused access \(403") as caught:
-        open_source(f"{bucket.url}private.bin", RemoteSettings(options=wrong))
+        open_source(Remote(f"{bucket.url}private.bin", options=wrong))
     assert "ACCESS_KEY" in str(caught.value) or "ACCOUNT_KEY" in str(caught.value)
     for value in ("hidden-secret", "c2VjcmV0"):
         assert value not in f"{caught.value!s} {caught.value!r} {caught.value.__cause__!r}"
@@ -192,15 +192,15 @@ def test_absent_credentials_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     closed = "http://127.0.0.1:9"
-    settings = RemoteSettings(options={"endpoint": closed, "metadata_endpoint": closed})
+    options = {"endpoint": closed, "metadata_endpoint": closed}
     with pytest.raises(RemoteError, match="no credentials were found"):
-        open_source("s3://bucket/a.bin", settings)
+        open_source(Remote("s3://bucket/a.bin", options=options))
 
 
 def test_stores_of_the_user() -> None:
     store = obstore.store.MemoryStore()
     obstore.put(store, "dir/a.bin", CONTENT)
-    check_source(lambda: stored_source(store, "dir/a.bin"), CONTENT)
+    check_source(lambda: open_source(Remote("dir/a.bin", store=store)), CONTENT)
 
 
 @pytest.mark.parametrize("key", ["../dir", "dir/../a.bin", "dir//a.bin"])
@@ -222,7 +222,7 @@ def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatc
         return get(store, path, options=options)
 
     monkeypatch.setattr(obstore, "get", recording)
-    source = stored_source(store, "a")
+    source = open_source(Remote("a", store=store))
     target = bytearray(1_000_000)
     assert source.read_into(500_000, memoryview(target)) == len(target)
     assert target == content[500_000:1_500_000]
@@ -232,13 +232,14 @@ def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatc
 def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(UnsupportedError, match=r"sluice\[remote\]"):
-        open_object("s3://bucket/a.bin")
+        open_source(Remote("s3://bucket/a.bin"))
 
 
 def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_object("s3://bucket/a.bin", RemoteSettings(options={"skip_signature": "true"}))
+    source = Remote("s3://bucket/a.bin", options={"skip_signature": "true"})
+    store = store_clients.make_store(store_clients.parse_address(source.url), source.settings)
     monkeypatch.setattr(store_clients, "_USERS", {os.getpid() + 1})
     with pytest.raises(UnsupportedError, match="forked"):
-        RemoteFile(source)
+        RemoteFile(StoredObject(store, "a.bin", "s3://bucket/"))
     monkeypatch.setattr(store_clients, "_USERS", set[int]())  # the other process has not used a store
     assert store_clients.obstore_library("s3://bucket/a.bin")

@@ -38,7 +38,7 @@ def test_each_format_is_read_bit_for_bit(kind: str, bucket: Bucket, tmp_path: Pa
         bucket.put_files(kind, path)
     else:
         bucket.put(kind, path.read_bytes())
-    remote = sluice.Remote(bucket.url + kind, options=dict(bucket.settings.options))
+    remote = bucket.remote(kind)
     with sluice.open(path) as local, sluice.open(remote) as found:
         assert found.format == local.format
         assert found.keys() == local.keys()
@@ -59,7 +59,7 @@ def test_an_object_that_changes_during_use_is_refused(bucket: Bucket, tmp_path: 
     file = tmp_path / "model.safetensors"
     sluice.save({"a": torch.arange(50_000.0)}, file)
     bucket.put("changing.safetensors", file.read_bytes())
-    remote = sluice.Remote(f"{bucket.url}changing.safetensors", options=dict(bucket.settings.options))
+    remote = bucket.remote("changing.safetensors")
     with sluice.open(remote) as checkpoint:
         sluice.save({"a": torch.arange(50_000.0) + 1}, file, overwrite=True)
         bucket.put("changing.safetensors", file.read_bytes())

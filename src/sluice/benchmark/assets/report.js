@@ -194,7 +194,7 @@
     draw();
     const died = chart.series.some((series) => series.status !== "ok");
     document.getElementById("caption").textContent =
-      `${chart.title}. A dot is the peak of a line${died ? ", a cross the moment at which a process died" : ""}; ` +
+      `${chart.title}. ${chart.finding}. A dot is the peak of a line${died ? ", a cross the moment at which a process died" : ""}; ` +
       "the dashed line is F, the finished model. All charts of this page have the same time axis.";
   }
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import shlex
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +23,9 @@ from sluice.measuring._limit import memory_limit_refusal
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sluice.benchmark.comparison import Checkpoints, ComparedModel
+    from sluice.benchmark.comparison import ComparedModel
     from sluice.benchmark.records import MethodRun, Precision, Scenario, State
-    from sluice.benchmark.sizes import Choice
+    from sluice.benchmark.sizes import Choice, Extent
 
 __all__ = ["bench_command"]
 
@@ -98,7 +103,7 @@ def bench_command(
     """Load one checkpoint in several ways and compare peak memory and time.
 
     Give CHECKPOINT and --model for your own checkpoint, or --size for a GPT-2 with a generated one. With neither, the
-    largest GPT-2 is used that fits this machine and about two minutes, both cold and warm if there is time. Each load
+    largest GPT-2 is used whose cold and warm loads fit this machine and about two minutes. Each load
     runs in a separate process, which is measured from outside. A process that dies is listed with the reason and its
     progress.
 
@@ -110,8 +115,7 @@ def bench_command(
       naive, sequential, meta-sequential, mmap, per-parameter, sluice
     Other loaders, which run by name if they are installed:
       torch-load, torch-mmap, torch-assign, torch-dcp, safetensors-load-model,
-      safetensors-load-file, accelerate, transformers, runai-streamer,
-      fastsafetensors, tensorizer, instanttensor
+      safetensors-load-file, accelerate, runai-streamer, fastsafetensors, tensorizer
     For comparison: sluice-load-into, sluice-map, raw-direct, raw-buffered
 
     \b
@@ -126,9 +130,10 @@ def bench_command(
         raise Failure(f"--ram-limit: {refusal}")
     # Here, not above: torch takes a second to import, and wrong options are refused before.
     from sluice.benchmark import machine as _machine
-    from sluice.benchmark.comparison import Checkpoints, builtin_subject, own_subject
+    from sluice.benchmark.comparison import Checkpoints, builtin_subject, own_subject, scenario
     from sluice.benchmark.folder import temporary_folder
     from sluice.benchmark.runner import run_with_progress
+    from sluice.benchmark.sizes import END_SECONDS
     from sluice.benchmark.table import console_for_tables, print_tables
     from sluice.cli.views.bench import print_end, print_machine
 
@@ -136,26 +141,30 @@ def bench_command(
         directory.mkdir(parents=True, exist_ok=True)
     console = console_for_tables(stderr=as_json)
     where = device or _machine.device()
-    with temporary_folder(directory, keep=keep) as folder:
+    begin, end_seconds = time.monotonic(), math.inf
+    with _full_disk_is_a_failure(), temporary_folder(directory, keep=keep) as folder:
         machine = _machine.describe(folder, _PACKAGES)
         print_machine(console, machine)
-        choices = _states(cold)
+        precisions: list[Precision] = [_DTYPES[name] for name in dict.fromkeys(dtypes)]
+        states: tuple[State, ...] = ("cold", "warm") if cold is None else ("cold",) if cold else ("warm",)
         if checkpoint is not None and factory is not None:
-            subject, states = own_subject(checkpoint.absolute(), factory, model_args, key), choices[0]
+            subject = own_subject(checkpoint.absolute(), factory, model_args, key)
+            precisions = precisions or [_own_precision(checkpoint)]
         elif size is not None:
-            subject, states = builtin_subject(size), choices[0]
+            subject = builtin_subject(size)
         else:
-            loads = len(_choose_methods(builtin_subject(_SIZES[0]), methods, where)) * runs
-            counts = {states: (len(set(dtypes)) or 2) * (1 + loads * len(states)) for states in choices}
-            choice = _choose(console, folder, where, counts)
-            subject, states = builtin_subject(choice.size), choice.states
-        chosen = _choose_methods(subject, methods, where)
+            loads = len(_choose_methods(builtin_subject(_SIZES[0]), methods)) * runs
+            choice = _choose(console, folder, where, _extents(cold, precisions, loads))
+            subject, states, precisions = builtin_subject(choice.size), choice.states, list(choice.dtypes)
+            end_seconds = END_SECONDS
+        chosen = _choose_methods(subject, methods)
         with console.status("making the checkpoints"):
-            files = Checkpoints(subject, folder)
-            scenarios = _scenarios(subject, files, chosen, dtypes, states, device=where, ram_limit=ram_limit)
-        found = run_with_progress(console, scenarios, repetitions=runs, timeout_seconds=timeout)
-    command = _command(click.get_current_context(), subject, states)
-    document = _write(out, subject.title, machine, command, scenarios, found)
+            plan = partial(scenario, subject, Checkpoints(subject, folder), chosen, device=where, states=states)
+            scenarios = [plan(dtype, host_limit_bytes=ram_limit) for dtype in precisions or ("float32", "bfloat16")]
+        left = end_seconds - (time.monotonic() - begin)
+        found = run_with_progress(console, scenarios, repetitions=runs, timeout_seconds=timeout, end_seconds=left)
+        command = _command(click.get_current_context(), subject, states, precisions)
+        document = _write(out, subject.title, machine, command, scenarios, found)
     if as_json:
         click.echo(json.dumps(document))
     else:
@@ -177,69 +186,65 @@ def _check_options(checkpoint: Path | None, factory: str | None, model_args: str
         find_factory(factory)
 
 
-def _states(cold: bool | None) -> list[tuple[State, ...]]:  # noqa: FBT001 - the value of --cold/--warm
-    """Return the choices of states to compare, the largest first."""
-    if cold is None:
-        return [("cold", "warm"), ("warm",)]
-    return [("cold",) if cold else ("warm",)]
+@contextmanager
+def _full_disk_is_a_failure() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        text = f"{error.filename or 'the disk'}: {error.strerror}"
+        raise Failure(f"{text}; choose a smaller --size, or another --directory or --out") from error
 
 
-def _choose(console: Console, folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
-    """Choose size and states for this machine; ``counts`` has the number of processes for each choice of states."""
+def _extents(cold: bool | None, dtypes: Sequence[Precision], loads: int) -> dict[Extent, int]:  # noqa: FBT001
+    """Return the number of processes of each choice of states and dtypes, the most first; ``loads`` for each state."""
+    both: tuple[State, ...] = ("cold", "warm")
+    states = [both, both, both[:1]] if cold is None else [both[:1] if cold else both[1:]] * 2
+    precisions: list[tuple[Precision, ...]] = [tuple(dtypes)] * 3
+    if not dtypes:
+        precisions = [("float32", "bfloat16"), ("float32",), ("float32",)]
+    extents = dict.fromkeys(zip(states, precisions, strict=False))
+    return {extent: len(extent[1]) * (1 + loads * len(extent[0])) for extent in extents}
+
+
+def _choose(console: Console, folder: Path, device: str, processes: dict[Extent, int]) -> Choice:
+    """Choose size, states and dtypes for this machine, from the number of processes of each extent."""
     from sluice.benchmark.sizes import choose_here
     from sluice.cli.views.bench import print_choice
 
     with console.status("looking at memory, disk and time"):
-        choice = choose_here(folder, device, counts)
+        choice = choose_here(folder, device, processes)
     print_choice(console, choice)
     return choice
 
 
-def _choose_methods(subject: ComparedModel, asked: tuple[str, ...], device: str) -> list[str]:
+def _own_precision(checkpoint: Path) -> Precision:
+    from sluice.benchmark.subjects import main_dtype
+
+    own = main_dtype(checkpoint)
+    return next((dtype for dtype in _DTYPES.values() if dtype == own), "float32")
+
+
+def _choose_methods(subject: ComparedModel, asked: tuple[str, ...]) -> list[str]:
     """Return the methods to run, each once, in the order of the tables."""
     from sluice.benchmark.comparison import default_methods
     from sluice.benchmark.methods import LOADERS
-    from sluice.benchmark.peers import GPU_PEERS
 
     if not asked:
         return default_methods(subject)
-    for_gpus = {method.name for method in GPU_PEERS}
     known = list(LOADERS)
     unknown = [name for name in asked if name != "all" and name not in known]
     if unknown:
         message = f"there is no {unknown[0]!r}; the methods are {', '.join(known)}"
         raise click.BadParameter(message, param_hint="--method")
-    if device != "cuda" and (useless := for_gpus & set(asked)):
-        raise click.BadParameter(f"{', '.join(useless)} loads onto CUDA devices only", param_hint="--method")
-    everything = set(known) if device == "cuda" else set(known) - for_gpus
-    return [name for name in known if name in asked or ("all" in asked and name in everything)]
+    return [name for name in known if name in asked or "all" in asked]
 
 
-def _scenarios(
-    subject: ComparedModel,
-    checkpoints: Checkpoints,
-    methods: list[str],
-    dtypes: tuple[str, ...],
-    states: tuple[State, ...],
-    *,
-    device: str,
-    ram_limit: int | None,
-) -> list[Scenario]:
-    from sluice.benchmark.comparison import scenario
-    from sluice.benchmark.subjects import main_dtype
-
-    chosen: list[Precision] = [_DTYPES[name] for name in dict.fromkeys(dtypes)]
-    if not chosen and subject.original is None:
-        chosen = ["float32", "bfloat16"]
-    elif not chosen and subject.original is not None:
-        own = main_dtype(subject.original)
-        chosen = [dtype for dtype in _DTYPES.values() if dtype == own] or ["float32"]
-    ask = partial(scenario, subject, checkpoints, methods, device=device, states=states, host_limit_bytes=ram_limit)
-    return [ask(dtype) for dtype in chosen]
-
-
-def _command(context: click.Context, subject: ComparedModel, states: tuple[State, ...]) -> str:
-    """Return the command line that repeats the comparison, with the chosen size and states."""
+def _command(
+    context: click.Context, subject: ComparedModel, states: tuple[State, ...], dtypes: Sequence[Precision]
+) -> str:
+    """Return the command line that repeats the comparison, with the chosen size, states and dtypes."""
     words = ["sluice", "bench"]
     if subject.original is None:
         words += ["--size", subject.model]
@@ -252,6 +257,8 @@ def _command(context: click.Context, subject: ComparedModel, states: tuple[State
         else:
             for each in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], str(each)]
+    if subject.original is None and len(dtypes) == 1 and not context.params["dtypes"]:
+        words += ["--dtype", "fp32"]
     if len(states) == 1:
         words.append(f"--{states[0]}")
     return shlex.join(words)

@@ -50,7 +50,7 @@ class MeshSizes(click.ParamType[dict[str, int]]):
 @click.option("--tp-plan", metavar="JSON", help="Style by pattern of module names. Default: the model's tp_plan.")
 @click.option("--disk-speed", type=Size(), help="Bytes that one host reads in a second, such as 3GB.")
 @click.option("--network-speed", type=Size(), help="Bytes that shared storage sends to all hosts in a second.")
-@click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
+@click.option("--probe", is_flag=True, help="Load up to 128 MiB to estimate the time.")
 @click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from sluice.benchmark.headline import explain_final_bytes, findings
-from sluice.benchmark.records import MethodRun, Scenario
+from sluice.benchmark.records import SHORT_DTYPES, MethodRun, Scenario
 from sluice.benchmark.sizes import Choice
 
 __all__ = ["print_choice", "print_end", "print_machine"]
@@ -23,8 +23,11 @@ def print_machine(console: Console, machine: Mapping[str, str]) -> None:
 
 
 def print_choice(console: Console, choice: Choice) -> None:
-    """Print the chosen size and states, with the reason."""
-    text = f"GPT-2 {choice.size}, {' and '.join(choice.states)}: about {choice.seconds:.0f} s; {choice.reason}"
+    """Print the chosen size, states and dtypes, with the reason."""
+    dtypes = " and ".join(SHORT_DTYPES[dtype] for dtype in choice.dtypes)
+    text = (
+        f"GPT-2 {choice.size}, {dtypes}, {' and '.join(choice.states)}: about {choice.seconds:.0f} s; {choice.reason}"
+    )
     console.print(text, highlight=False, soft_wrap=True)
 
 

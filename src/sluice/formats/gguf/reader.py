@@ -31,13 +31,13 @@ from functools import cache
 from importlib.util import find_spec
 
 from sluice._errors import FormatError, TruncatedError, UnsupportedError
-from sluice._geometry import contiguous_stride, round_up
 from sluice._options import Limits
 from sluice.formats.first_bytes import GGUF_MAGIC, is_gguf
 from sluice.formats.gguf.header import Header, TensorDescription
 from sluice.formats.protocol import LocatedByIndex
 from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue
 from sluice.records.bulk import collector_paused
+from sluice.records.geometry import contiguous_stride, round_up
 from sluice.sources.protocol import Source
 
 __all__ = ["GgufFormat"]

@@ -25,6 +25,7 @@ pickle followed by more bytes; a pickled object of an arbitrary class instead of
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -114,6 +115,7 @@ class TorchZipFormat:
             files=(FileRecord(path=source.path, identity=source.identity),),
             storages=tuple(_storages(references, positions, directory, big_endian=big_endian)),
             tree=tree,
+            crcs=array("I", map(directory.crcs.__getitem__, positions)),
             metadata=metadata,
             notes=notes,
             record_ends={record.header: record.limit for record in last},

@@ -34,7 +34,7 @@ try:
 except ImportError:  # Windows
     flock = None  # type: ignore[assignment]
 
-__all__ = ["CacheDirectory", "CacheEntry", "Part", "locks_work"]
+__all__ = ["CacheDirectory", "CacheEntry", "OpenCacheEntry", "locks_work"]
 
 _TAG = "CACHEDIR.TAG"
 _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
@@ -78,10 +78,10 @@ class CacheEntry(Struct, frozen=True, kw_only=True):
         return start, min(start + defaults.CACHE_PIECE_BYTES, self.nbytes)
 
 
-class Part(Struct, frozen=True):
+class OpenCacheEntry(Struct, frozen=True):
     """Open files of an entry."""
 
-    #: What it is the entry of.
+    #: The entry.
     entry: CacheEntry
     #: Descriptor of the data.
     data: int
@@ -143,7 +143,7 @@ class CacheDirectory:
         return None
 
     @contextmanager
-    def writing(self, entry: CacheEntry, report: Callable[[int], None]) -> Iterator[Part | None]:
+    def writing(self, entry: CacheEntry, report: Callable[[int], None]) -> Iterator[OpenCacheEntry | None]:
         """Lend the part of an entry for writing, after other processes; None if one of them has completed it.
 
         Args:
@@ -159,7 +159,7 @@ class CacheDirectory:
                         os.unlink(f"{entry.file}.part", dir_fd=directory)
             yield None if done else part
 
-    def publish(self, part: Part) -> None:
+    def publish(self, part: OpenCacheEntry) -> None:
         """Give a part that has all bytes its final name."""
         file = part.entry.file
         os.ftruncate(part.data, part.entry.nbytes)
@@ -192,19 +192,19 @@ class CacheDirectory:
             os.close(directory)
 
     @contextmanager
-    def _opened(self, entry: CacheEntry, suffix: str) -> Iterator[Part]:
+    def _opened(self, entry: CacheEntry, suffix: str) -> Iterator[OpenCacheEntry]:
         """Lend the open files of an entry, which is marked as used until its sums are closed."""
         with ExitStack() as stack:
             with self._locked() as directory:
+                if suffix:
+                    self._make_room(directory, entry)
+                data = stack.enter_context(_opened(directory, entry.file + suffix, make=bool(suffix)))
                 sums = stack.enter_context(_opened(directory, f"{entry.file}.sums", make=True))
                 flock(sums, LOCK_SH | LOCK_NB)
                 if not os.fstat(sums).st_size:
                     _append(sums, json.dumps({name: getattr(entry, name) for name in ("address", "version", "nbytes")}))
                 os.utime(sums)
-                if suffix:
-                    self._make_room(directory, entry)
-                data = stack.enter_context(_opened(directory, entry.file + suffix, make=bool(suffix)))
-            yield Part(entry, data, sums)
+            yield OpenCacheEntry(entry, data, sums)
 
     def _make_room(self, directory: int, entry: CacheEntry) -> None:
         """Remove entries that no one uses, the least recently used first, until an object has room."""
@@ -241,7 +241,7 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _wait_for_writer(part: Part, report: Callable[[int], None]) -> None:
+def _wait_for_writer(part: OpenCacheEntry, report: Callable[[int], None]) -> None:
     while not _lock(part.data):
         if time.time() - max(os.fstat(each).st_mtime for each in (part.data, part.sums)) > _PATIENCE_SECONDS:
             raise TimeoutError(errno.ETIMEDOUT, "the process that fills it is stopped")
@@ -253,7 +253,7 @@ def _wait_for_writer(part: Part, report: Callable[[int], None]) -> None:
 
 @contextmanager
 def _opened(directory: int, name: str, *, make: bool = False) -> Iterator[int]:
-    """Open a file of the cache for reading and writing; one that is a link or of another user is refused."""
+    """Open a file of the cache for reading and writing; links and files of other users are refused."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if make else 0)
     descriptor = os.open(name, flags, 0o600, dir_fd=directory)
     try:

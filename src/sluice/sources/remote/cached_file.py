@@ -19,7 +19,7 @@ from sluice.records import RequestRecord, Traffic
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
-from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, Part
+from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, OpenCacheEntry
 from sluice.sources.remote.file import RemoteFile
 
 __all__ = ["CachedFile", "CompleteFile"]
@@ -33,13 +33,19 @@ class CompleteFile(LocalFile):
 
     note = "read from the cache"
 
-    def __init__(self, entry: CacheEntry, mark: int, path: str) -> None:
+    def __init__(self, entry: CacheEntry, mark: int, path: str, traffic: Traffic) -> None:
         """Own the descriptor that marks the entry as used.
+
+        Args:
+            entry: The entry.
+            mark: The descriptor.
+            path: The file.
+            traffic: Requests that were made for it.
 
         Raises:
             SluiceError: The file cannot be examined.
         """
-        self._address = entry.address
+        self._address, self.traffic = entry.address, traffic
         self._unmark = weakref.finalize(self, os.close, mark)
         super().__init__(path)
 
@@ -137,14 +143,14 @@ class CachedFile(ForwardingSource):
                 found = self.cache.complete(self._entry)
                 if found is None:
                     raise FileNotFoundError(0, "the file was removed meanwhile")
-                self._local = CompleteFile(self._entry, *found)
+                self._local = CompleteFile(self._entry, *found, self.traffic)
                 reached(self._entry.nbytes)
             except SluiceError:  # some of them are errors of the system as well
                 raise
             except OSError as error:
                 self._problem = error.strerror or str(error) or type(error).__name__
 
-    def _download(self, part: Part, reached: Callable[[int], None]) -> None:
+    def _download(self, part: OpenCacheEntry, reached: Callable[[int], None]) -> None:
         """Request the pieces that a part does not have, and publish it."""
         here = set(part.right())
         nbytes = sum(end - start for start, end in map(self._entry.piece, here))
@@ -158,7 +164,7 @@ class CachedFile(ForwardingSource):
                 reached(nbytes)
         self.cache.publish(part)
 
-    def _fetch(self, part: Part, number: int) -> int:
+    def _fetch(self, part: OpenCacheEntry, number: int) -> int:
         """Request a piece, write it and return its size."""
         start, end = self._entry.piece(number)
         at, crc = start, 0

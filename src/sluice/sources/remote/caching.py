@@ -44,11 +44,6 @@ _PLACE_OPTION = re.compile("endpoint|base_url|account_name")
 #: Stores of obstore whose versions stay unique after this process: those of a store in memory are counted from 0.
 _LASTING_STORES = frozenset({"S3Store", "GCSStore", "AzureStore", "HTTPStore"})
 
-_NO_VERSION = "not cached: the server does not name its version (a strong ETag)"
-_NO_CONDITION = "not cached: fsspec cannot name the version in its requests"
-_NO_LASTING_VERSION = "not cached: versions of this store are not unique"
-_NO_LOCKS = "not cached: the system has no locks of open files"
-
 
 def cached_source(source: Source, remote: Remote) -> Source:
     """Return a source that reads an opened remote file through the cache directory of its address, if it has one.
@@ -59,19 +54,15 @@ def cached_source(source: Source, remote: Remote) -> Source:
     """
     if remote.cache is None or not isinstance(source, RemoteFile):
         return source  # a local file already, such as one of the cache of huggingface_hub
-    version = source.facts.version
-    refusal = _refusal(source, remote)
-    if version is None or refusal is not None:
-        source.note = refusal or _NO_VERSION
-        return source
-    nbytes = source.identity.nbytes
-    entry = CacheEntry(key=object_key(remote, version, nbytes), address=source.path, version=version, nbytes=nbytes)
-    cache = CacheDirectory(remote.cache, remote.cache_bound)
     try:
+        version, nbytes = _lasting_version(source, remote), source.identity.nbytes
+        key = object_key(remote, version, nbytes)
+        entry = CacheEntry(key=key, address=source.path, version=version, nbytes=nbytes)
+        cache = CacheDirectory(remote.cache, remote.cache_bound)
         found = cache.complete(entry)
         if found is None:
             return CachedFile(source, cache, entry)
-        complete = CompleteFile(entry, *found)
+        complete = CompleteFile(entry, *found, source.traffic)
     except (OSError, SluiceError) as error:
         source.note = f"not cached: {getattr(error, 'strerror', None) or error}"
         return source
@@ -79,13 +70,21 @@ def cached_source(source: Source, remote: Remote) -> Source:
     return complete
 
 
-def _refusal(source: RemoteFile, remote: Remote) -> str | None:
-    """Return why a file with a version cannot be cached, as a clause; None if it can."""
+def _lasting_version(source: RemoteFile, remote: Remote) -> str:
+    """Return the version of an opened file.
+
+    Raises:
+        OSError: It cannot be cached.
+    """
     if not source.pinned:
-        return _NO_CONDITION
+        raise OSError("fsspec cannot name the version in its requests")
+    if source.facts.version is None:
+        raise OSError("the server does not name its version (a strong ETag)")
     if remote.store is not None and type(remote.store).__name__ not in _LASTING_STORES:
-        return _NO_LASTING_VERSION
-    return None if locks_work() else _NO_LOCKS
+        raise OSError("versions of this store are not unique")
+    if not locks_work():
+        raise OSError("the system has no locks of open files")
+    return source.facts.version
 
 
 def object_key(remote: Remote, version: str, nbytes: int) -> str:

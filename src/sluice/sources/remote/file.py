@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import SourceChangedError, TruncatedError
-from sluice._geometry import round_up
 from sluice.records import AccessFacts, FileIdentity, RequestRecord, Traffic
+from sluice.records.geometry import round_up
 from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import DirectIOUnavailable, Source
 from sluice.sources.remote.expectations import Expectations

@@ -22,10 +22,11 @@ from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.protocol import ObjectFacts, RemoteSettings, RequestFailedError
+from sluice.sources.remote.location import Remote
+from sluice.sources.remote.protocol import ObjectFacts, RequestFailedError
 from sluice.sources.remote_names import without_credentials
 
-__all__ = ["FilesystemFile", "filesystem_directory", "filesystem_source", "open_directory", "open_source"]
+__all__ = ["FilesystemFile", "open_directory", "open_source"]
 
 #: Keys of ``info`` that identify the bytes, and those that hold the time of the last change.
 _VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "CRC", "checksum")
@@ -48,32 +49,32 @@ _KINDS: dict[str, EntryKind] = {"file": "file", "directory": "directory", "link"
 _locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 
 
-def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
-    """Return the file at a URL.
+def open_source(remote: Remote) -> Source:
+    """Return the file at a URL, or at a path in a file system that the user has made.
 
     Raises:
         MissingFileError: There is no such file.
         UnsupportedError: fsspec does not know the scheme, or its package is not installed.
         RemoteError: The file cannot be read.
     """
-    filesystem, path = _resolved(url, settings or RemoteSettings())
-    return FilesystemFile(filesystem, path, without_credentials(url))
+    return FilesystemFile(*_resolved(remote))
 
 
-def open_directory(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | None:
-    """Return the directory at a URL; None if there is a file, or nothing; raises as ``open_source`` does."""
-    filesystem, path = _resolved(url, settings or RemoteSettings())
-    return _directory(filesystem, path, without_credentials(url))
+def open_directory(remote: Remote) -> RemoteDirectory | None:
+    """Return the directory at an address; None if there is a file, or nothing; raises as ``open_source`` does."""
+    filesystem, path, shown = _resolved(remote)
+    try:
+        found = filesystem.isdir(path)
+    except Exception as error:  # noqa: BLE001  (each file system has errors of its own)
+        raise RemoteError(str(_failure(error)), file=shown) from None
+    if not found:
+        return None
+    path, shown = path.rstrip("/"), shown.rstrip("/")
 
+    def opened(name: str) -> Source:
+        return FilesystemFile(filesystem, f"{path}/{name}", f"{shown}/{name}")
 
-def filesystem_source(filesystem: Any, path: str) -> Source:
-    """Return a file of a file system that the user has made; raises as ``open_source`` does."""
-    return FilesystemFile(filesystem, path, _shown(filesystem, path))
-
-
-def filesystem_directory(filesystem: Any, path: str) -> RemoteDirectory | None:
-    """Return a directory of a file system that the user has made; None if there is a file, or nothing."""
-    return _directory(filesystem, path, _shown(filesystem, path))
+    return RemoteDirectory(shown, lambda: _listing(filesystem, path, shown), opened)
 
 
 class FilesystemFile(RemoteFile):
@@ -205,9 +206,11 @@ class _Body:
         return len(data)
 
 
-def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it."""
-    shown = without_credentials(url)
+def _resolved(remote: Remote) -> tuple[Any, str, str]:
+    """Return the file system of an address, the path in it, and the address without credentials."""
+    if remote.store is not None:
+        return remote.store, remote.url, _shown(remote.store, remote.url)
+    url, settings, shown = remote.url, remote.settings, remote.address
     if settings.headers or settings.verify is not True or settings.timeout is not None or settings.cert:
         problem = "headers=, verify=, cert= and timeout= are for http and object stores; fsspec reads this address"
         raise UnsupportedError(problem, file=shown, advice="Write them in options=, as the file system names them.")
@@ -224,22 +227,7 @@ def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
         raise MissingFileError("there is no such file", file=shown, advice="Check the address.") from error
     except Exception as error:  # noqa: BLE001  (some make a connection here)
         raise RemoteError(str(_failure(error)), file=shown) from None
-    return filesystem, path
-
-
-def _directory(filesystem: Any, path: str, shown: str) -> RemoteDirectory | None:
-    try:
-        found = filesystem.isdir(path)
-    except Exception as error:  # noqa: BLE001  (as above)
-        raise RemoteError(str(_failure(error)), file=shown) from None
-    if not found:
-        return None
-    path, shown = path.rstrip("/"), shown.rstrip("/")
-
-    def opened(name: str) -> Source:
-        return FilesystemFile(filesystem, f"{path}/{name}", f"{shown}/{name}")
-
-    return RemoteDirectory(shown, lambda: _listing(filesystem, path, shown), opened)
+    return filesystem, path, shown
 
 
 def _listing(filesystem: Any, path: str, shown: str) -> Iterator[RemoteEntry]:

@@ -11,6 +11,9 @@ import urllib3
 
 from sluice import _defaults as defaults
 from sluice._errors import RemoteError, UnsupportedError
+from sluice.sources.protocol import Source
+from sluice.sources.remote.directory import RemoteDirectory
+from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http_addresses import (
     HttpAddress,
     Network,
@@ -19,21 +22,22 @@ from sluice.sources.remote.http_addresses import (
     parse_address,
     resolved_network,
 )
-from sluice.sources.remote.http_answers import (
+from sluice.sources.remote.http_body import HttpBody, discard
+from sluice.sources.remote.http_connections import shared_connections
+from sluice.sources.remote.http_responses import (
     TEMPORARY,
-    Answer,
+    ResponseHead,
     check_range,
     conditions,
     first_facts,
     no_ranges,
     object_facts,
 )
-from sluice.sources.remote.http_body import HttpBody, discard
-from sluice.sources.remote.http_connections import shared_connections
-from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
+from sluice.sources.remote.location import Remote
+from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteSettings, RequestFailedError
 from sluice.sources.remote_names import without_credentials
 
-__all__ = ["HttpObject", "open_directory", "open_object"]
+__all__ = ["HttpObject", "open_directory", "open_source"]
 
 _REDIRECTS = frozenset(
     {
@@ -49,18 +53,18 @@ _REDIRECTS = frozenset(
 _ABOUT_OBJECT = frozenset({HTTPStatus.PRECONDITION_FAILED, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE})
 
 
-def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObject:
-    """Return the object of an ``http`` or ``https`` URL; no request is made.
+def open_source(remote: Remote) -> Source:
+    """Return the object of an ``http`` or ``https`` URL as a source.
 
     Raises:
-        RemoteError: The URL or a header is not valid.
+        SluiceError: The URL or a header is not valid, there is no such object, or its server does not answer ranges.
     """
-    return HttpObject(url, settings or RemoteSettings())
+    return RemoteFile(HttpObject(remote.url, remote.settings))
 
 
-def open_directory(url: str, settings: RemoteSettings | None = None) -> None:  # noqa: ARG001  (of all kinds)
+def open_directory(remote: Remote) -> RemoteDirectory | None:  # noqa: ARG001  (of all kinds)
     """Return None: HTTP has no directories."""
-    return
+    return None
 
 
 class HttpObject:
@@ -70,7 +74,19 @@ class HttpObject:
     Credentials and additional headers are sent only to the origin of the first address.
     """
 
-    def __init__(self, url: str, settings: RemoteSettings, *, shown: str | None = None) -> None:
+    def __init__(self, url: str, settings: RemoteSettings | None = None, *, shown: str | None = None) -> None:
+        """Request nothing yet.
+
+        Args:
+            url: Address.
+            settings: Settings of requests; None for the defaults.
+            shown: Address for messages; None for the URL without credentials.
+
+        Raises:
+            RemoteError: The URL or a header is not valid.
+            UnsupportedError: There are options, which have no effect.
+        """
+        settings = settings or RemoteSettings()
         self.path = without_credentials(url) if shown is None else shown
         if settings.options:
             problem = "options= has no effect on http and hf: it is for object stores and fsspec"
@@ -105,7 +121,7 @@ class HttpObject:
             raise
         return HttpBody(response, nbytes, failed=self._forget_target)
 
-    def document(self, most_bytes: int) -> tuple[Answer, bytes]:
+    def document(self, most_bytes: int) -> tuple[ResponseHead, bytes]:
         """Request the whole object, such as the answer of an API; return its head, and at most ``most_bytes`` bytes."""
         response, address = self._answer({})
         answer, data = self._described(response, address), bytearray(most_bytes)
@@ -135,8 +151,8 @@ class HttpObject:
             raise no_ranges(answer)
         return object_facts(answer, found), closing(_Received(data[:found]))
 
-    def _described(self, response: urllib3.BaseHTTPResponse, address: HttpAddress) -> Answer:
-        return Answer(status=response.status, headers=response.headers, path=self.path, signed=is_signed(address))
+    def _described(self, response: urllib3.BaseHTTPResponse, address: HttpAddress) -> ResponseHead:
+        return ResponseHead(status=response.status, headers=response.headers, path=self.path, signed=is_signed(address))
 
     def _answer(self, wanted: Mapping[str, str]) -> tuple[urllib3.BaseHTTPResponse, HttpAddress]:
         """Request something, follow redirects, and return the answer and the address that gave it."""

@@ -29,7 +29,8 @@ from sluice.sources.protocol import Source
 from sluice.sources.remote import http
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.http_answers import Answer, check_status
+from sluice.sources.remote.http_responses import ResponseHead, check_status
+from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
 from sluice.sources.remote.retries import Attempts, wait
 from sluice.sources.remote.servers import server_of
@@ -89,27 +90,27 @@ def parse_address(url: str) -> HubAddress:
     return HubAddress(repository=name, revision=unquote(revision) or "main", path=path)
 
 
-def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
+def open_source(remote: Remote) -> Source:
     """Return a file of the hub, or of the local cache.
 
     Raises:
         MissingFileError: There is no such model, revision or file.
         RemoteError: The hub refuses or does not answer, and the file is not in the cache.
     """
-    address = parse_address(url)
-    return _Commit.of(address, settings or RemoteSettings()).open(address.path)
+    address = parse_address(remote.url)
+    return _Commit.of(address, remote.settings).open(address.path)
 
 
-def open_directory(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | None:
+def open_directory(remote: Remote) -> RemoteDirectory | None:
     """Return a model or a directory in it; None if the address names a file, or nothing; raises as ``open_source``."""
-    address = parse_address(url)
-    return None if address.path.endswith(_FILES) else _Commit.of(address, settings or RemoteSettings()).directory()
+    address = parse_address(remote.url)
+    return None if address.path.endswith(_FILES) else _Commit.of(address, remote.settings).directory()
 
 
-def open_place(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | Source:
+def open_place(remote: Remote) -> RemoteDirectory | Source:
     """Return a model, a directory in it or a file, all of one commit; raises as ``open_source``."""
-    address = parse_address(url)
-    commit = _Commit.of(address, settings or RemoteSettings())
+    address = parse_address(remote.url)
+    commit = _Commit.of(address, remote.settings)
     return commit.directory() or commit.open(address.path)
 
 
@@ -253,7 +254,7 @@ def _model_info(address: HubAddress, settings: RemoteSettings) -> Mapping[str, A
         hub.close()
 
 
-def _information(address: HubAddress, answer: Answer, body: bytes) -> Mapping[str, Any]:
+def _information(address: HubAddress, answer: ResponseHead, body: bytes) -> Mapping[str, Any]:
     code = answer.headers.get("X-Error-Code")
     if code == "GatedRepo":
         raise _refused(address, "access to the model needs the permission of its owner")

@@ -2,10 +2,9 @@
 
 Each scheme has a transport, a module of this package that is imported when an address needs it:
 
-- ``open_object(url, settings)`` returns the ``RemoteObject`` of a URL, and ``open_source(url, settings)`` its source
-  instead where that may be a local file or needs checks of its own;
-- ``open_directory(url, settings)`` returns the directory of a URL, or None if the URL names one object;
-- ``open_place(url, settings)``, if it has that, returns either for fewer requests than both.
+- ``open_source(remote)`` returns the file at an address;
+- ``open_directory(remote)`` returns the directory at an address, or None if it names one object;
+- ``open_place(remote)``, if it has that, returns either for fewer requests than both.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def open_remote(where: str | Remote) -> Source:
         RemoteError: The server does not answer.
     """
     remote = _remote(where)
-    return _tuned(_source(remote), remote)
+    return _tuned(_module(remote).open_source(remote), remote)
 
 
 def open_remote_directory(where: str | Remote) -> Directory | None:
@@ -61,7 +60,7 @@ def open_remote_directory(where: str | Remote) -> Directory | None:
         RemoteError: The server does not answer.
     """
     remote = _remote(where)
-    return _tuned_directory(_directory(remote), remote)
+    return _tuned_directory(_module(remote).open_directory(remote), remote)
 
 
 def open_remote_place(where: str | Remote) -> Directory | Source:
@@ -74,12 +73,12 @@ def open_remote_place(where: str | Remote) -> Directory | Source:
     """
     remote = _remote(where)
     transport = _module(remote)
-    if remote.store is not None or not hasattr(transport, "open_place"):
+    if not hasattr(transport, "open_place"):
         return open_remote_directory(remote) or open_remote(remote)
-    place = transport.open_place(remote.url, remote.settings)
+    place: RemoteDirectory | Source = transport.open_place(remote)
     if isinstance(place, RemoteDirectory):
         return cast("Directory", _tuned_directory(place, remote))
-    return _tuned(cast("Source", place), remote)
+    return _tuned(place, remote)
 
 
 def _tuned_directory(directory: RemoteDirectory | None, remote: Remote) -> Directory | None:
@@ -88,8 +87,8 @@ def _tuned_directory(directory: RemoteDirectory | None, remote: Remote) -> Direc
     return directory and directory.tuned(lambda source, name: _tuned(source, below(remote, name)))
 
 
-def remote_parent(where: str | Remote) -> tuple[Directory, str]:
-    """Return the directory that holds a remote file, and the name of the file in it.
+def remote_parent(where: str | Remote) -> Directory:
+    """Return the directory that holds a remote file.
 
     The address of the directory is that of the file up to its last part: same server, same query.
 
@@ -102,36 +101,13 @@ def remote_parent(where: str | Remote) -> tuple[Directory, str]:
     # One client, or one revision, for all files. The revision is that of all files or of none; an object of a store may
     # be read without the permission to list.
     with suppress(*((RemoteError, MissingFileError) if transport == "stores" else ())):
-        directory = open_remote_directory(parent.location) if transport in ("stores", "hub") else None
-        if directory is not None:
-            return directory, parent.name
-    return parent, parent.name
+        if transport in ("stores", "hub"):
+            return open_remote_directory(parent.location) or parent
+    return parent
 
 
 def _remote(where: str | Remote) -> Remote:
     return where if isinstance(where, Remote) else Remote(where)
-
-
-def _source(remote: Remote) -> Source:
-    transport = _module(remote)
-    if remote.store is not None:
-        if is_obstore(remote.store):
-            return cast("Source", transport.stored_source(remote.store, remote.url))
-        return cast("Source", transport.filesystem_source(remote.store, remote.url))
-    if hasattr(transport, "open_source"):
-        return cast("Source", transport.open_source(remote.url, remote.settings))
-    return RemoteFile(transport.open_object(remote.url, remote.settings))
-
-
-def _directory(remote: Remote) -> RemoteDirectory | None:
-    transport = _module(remote)
-    if remote.store is None:
-        found = transport.open_directory(remote.url, remote.settings)
-    elif is_obstore(remote.store):
-        found = transport.stored_directory(remote.store, remote.url)
-    else:
-        found = transport.filesystem_directory(remote.store, remote.url)
-    return cast("RemoteDirectory | None", found)
 
 
 def _tuned(source: Source, remote: Remote) -> Source:

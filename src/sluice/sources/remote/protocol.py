@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-__all__ = ["Body", "ObjectFacts", "RemoteObject", "RemoteSettings", "RequestFailedError", "WrongAnswerError"]
+__all__ = ["Body", "ObjectFacts", "RemoteObject", "RemoteSettings", "RequestFailedError", "WrongResponseError"]
 
 
 class RequestFailedError(Exception):
@@ -39,7 +39,7 @@ class RequestFailedError(Exception):
         self.retry_after, self.advice, self.unreached = retry_after, advice, unreached
 
 
-class WrongAnswerError(RequestFailedError):
+class WrongResponseError(RequestFailedError):
     """An answer contradicts the request; few repetitions show whether the server always answers like this."""
 
     def __init__(self, problem: str, *, status: int | None = None) -> None:

@@ -21,7 +21,7 @@ _SKIPPED_BYTES = 64 << 10
 
 
 class OpenedObject(Struct, frozen=True, kw_only=True):
-    """What the requests for one opened object share."""
+    """An opened object with the state that its requests share."""
 
     #: The object.
     remote: RemoteObject

@@ -11,7 +11,7 @@ from sluice import _defaults as defaults
 from sluice._errors import RemoteError
 from sluice._threads import stopping
 from sluice._units import format_bytes
-from sluice.sources.remote.protocol import RequestFailedError, WrongAnswerError
+from sluice.sources.remote.protocol import RequestFailedError, WrongResponseError
 from sluice.sources.remote.servers import Server
 
 __all__ = ["Attempts", "Speed", "TooSlowError", "pause_seconds", "wait"]
@@ -118,7 +118,7 @@ class Attempts:
             self._in_a_row, self._wrong, self._last = 0, 0, now
         pause = pause_seconds(self._in_a_row, error.retry_after)
         self._in_a_row += 1
-        self._wrong += isinstance(error, WrongAnswerError)
+        self._wrong += isinstance(error, WrongResponseError)
         left = self._last + self._patience(error) - now
         repeated = error.temporary and self._wrong < defaults.REMOTE_WRONG_ANSWERS and not stopping()
         if not repeated or left <= 0 or (error.retry_after or 0.0) >= left:

@@ -16,49 +16,38 @@ from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile, remote_access
+from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import (
     ObjectFacts,
     RemoteObject,
-    RemoteSettings,
     RequestFailedError,
-    WrongAnswerError,
+    WrongResponseError,
 )
 from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
 from sluice.sources.remote.store_errors import is_outside, translated
 from sluice.sources.remote_names import names_a_file
 
-__all__ = [
-    "StoredObject",
-    "open_directory",
-    "open_object",
-    "open_source",
-    "stored_directory",
-    "stored_source",
-]
+__all__ = ["StoredObject", "open_directory", "open_source"]
 
 
-def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObject:
-    """Return the object at ``s3://``, ``gs://``, ``az://`` or ``abfs(s)://``; nothing is requested.
+def open_source(remote: Remote) -> Source:
+    """Return the object at ``s3://``, ``gs://``, ``az://`` or ``abfs(s)://``, or at a path in a store of obstore.
 
     Raises:
         UnsupportedError: obstore is not installed, or the address or an option has a wrong form.
-        MissingFileError: The address names a bucket or ends with a slash.
+        MissingFileError: There is no such object, or the address names a bucket or ends with a slash.
+        RemoteError: The store does not answer.
     """
-    address = parse_address(url)
+    if remote.store is not None:
+        return _source(StoredObject(remote.store, remote.url, root_of(remote.store)))
+    address = parse_address(remote.url)
     if not address.key or address.key.endswith("/"):
-        problem = "there are no objects with this prefix"
-        raise MissingFileError(
-            problem, file=shown(address.root, address.key), advice="Check the bucket and the prefix."
-        )
-    return StoredObject(make_store(address, settings or RemoteSettings()), address.key, address.root)
+        problem, path = "there are no objects with this prefix", shown(address.root, address.key)
+        raise MissingFileError(problem, file=path, advice="Check the bucket and the prefix.")
+    return _source(StoredObject(make_store(address, remote.settings), address.key, address.root))
 
 
-def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
-    """Return ``open_object`` as a source, with the requests that suit obstore."""
-    return _source(open_object(url, settings))
-
-
-def open_directory(url: str, settings: RemoteSettings | None = None) -> RemoteDirectory | None:
+def open_directory(remote: Remote) -> RemoteDirectory | None:
     """Return the objects with a prefix as a directory; None if there are none, or if the address is that of a file.
 
     A last part with the suffix of a file is a file without a request; an address that ends with a slash never is.
@@ -68,26 +57,19 @@ def open_directory(url: str, settings: RemoteSettings | None = None) -> RemoteDi
         RemoteError: The store does not answer.
         MissingFileError: The bucket does not exist.
     """
-    address = parse_address(url)
+    if remote.store is not None:
+        prefix, store = remote.url, remote.store
+        return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store), lister=store)
+    address = parse_address(remote.url)
     if address.key and names_a_file(address.key):
         return None
-    store, lister = (make_store(address, settings or RemoteSettings(), purpose) for purpose in ("read", "list"))
+    store, lister = (make_store(address, remote.settings, purpose) for purpose in ("read", "list"))
     try:
         return _listed(store, address.key, address.root, lister=lister)
     except RemoteError:
         if address.key and not address.key.endswith("/"):
             return None  # to read an object does not need the permission to list, and tells what else is wrong
         raise
-
-
-def stored_source(store: Any, key: str) -> Source:
-    """Return an object of a store that the user has made with obstore."""
-    return _source(StoredObject(store, key, root_of(store)))
-
-
-def stored_directory(store: Any, prefix: str) -> RemoteDirectory | None:
-    """Return a prefix of a store that the user has made with obstore, as ``open_directory`` does."""
-    return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store), lister=store)
 
 
 def _source(remote: RemoteObject) -> RemoteFile:
@@ -159,7 +141,7 @@ class StoredObject:
 
     def _check_range(self, result: Any, start: int, end: int) -> None:
         if tuple(result.range) != (start, end):
-            raise WrongAnswerError("the store answered with another range than requested")
+            raise WrongResponseError("the store answered with another range than requested")
 
 
 class _EmptyObjectError(Exception):

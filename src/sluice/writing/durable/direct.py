@@ -15,9 +15,9 @@ import threading
 import numpy as np
 
 from sluice import _defaults as defaults
-from sluice._geometry import round_down, round_up
 from sluice.engine.staging import StagingPool
 from sluice.machine.facts import takes_direct_io
+from sluice.records.geometry import round_down, round_up
 from sluice.writing.durable.partial_files import close
 
 __all__ = ["DirectWrites", "block_bytes", "direct_writes", "write_all"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from sluice._errors import SluiceError
-from sluice._system_errors import save_error
+from sluice._messages import save_error
 
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock

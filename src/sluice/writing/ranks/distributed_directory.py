@@ -11,14 +11,15 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from sluice._errors import SaveError
 from sluice.checkpoint.layout import METADATA_FILE
 from sluice.writing.durable.directories import locked_directory, made_directory, publish_set
-from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
+from sluice.writing.durable.partial_files import hidden_stem, saving
 from sluice.writing.durable.replacement import Replacement
+from sluice.writing.shards import remove_files
 
 __all__ = ["write_distributed_directory"]
 
@@ -51,7 +52,7 @@ def write_distributed_directory(
         if METADATA_FILE in existing and not overwrite:
             problem = "the directory already contains a checkpoint; pass overwrite=True to replace it"
             raise SaveError(problem, file=str(directory), found=METADATA_FILE)
-        _remove(directory, [name for name in existing if hidden_stem(name, in_set=True) is not None])
+        remove_files(directory, [name for name in existing if hidden_stem(name, in_set=True) is not None])
         names = _names(sizes, existing)
         with ExitStack() as stack:
             files = {}
@@ -65,7 +66,7 @@ def write_distributed_directory(
             metadata.seal(nbytes=len(content))
             publish_set(str(directory), list(files.values()), metadata.publish, lambda: metadata.is_published)
         if overwrite:
-            _remove(directory, [name for name in existing if _DATA.fullmatch(name)])
+            remove_files(directory, [name for name in existing if _DATA.fullmatch(name)])
     return [directory / name for name in (*names.values(), METADATA_FILE)]
 
 
@@ -75,13 +76,3 @@ def _names(ranks: Mapping[int, int], existing: list[str]) -> dict[int, str]:
         return usual
     token = secrets.token_hex(4)
     return {rank: f"__{rank}_{token}.distcp" for rank in ranks}
-
-
-def _remove(directory: Path, names: list[str]) -> None:
-    """Remove files, best effort: the next save retries."""
-    if not names:
-        return
-    with suppress(OSError, SaveError), syncing(str(directory), str(directory)):
-        for name in names:
-            with suppress(OSError):
-                (directory / name).unlink()

@@ -9,7 +9,8 @@ import torch
 from sluice._errors import SaveError
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, sharding_of
 from sluice.sharding.regions import Region
-from sluice.writing.aliases import stored_once
+from sluice.writing.contents import stored_once
+from sluice.writing.held_object import identity
 from sluice.writing.items import finished_dtype, refuse_unsupported
 from sluice.writing.ranks.division import HeldTensor
 
@@ -77,10 +78,6 @@ def held_region(tensor: torch.Tensor, name: str) -> Region:
 
 def _identity(tensor: torch.Tensor) -> Hashable | None:
     """Return equal keys for tensors with the same elements in the same memory; None if the memory does not tell."""
-    local = local_of(tensor)
-    if local.numel() == 0:
-        return None
-    view = local.is_conj(), local.is_neg()
-    layout = tuple(tensor.shape), tuple(local.shape), local.stride()
     placements = tuple(tensor.placements) if is_dtensor(tensor) else ()  # type: ignore[attr-defined]
-    return local.data_ptr(), local.device, local.dtype, layout, view, placements
+    local = identity(local_of(tensor))
+    return None if local is None else (*local, tuple(tensor.shape), placements)

@@ -8,7 +8,7 @@ described, not held.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice._geometry import contiguous_stride, round_up
+from sluice.records.geometry import contiguous_stride, round_up
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.ranks.division import Box, DividedTensor, boxes
 from sluice.writing.ranks.group import LEAD
@@ -167,33 +167,11 @@ def flatten(state: object) -> tuple[dict[str, object], dict[str, _Path]]:
     Raises:
         SaveError: It is not a mapping, or two values have one name.
     """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # torch's own planner calls it
+
     if not isinstance(state, Mapping):
         raise SaveError("this format can only hold a state dict", found=type(state).__name__)
-    values: dict[str, object] = {}
-    paths: dict[str, _Path] = {}
-    waiting: list[tuple[_Path, object]] = [((), state)]
-    while waiting:
-        path, value = waiting.pop()
-        inside: list[tuple[_Path, object]] | None = None
-        if isinstance(value, Mapping):
-            inside = [((*path, str(key)), child) for key, child in value.items()]
-        elif isinstance(value, list) and not _is_terminal(value):
-            inside = [((*path, index), child) for index, child in enumerate(value)]
-        if inside is not None:
-            waiting += reversed(inside)
-            continue
-        name = ".".join(map(str, path))
-        if name in values:
-            raise SaveError("two values have the same flat name", tensor=name)
-        values[name], paths[name] = value, path
-    return values, paths
-
-
-def _is_terminal(values: Sequence[object]) -> bool:
-    """Return whether a list is one value: it has no tensor, dict, or list with one of these."""
-    for value in values:
-        if isinstance(value, (Mapping, torch.Tensor)):
-            return False
-        if isinstance(value, list) and not _is_terminal(value):
-            return False
-    return True
+    try:
+        return flatten_state_dict(dict(state))
+    except ValueError as error:
+        raise SaveError("two values have the same flat name", found=str(error)) from error

@@ -43,12 +43,12 @@ from sluice.writing.ranks.group import LEAD, RankGroup, together
 from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.item_files import ItemFiles
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
-from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal, disagreement
+from sluice.writing.ranks.shared_writes import RankWriter, check_equal, disagreement
 from sluice.writing.ranks.torch_object import outline_object, pickle_merged, pickle_outlined, storage_sizes
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
-from sluice.writing.shards import lay_out_shards, write_model_directory
+from sluice.writing.shards import Model, write_model_directory
 from sluice.writing.torch_zip import TorchZipWriter
 from sluice.writing.uploads import UploadedFile
 
@@ -171,9 +171,9 @@ def _write_torch(
     writer = TorchZipWriter(pickled, storage_sizes(division.tensors))
     numbers = {name: number for number, name in enumerate(division.tensors)}
     starts = {name: writer.offset(number) for name, number in numbers.items()}
-    plan = FilePlan.make(writer.records_bytes, starts, pickled)
     with _rank_writer(division, held, group) as ranks:
-        write = partial(ranks.write, plan, crcs=partial(_account, writer, numbers), sums=writer.sums)
+        crcs = partial(_account, writer, numbers)
+        write = partial(ranks.write, starts, writer.records_bytes, pickled, crcs=crcs, sums=writer.sums)
         if group.position != LEAD:
             write(None)
         else:
@@ -189,32 +189,25 @@ def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFil
     layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, job.header()))
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
-            _write_safetensors(layout, ranks, None)
+            _write_safetensors(ranks, layout, None)
         else:
             with Replacement(division.destination, overwrite=job.overwrite) as out:
-                _write_safetensors(layout, ranks, out)
+                _write_safetensors(ranks, layout, out)
                 out.commit(nbytes=layout.nbytes)
     return division.saved([division.destination], len(division.tensors) + len(division.ties))
 
 
 def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     held, division = _flat(job, state, group)
-    outlines, ties, metadata = division.outlines(), division.ties, job.header()
+    model = Model(tensors=division.outlines(), ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
     names: list[str] = []
     with _rank_writer(division, held, group) as ranks:
-        if group.position != LEAD:
-            for layout in lay_out_shards(outlines, ties=ties, metadata=metadata, limit_bytes=job.limit_bytes):
-                _write_safetensors(layout, ranks, None)
+        write = partial(_write_safetensors, ranks)
+        if group.position == LEAD:
+            names = write_model_directory(division.destination, model, overwrite=job.overwrite, write=write)
         else:
-            names = write_model_directory(
-                division.destination,
-                outlines,
-                ties=ties,
-                metadata=metadata,
-                limit_bytes=job.limit_bytes,
-                overwrite=job.overwrite,
-                write=lambda layout, out: _write_safetensors(layout, ranks, out),
-            )
+            for layout in model.layouts():
+                write(layout, None)
     files = (division.destination / name for name in names)
     return division.saved(files, len(division.tensors) + len(division.ties))
 
@@ -263,13 +256,12 @@ _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] =
 }
 
 
-def _write_safetensors(layout: SafetensorsLayout, ranks: RankWriter, out: Replacement | UploadedFile | None) -> None:
+def _write_safetensors(ranks: RankWriter, layout: SafetensorsLayout, out: Replacement | UploadedFile | None) -> None:
     starts = {name: start for name, _, start in layout.tensors}
-    plan = FilePlan.make(layout.nbytes, starts, layout.header)
     if out is not None:
         assert isinstance(out, Replacement)  # ranks save to file systems
         out.write_at(0, layout.header)
-    ranks.write(plan, out)
+    ranks.write(starts, layout.nbytes, layout.header, out)
 
 
 def _account(
@@ -331,9 +323,9 @@ def _divided(
     decode = msgspec.msgpack.Decoder(_Contribution).decode
     ranks = [decode(zlib.decompress(each)) for each in group.exchange(contribute)]
     for name in ranks[0].arguments:
-        found = [rank.arguments[name] for rank in ranks]
-        other = next((value for value in found if value != found[0]), "")
-        check_equal(found, f"were called with different arguments: {name}={found[0]} and {name}={other}")
+        given = [rank.arguments[name] for rank in ranks]
+        other = next((value for value in given if value != given[0]), "")
+        check_equal(given, f"were called with different arguments: {name}={given[0]} and {name}={other}")
     held = [rank.held for rank in ranks]
     ties = agreed_ties(held) if tied else {}
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]

@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
-from sluice._geometry import contiguous_stride
 from sluice.entries.tree import component
+from sluice.records.geometry import contiguous_stride
 from sluice.sharding.dtensors import is_dtensor
 from sluice.writing.items import StorageSpan, collect_spans, finished_dtype, refuse_unsupported, storage_key
 from sluice.writing.pickle_opcodes import Call

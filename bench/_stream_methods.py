@@ -1,0 +1,153 @@
+"""The ways of ``bench.stream`` to run a model from its file, and the work of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import sluice
+from bench._stream_models import model_of
+from sluice.benchmark.records import Work
+
+__all__ = ["METHODS", "PREPARATIONS", "fetched_bytes", "same_dtype_only", "work"]
+
+Attach = Callable[[nn.Module, Path, int], AbstractContextManager[nn.Module]]
+
+
+def _empty(size: str, dtype: torch.dtype) -> nn.Module:
+    with sluice.empty_init():
+        return model_of(size).eval().to(dtype)
+
+
+@contextlib.contextmanager
+def _streamed(model: nn.Module, path: Path, memory: int) -> Iterator[nn.Module]:
+    with sluice.stream(model, path, memory=memory) as stream:
+        yield model
+    print(stream, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _loaded(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    sluice.load_into(model, path)
+    yield model
+
+
+@contextlib.contextmanager
+def _mapped(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    sluice.load_into(model, path, place="map")
+    yield model
+
+
+@contextlib.contextmanager
+def _torch_mapped(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(path), assign=True)
+    else:
+        model.load_state_dict(torch.load(path, mmap=True, weights_only=True), assign=True)
+    yield model
+
+
+@contextlib.contextmanager
+def _accelerate(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    """Every weight on disk, read from the safetensors file itself: ``disk_offload`` would write a copy of each."""
+    from accelerate import dispatch_model
+    from accelerate.utils import set_module_tensor_to_device
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        for name, _buffer in model.named_buffers():
+            set_module_tensor_to_device(model, name, "cpu", file.get_tensor(name), dtype=_dtype_of(model))
+    dtype = str(_dtype_of(model)).removeprefix("torch.")
+    index = {name: {"safetensors_file": str(path), "weight_name": name, "dtype": dtype} for name in names}
+    yield dispatch_model(
+        model, device_map={"": "disk"}, main_device="cpu", offload_index=index, offload_buffers=False, force_hooks=True
+    )
+
+
+@contextlib.contextmanager
+def _transformers(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    """Every weight on disk, in the file itself, as ``device_map`` of the library does it; its class has the model."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        yield type(model).from_pretrained(  # type: ignore[attr-defined]
+            path.parent, dtype=_dtype_of(model), device_map={"": "disk"}, offload_folder=folder, use_cache=False
+        )
+
+
+def _split_for_airllm(path: Path) -> None:
+    """Let AirLLM write its copy of the checkpoint, a file for each layer, and a tokenizer, which it asks for."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words)).save_pretrained(path.parent)
+    program = f"import airllm; airllm.AutoModel.from_pretrained({str(path.parent)!r}, device='cpu')"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@contextlib.contextmanager
+def _airllm(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    import airllm
+
+    yield airllm.AutoModel.from_pretrained(str(path.parent), device="cpu", dtype=_dtype_of(model))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def same_dtype_only(method: str) -> bool:
+    """Return whether a method needs the dtype of the file: what maps it holds no cast weights."""
+    return METHODS[method] in {_mapped, _torch_mapped}
+
+
+METHODS: dict[str, Attach] = {
+    "sluice": _streamed,
+    "sluice, place=map": _mapped,
+    "mmap": _torch_mapped,
+    "accelerate": _accelerate,
+    "transformers": _transformers,
+    "airllm": _airllm,
+    "loaded": _loaded,
+}
+
+
+#: Preparations of methods, without a limit, before they are measured.
+PREPARATIONS: dict[str, Callable[[Path], None]] = {"airllm": _split_for_airllm}
+
+
+def fetched_bytes() -> int:
+    """Return the bytes that this process has fetched from disks."""
+    with open("/proc/self/io", encoding="ascii") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def work(method: str, path: str, size: str, dtype: str, batch: int, tokens: int, calls: int, memory: int) -> Work:
+    """Attach a file to a model and call it. Returns seconds and bytes read of each call, and a hash of the logits."""
+    yield
+    model = _empty(size, getattr(torch, dtype))
+    yield
+    found = []
+    with torch.inference_mode(), METHODS[method](model, Path(path), memory) as running:
+        for number in range(calls):
+            # Other tokens in each call, for which a router chooses other experts.
+            ids = (torch.arange(batch * tokens) + 977 * number).reshape(batch, tokens) % 50_000
+            before, begin = fetched_bytes(), time.perf_counter()
+            output = running(ids)
+            logits = getattr(output, "logits", output)
+            found.append({"seconds": time.perf_counter() - begin, "read": fetched_bytes() - before})
+        digest = hashlib.sha256(logits.float().contiguous().numpy().tobytes()).hexdigest()
+    yield
+    return {"calls": found, "logits": digest}

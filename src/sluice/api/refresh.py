@@ -1,0 +1,109 @@
+"""``sluice.refresh``: fill the live weights of a model with what changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from sluice._arguments import check_load, check_model, dtype_argument, memory_limits, path_argument
+from sluice._dtypes import DType
+from sluice._options import Limits, Memory, TransferOptions
+from sluice._progress import Progress
+from sluice._public import explain_keywords, public
+from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.entries.rules import Rule
+from sluice.formats.manifest import read_manifest
+from sluice.loading.load import load
+from sluice.loading.refresh import Lock, RefreshRequest, Torn
+from sluice.matching.renaming import Rename
+from sluice.modules.unloaded import refusing
+from sluice.reports.refresh import RefreshState
+
+__all__ = ["refresh"]
+
+
+@public()
+@explain_keywords
+def refresh(
+    model: torch.nn.Module,
+    source: CheckpointSource,
+    *,
+    since: RefreshState | None = None,
+    torn: Torn = "never",
+    lock: Lock = None,
+    manifest: str | os.PathLike[str] | None = None,
+    dtype: DType | None = None,
+    key: str | None = None,
+    rename: Rename | None = None,
+    rules: Sequence[Rule] = (),
+    strict: bool = True,
+    memory: Memory = None,
+    limits: Limits | None = None,
+    progress: Progress = False,
+) -> RefreshState:
+    """Fill the live weights of a model in place with what changed in a checkpoint: all of it, or none.
+
+    Tensors keep their memory, so that ties, hooks, optimizers and other holders see the new values. What changed is
+    known by the hashes of a manifest, the CRC-32s of a zip file, or the identity of each file; without ``since``, all
+    is read.
+
+    Args:
+        model: A loaded model. On several ranks, every rank makes the call, and all of them change or none.
+        source: The new weights, as in ``load_into``.
+        since: The state that an earlier refresh returned, or ``report.state`` of a load; None if it is unknown.
+        torn: ``"never"`` and ``"undo"`` read into memory of their own, as large as what changed, and copy when all of
+            it is there; a ``BudgetError`` if that does not fit. ``"allow"`` reads straight into the weights: a failure
+            may leave them in part, as in ``load_into``.
+        lock: A context manager that is held while weights change; or a function that returns one for the path of a
+            module, whose own tensors change while it is held. With ``torn="allow"`` it is called once, with ``""``.
+        manifest: Manifest of the new weights, as ``save(manifest=)`` writes it.
+        dtype: As in the load that filled the model; it is needed only if that changed dtypes.
+        key: As in ``load_into``.
+        rename: As in ``load_into``.
+        rules: As in ``load_into``.
+        strict: As in ``load_into``.
+        memory: How much memory may grow, as in ``load_into``.
+        limits: Bounds for hostile files.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+
+    Returns:
+        The new state. If the call raises anything but ``PartialLoadError``, the model and the old state are valid.
+
+    Raises:
+        MismatchError: Checkpoint and model disagree, or a tensor cannot be filled in place; nothing was touched.
+        BudgetError: What changed does not fit into memory beside the model; nothing was read.
+        PartialLoadError: With ``torn="allow"``, a failure after weights began to change.
+        CheckpointError: The file is damaged, unsafe or of an unknown kind.
+        ReadError: The operating system failed a read.
+        SourceChangedError: The file changed during the refresh.
+
+    Example:
+        >>> state = sluice.refresh(model, "weights.pth")
+        >>> state = sluice.refresh(model, "weights.pth", since=state, lock=lock)
+        >>> print(state.version, len(state.changed), "of", len(state.contents), "tensors changed")
+    """
+    check_model(model, source, "refresh(model, source)")
+    check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, progress=progress)
+    if torn not in {"never", "undo", "allow"}:
+        raise ValueError(f'torn={torn!r}: one of "never", "undo", "allow"')
+    hashes = None if manifest is None else read_manifest(path_argument(manifest, "manifest"), limits or Limits())
+    request = RefreshRequest(
+        model=model,
+        dtype=dtype_argument(dtype),
+        key=key,
+        rename=rename,
+        rules=rules,
+        strict=strict,
+        options=TransferOptions(memory=memory_limits(memory)),
+        since=None if since is None else since.contents,
+        torn=torn,
+        lock=lock,
+        manifest=hashes,
+    )
+    with refusing(model):
+        report = load(request, borrow(source, limits=limits), progress=progress)
+    assert report.state is not None
+    return replace(report.state, report=report)

@@ -1,0 +1,142 @@
+"""The work of a process that loads a model with one method, and the digest of what it loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import math
+import os
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sluice.benchmark.gpt2 import GPTConfig, GPTModel
+from sluice.benchmark.methods import METHODS
+from sluice.benchmark.process import TIMEOUT_SECONDS, run_tasks
+from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Verdict, Work
+from sluice.benchmark.subjects import is_builtin
+
+__all__ = ["load", "make_context", "run_job", "touch", "verdict"]
+
+_PAGE_BYTES = 4096
+
+#: Approximate number of logits in a verdict.
+_SAMPLED_LOGITS = 500
+
+
+def run_job(
+    job: MethodJob, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
+) -> Outcome:
+    """Run a job in a fresh process and return its outcome; see ``process.run_tasks``."""
+    task = BenchTask(
+        work=f"{__name__}:load",
+        arguments=dataclasses.asdict(job),
+        imports=METHODS[job.method].imports,
+        claimed_bytes=2 * _size_on_disk(Path(job.checkpoint)) if job.checkpoint else 0,
+        watches_device=job.device == "cuda",
+    )
+    (outcome,) = run_tasks([task], timeout_seconds=timeout_seconds, host_limit_bytes=host_limit_bytes)
+    found = outcome.facts.get("verdict")
+    judged = Verdict(weights=found["weights"], logits=tuple(found["logits"])) if found else None
+    peaks = {name: outcome.facts.get(name, 0) for name in ("device_allocated_bytes", "device_reserved_bytes")}
+    return dataclasses.replace(outcome, verdict=judged, facts={}, **peaks)
+
+
+def _size_on_disk(path: Path) -> int:
+    """Return the size of a file, or of the files in a directory, in bytes; 0 if the path does not exist."""
+    if path.is_dir():
+        return sum(entry.stat().st_size for entry in os.scandir(path))
+    return path.stat().st_size if path.exists() else 0
+
+
+def load(**job_fields: Any) -> Work:
+    """Load a model with one method: the work of a ``BenchTask``. Seconds end when every weight is in place.
+
+    Returns:
+        Peaks of the device's memory, and the verdict if the job requested it.
+    """
+    job = MethodJob(**job_fields)
+    method = METHODS[job.method]
+    for name in method.imports:
+        pkgutil.resolve_name(name)
+    make_context(job.device, job.device_limit_bytes)
+    gc.collect()
+    yield
+    timed = method.start(job)
+    yield
+    loaded = timed()
+    if isinstance(loaded, nn.Module):
+        _finish(loaded, job.device)
+    yield
+    facts: dict[str, Any] = {}
+    if job.device != "cpu":
+        module = torch.get_device_module(job.device)
+        facts["device_allocated_bytes"] = module.max_memory_allocated()
+        facts["device_reserved_bytes"] = module.max_memory_reserved()
+    if job.verify and isinstance(loaded, nn.Module):
+        facts["verdict"] = dataclasses.asdict(verdict(loaded, with_logits=is_builtin(job.model)))
+    return facts
+
+
+def make_context(device: str, limit_bytes: int | None = None) -> None:
+    """Trigger torch's work on first use: the lazy imports of the meta device and the accelerator's context."""
+    config = GPTConfig(vocab_size=8, context_length=8, emb_dim=8, n_heads=2, n_layers=1, qkv_bias=True)
+    with torch.device("meta"):
+        GPTModel(config)
+    touch(GPTModel(config).to(device))
+    if device != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()
+        if limit_bytes is not None:
+            module.set_per_process_memory_fraction(min(1.0, limit_bytes / module.mem_get_info()[1]))
+        module.reset_peak_memory_stats()
+
+
+def _finish(model: nn.Module, device: str) -> None:
+    """Wait until every weight is in place; on the host, touch every page."""
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+    else:
+        touch(model)
+
+
+def touch(model: nn.Module) -> float:
+    """Read an element of every page of every weight and return their sum."""
+    total = 0.0
+    for weight in model.state_dict().values():
+        if not weight.numel():
+            continue
+        flat = weight.flatten()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
+        # The last element too: a tensor that begins inside a page ends in a page that the steps can miss.
+        total += float(flat[:: _PAGE_BYTES // flat.element_size()].sum()) + float(flat[-1])
+    return total
+
+
+def verdict(model: nn.Module, *, with_logits: bool = True) -> Verdict:
+    """Return a digest of the bits of all weights, and the logits on a fixed input if the model takes token ids."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
+    if not with_logits:
+        return Verdict(weights=digest.hexdigest(), logits=())
+    first = next(model.parameters())
+    with torch.no_grad():
+        logits = model.eval()(torch.arange(16, device=first.device).unsqueeze(0)).float().cpu().flatten()
+    step = math.ceil(len(logits) / _SAMPLED_LOGITS)
+    return Verdict(weights=digest.hexdigest(), logits=tuple(logits[::step].tolist()))
+
+
+def _sum_of_bits(weight: torch.Tensor) -> int:
+    # Eight bytes at a time, as wrapping integers: no temporary, and independent of the order of addition.
+    raw = weight.detach().flatten().view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()  # an unaligned view cannot be viewed as larger integers
+    whole = len(raw) // 8 * 8
+    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())

@@ -1,0 +1,218 @@
+"""Refreshes: only what changed is read, all of it is installed or nothing, and holders of the tensors see it."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice import rules
+from support.ranks import Ranks
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def written(model: nn.Module, path: Path, **options: Any) -> Path:
+    sluice.save(model, path, overwrite=True, **options)
+    return path
+
+
+def changed_copy(model: nn.Module, *names: str) -> Tied:
+    other = Tied()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for name in names:
+            other.get_parameter(name).add_(1)
+    return other
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
+
+
+@pytest.mark.parametrize("torn", ["never", "undo", "allow"])
+def test_only_what_changed_is_read_and_holders_see_it(tmp_path: Path, torn: Any) -> None:
+    model, old = Tied(), written(Tied(), tmp_path / "a.pth")
+    state = sluice.load_into(model, old).state
+    new = changed_copy(model, "layers.1.weight", "embedding.weight")
+    pointers = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    versions = {name: value._version for name, value in model.named_parameters()}
+    refreshed = sluice.refresh(model, written(new, tmp_path / "b.pth"), since=state, torn=torn)
+    assert same(model, new)
+    assert model.head.weight is model.embedding.weight
+    assert refreshed.changed == ("embedding.weight", "layers.1.weight")
+    assert refreshed.unchanged == 6
+    assert refreshed.report is not None
+    assert refreshed.report.loaded_bytes == 4 * (50 * 16 + 16 * 16)
+    assert refreshed.report.read_bytes < 6_000  # with the gap between them
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == pointers
+    moved = {name for name, value in model.named_parameters() if value._version > versions[name]}
+    assert moved == {"embedding.weight", "layers.1.weight"}
+    again = sluice.refresh(model, tmp_path / "b.pth", since=pickle.loads(pickle.dumps(refreshed)))
+    assert (again.changed, again.version) == ((), refreshed.version)
+
+
+def test_what_is_known_of_a_file_decides(tmp_path: Path) -> None:
+    model = Tied()
+    path, manifest = tmp_path / "m.safetensors", tmp_path / "m.json"
+    written(model, path, manifest=manifest)
+    state = sluice.refresh(model, path, manifest=manifest)
+    assert len(state.changed) == 8
+    new = changed_copy(model, "layers.0.bias")
+    written(new, path, manifest=manifest)
+    assert sluice.refresh(model, path, since=state, manifest=manifest).changed == ("layers.0.bias",)
+    assert len(sluice.refresh(model, path, since=state).changed) == 8  # safetensors has no checksums
+    assert same(model, new)
+    written(new, path, metadata={"model_version": "step 40"})
+    assert sluice.refresh(model, path).version == "step 40"
+
+
+def test_casts_and_rules_follow_the_load(tmp_path: Path) -> None:
+    saved = nn.Linear(8, 8)
+    path = written(saved, tmp_path / "a.pth")
+    with sluice.empty_init():
+        model = nn.Linear(8, 8)
+    arguments: dict[str, Any] = {"dtype": "bf16", "rules": [rules.transpose("weight")]}
+    state = sluice.load_into(model, path, **arguments).state
+    with torch.no_grad():
+        saved.weight.mul_(2)
+    new = sluice.refresh(model, written(saved, tmp_path / "b.pth"), since=state, **arguments)
+    assert new.changed == ("weight",)
+    assert torch.equal(model.weight, saved.weight.t().to(torch.bfloat16))
+    with pytest.raises(sluice.MismatchError, match="cannot be filled in place"):
+        sluice.refresh(nn.Linear(8, 8), path, dtype="bf16")
+
+
+@pytest.mark.parametrize("torn", ["never", "allow"])
+def test_a_failure_leaves_the_old_weights_or_names_what_is_torn(
+    tmp_path: Path, torn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Tied()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = sluice.load_into(model, written(model, tmp_path / "a.pth")).state
+    path = written(changed_copy(model, "layers.0.weight", "layers.2.weight"), tmp_path / "b.pth")
+
+    def progress(event: sluice.ProgressEvent) -> None:
+        raise OSError("planted")
+
+    with pytest.raises((OSError, sluice.PartialLoadError)) as caught:
+        sluice.refresh(model, path, since=state, torn=torn, progress=progress)
+    if torn == "never":
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert model(torch.tensor([1])).isfinite().all()
+    else:
+        assert isinstance(caught.value, sluice.PartialLoadError)
+        with pytest.raises(sluice.StreamError):
+            model(torch.tensor([1]))
+    sluice.refresh(model, path)
+    assert not torch.equal(model.get_parameter("layers.0.weight"), before["layers.0.weight"])
+
+
+def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2048, 2048)
+    path = written(model, tmp_path / "a.pth")
+    with pytest.raises(sluice.BudgetError):
+        sluice.refresh(model, path, memory=sluice.MemoryLimits(host="20MiB", staging="1MiB"))
+    sluice.refresh(model, path, memory=sluice.MemoryLimits(host="48MiB", staging="1MiB"), torn="allow")
+
+
+def test_no_forward_sees_two_versions(tmp_path: Path) -> None:
+    model, lock, seen = nn.Linear(64, 64, bias=False), threading.Lock(), set()
+    files = []
+    for number in range(3):
+        torch.save({"weight": torch.full((64, 64), float(number))}, tmp_path / f"{number}.pth")
+        files.append(tmp_path / f"{number}.pth")
+    sluice.load_into(model, files[0])
+    stop = threading.Event()
+
+    def serve() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                with lock:
+                    seen.update(model(torch.eye(64)).unique().tolist())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        for _ in range(10):
+            for path in files:
+                sluice.refresh(model, path, lock=lock)
+    finally:
+        stop.set()
+        thread.join()
+    assert seen <= {0.0, 1.0, 2.0}
+    with torch.no_grad():
+        assert model(torch.eye(64)).unique().tolist() == [2.0]
+
+
+def test_a_lock_for_each_module_covers_its_own_tensors(tmp_path: Path) -> None:
+    model = Tied()
+    path = written(changed_copy(model, "layers.0.weight"), tmp_path / "b.pth")
+    held: list[tuple[str, set[str]]] = []
+
+    @contextlib.contextmanager
+    def lock(module: str) -> Iterator[None]:
+        before = {name: value._version for name, value in model.named_parameters()}
+        yield
+        held.append((module, {name for name, value in model.named_parameters() if value._version > before[name]}))
+
+    sluice.refresh(model, path, lock=lock)
+    assert dict(held)["layers.0"] == {"layers.0.weight", "layers.0.bias"}
+    assert sorted(module for module, _ in held) == ["", "embedding", "layers.0", "layers.1", "layers.2"]
+
+
+def divided(old: Path, new: Path, fail: bool) -> tuple[bool, str]:
+    """Refresh a divided model on each rank; return whether it has the new weights, and the error."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Tied()
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    state = sluice.load_into(model, old).state
+    error = ""
+    progress: Any = False
+    if fail and torch.distributed.get_rank() == 1:
+
+        def progress(event: Any) -> None:
+            raise OSError("planted")
+
+    try:
+        sluice.refresh(model, new, since=state, progress=progress)
+    except sluice.RankError as caught:
+        error = str(caught)
+    weight = model.get_parameter("layers.1.weight").full_tensor()  # type: ignore[attr-defined]
+    return torch.equal(weight, torch.load(new)["layers.1.weight"]), error
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fail", [False, True])
+def test_ranks_change_together_or_not_at_all(tmp_path: Path, two_ranks: Ranks, *, fail: bool) -> None:
+    model = Tied()
+    old = written(model, tmp_path / "a.pth")
+    new = written(changed_copy(model, "layers.1.weight"), tmp_path / "b.pth")
+    outcomes = two_ranks.run(divided, old, new, fail)
+    assert [done for done, _ in outcomes] == [not fail, not fail]
+    assert all(("planted" in error) == fail for _, error in outcomes)
