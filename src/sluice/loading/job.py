@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from msgspec import Struct
@@ -38,9 +38,6 @@ from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 from sluice.sources.protocol import is_caching
-
-if TYPE_CHECKING:
-    from sluice.ranks.store_group import StoreGroup
 
 __all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load_report", "run"]
 
@@ -73,12 +70,8 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
         """Memory limits of the load."""
         return self.options.memory or MemoryLimits()
 
-    def group(self) -> StoreGroup | None:
-        """Return the ranks that make this load together; None for a load of this process alone."""
-        return None
-
-    def meshes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each mesh over which the tensors of this rank are divided."""
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of which this rank may hold parts; the ranks of their meshes load together."""
         return ()
 
     def arguments(self) -> dict[str, str]:

@@ -26,6 +26,7 @@ from sluice.planning.alternatives import check_budget
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.judgement import Proposal, judge_proposals
+from sluice.ranks.membership import meshes_of
 from sluice.ranks.store_group import StoreGroup
 from sluice.ranks.verdicts import Ruling
 from sluice.reading import transfer
@@ -117,7 +118,7 @@ def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
         index=_digest(_index_lines(job.checkpoint)),
         contents=_samples(job.checkpoint),
         arguments=request.arguments(),
-        meshes=request.meshes(),
+        meshes=meshes_of(request.tensors()),
         requested=_digest(job.request_lines()),
         growth_bytes=plan_needs(job.plan)[HOST],
         limit_bytes=limit.nbytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import AbstractContextManager
 
@@ -9,6 +10,7 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadRequest, decide, load_report, run
 from sluice.machine.peaks import PeakMeter
+from sluice.ranks.membership import group_of
 from sluice.records.bulk import collector_paused
 from sluice.reports.load import LoadReport
 
@@ -28,7 +30,8 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
         RankError: Several ranks load together, and one of them failed.
     """
     started = time.perf_counter()
-    group = request.group()
+    # Without this module no tensor is divided.
+    group = group_of(request.tensors()) if "torch.distributed.tensor" in sys.modules else None
     if group is not None:
         # Here, not above: most loads are those of one process.
         from sluice.loading.joint import load_together

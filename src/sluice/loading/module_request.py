@@ -6,11 +6,12 @@ All that headers can show is settled here, before a byte of tensor data is read:
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import torch
 from msgspec.structs import replace
 from torch import nn
 
@@ -34,13 +35,9 @@ from sluice.modules.following import follow_loading
 from sluice.modules.fully_sharded import reshard
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
-from sluice.ranks.membership import group_of, meshes_of
 from sluice.reading.transfer import changed
 from sluice.records import Entry, UnsupportedValue
-from sluice.sharding.dtensors import is_dtensor, local_of
-
-if TYPE_CHECKING:
-    from sluice.ranks.store_group import StoreGroup
+from sluice.sharding.dtensors import local_of
 
 __all__ = ["EntriesRequest", "ModuleRequest"]
 
@@ -56,20 +53,10 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 
     can_map: ClassVar[bool] = True
 
-    def group(self) -> StoreGroup | None:
-        """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
-        if "torch.distributed.fsdp" in sys.modules:  # otherwise no module is divided by it
-            reshard(self.model)  # a gathered parameter is an ordinary tensor
-        if "torch.distributed.tensor" not in sys.modules:  # otherwise no tensor is divided
-            return None
-        tensors = list(chain(self.model.parameters(), self.model.buffers()))
-        if not any(map(is_dtensor, tensors)):
-            return None
-        return group_of(tensors)
-
-    def meshes(self) -> tuple[tuple[int, ...], ...]:
-        """See ``LoadRequest.meshes``."""
-        return meshes_of(chain(self.model.parameters(), self.model.buffers()))
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """See ``LoadRequest.tensors``."""
+        reshard(self.model)  # a gathered parameter is an ordinary tensor
+        return chain(self.model.parameters(), self.model.buffers())
 
 
 class ModuleRequest(_IntoModule, frozen=True, kw_only=True):

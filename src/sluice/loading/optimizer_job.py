@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -31,15 +31,12 @@ from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, Par
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard
 from sluice.planning.alternatives import Change
-from sluice.ranks.membership import group_of, local_rank_count, meshes_of
+from sluice.ranks.membership import local_rank_count
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
 from sluice.reports.load_figures import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
-
-if TYPE_CHECKING:
-    from sluice.ranks.store_group import StoreGroup
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]
 
@@ -63,23 +60,13 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
 
     verb: ClassVar[str] = "load_optimizer"
 
-    def group(self) -> StoreGroup | None:
-        """See ``LoadRequest.group``: the ranks of the meshes of its parameters."""
-        parameters = list(self._parameters())
-        if not any(map(is_dtensor, parameters)):
-            return None
-        return group_of(parameters)
-
-    def meshes(self) -> tuple[tuple[int, ...], ...]:
-        """See ``LoadRequest.meshes``."""
-        return meshes_of(self._parameters())
-
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
         rename = "a function" if callable(self.rename) else repr(self.rename)
         return {"key": str(self.key), "device": str(self.device), "rename": rename}
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See ``LoadRequest.tensors``: its parameters."""
         optimizer = _unwrapped(self.optimizer)
         return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
