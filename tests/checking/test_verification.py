@@ -230,7 +230,6 @@ def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: P
     assert "'gone' is neither in" in problem.problem
 
 
-@pytest.mark.parametrize("gathered", [0, 4 << 20], ids=["read apart", "held"])
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -243,10 +242,7 @@ def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: P
         (compressed("sparse_bsc", [0, 1, 1, 3], [2, 3, 3], (4, 3)), "not sorted in a row or not distinct"),
     ],
 )
-def test_sparse_indices_that_lie(
-    tmp_path: Path, content: bytes, problem: str, gathered: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(defaults, "SCAN_GATHERED_BYTES", gathered)
+def test_sparse_indices_that_lie(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "f.pt").write_bytes(content)
     (found,) = sluice.verify(tmp_path / "f.pt").problems
     assert (found.kind, found.tensor, found.file) == ("structure", "w", str(tmp_path / "f.pt"))

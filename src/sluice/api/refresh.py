@@ -81,9 +81,10 @@ def refresh(
         SourceChangedError: The file changed during the refresh.
 
     Example:
-        >>> state = sluice.refresh(model, "weights.pth")
-        >>> state = sluice.refresh(model, "weights.pth", since=state, lock=lock)
-        >>> print(state.version, len(state.changed), "of", len(state.contents), "tensors changed")
+        >>> state = sluice.refresh(model, "model.pth")
+        >>> state = sluice.refresh(model, "model.pth", since=state)
+        >>> len(state.changed)
+        0
     """
     check_model(model, source, "refresh(model, source)")
     check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, progress=progress)

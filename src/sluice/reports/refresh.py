@@ -20,8 +20,9 @@ class RefreshState:
     """State of the weights of a model: a digest for each tensor. It is small, and can be pickled without the report.
 
     Example:
-        >>> state = sluice.refresh(model, "weights/step_20.pth")
-        >>> state = sluice.refresh(model, "weights/step_30.pth", since=state)
+        >>> state = sluice.load_into(model, "model.pth").state
+        >>> state.changed, state.unchanged == len(state.contents)
+        ((), True)
     """
 
     #: Version of the weights: that in the metadata of the checkpoint (``model_version`` or ``version``), else a digest.
