@@ -19,7 +19,7 @@ _ROOT = Path(sluice.__file__).parent
 
 #: Most imports of modules of sluice inside functions. Each has its reason in a comment: torch, rich, or a large part
 #: that few calls need. The number is only ever lowered.
-_IN_FUNCTIONS = 46
+_IN_FUNCTIONS = 40
 
 
 def _imports_in_functions(path: Path) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
 
 from msgspec import Struct
 
@@ -75,18 +75,15 @@ class Place(Struct, frozen=True, kw_only=True):
         if self.kind == "local" and os.path.isdir(str(self.location)):
             return LocalDirectory(str(self.location))
         if self.kind == "remote":
-            # Here, and below: local files do without.
-            from sluice.sources.remote.opening import open_remote_place
-
-            return open_remote_place(self.location)
+            there: Source | Directory = _remote().open_remote_place(self.location)
+            return there
         return self.open_file()
 
     def open_file(self) -> Source:
         """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory."""
         if self.kind == "remote":
-            from sluice.sources.remote.opening import open_remote
-
-            return open_remote(self.location)
+            file: Source = _remote().open_remote(self.location)
+            return file
         if self.stream is not None:
             return _stream_source(self.stream)
         if not self.location:
@@ -101,17 +98,22 @@ class Place(Struct, frozen=True, kw_only=True):
         """Return the directory that holds the file."""
         if self.kind == "local":
             return LocalDirectory(os.path.dirname(str(self.location)))
-        from sluice.sources.remote.opening import remote_parent
-
-        return remote_parent(self.location)
+        parent: Directory = _remote().remote_parent(self.location)
+        return parent
 
     def below(self, name: str) -> Location:
         """Return the location of a file in the directory that is there."""
         if self.kind == "local":
             return os.path.join(str(self.location), name)
-        from sluice.sources.remote.directory import below
+        location: Location = _remote().below(self.location, name)
+        return location
 
-        return below(self.location, name)
+
+def _remote() -> Any:
+    """Return the module that opens addresses; local files do without."""
+    from sluice.sources.remote import opening
+
+    return opening
 
 
 def find_place(where: object) -> Place:
@@ -129,9 +131,7 @@ def find_place(where: object) -> Place:
     if isinstance(where, (list, tuple)):
         return _listed(where)
     if not hasattr(where, "read") and not isinstance(where, dict):
-        from sluice.sources.remote.location import remote_location
-
-        remote = remote_location(where)
+        remote = _remote().remote_location(where)
         if remote is not None:
             return _remote_place(remote, remote.address)
     if not hasattr(where, "read"):
@@ -200,9 +200,8 @@ def open_directory(where: PathOrAddress) -> Directory | None:
     place = find_place(where)
     if place.kind == "local":
         return LocalDirectory(place.title) if os.path.isdir(place.title) else None
-    from sluice.sources.remote.opening import open_remote_directory
-
-    return open_remote_directory(place.location)
+    directory: Directory | None = _remote().open_remote_directory(place.location)
+    return directory
 
 
 def _stream_source(stream: BinaryIO) -> Source:
@@ -215,12 +214,10 @@ def _stream_source(stream: BinaryIO) -> Source:
     if isinstance(stream, io.BytesIO):
         return MemoryFile(stream)
     if hasattr(stream, "fs"):
-        from sluice.sources.remote.location import remote_location
-        from sluice.sources.remote.opening import open_remote
-
-        remote = remote_location(stream)
+        remote = _remote().remote_location(stream)
         if remote is not None:
-            return open_remote(remote)
+            file: Source = _remote().open_remote(remote)
+            return file
     path = local_path(stream)
     if stream.writable():
         stream.flush()

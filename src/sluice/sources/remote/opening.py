@@ -18,10 +18,17 @@ from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteDirectory, SiblingFiles, below
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.location import Remote, is_obstore
+from sluice.sources.remote.location import Remote, is_obstore, remote_location
 from sluice.sources.remote_names import is_chained
 
-__all__ = ["open_remote", "open_remote_directory", "open_remote_place", "remote_parent"]
+__all__ = [
+    "below",
+    "open_remote",
+    "open_remote_directory",
+    "open_remote_place",
+    "remote_location",
+    "remote_parent",
+]
 
 #: Transport of each scheme; fsspec has all others.
 _TRANSPORTS = {
