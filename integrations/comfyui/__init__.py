@@ -30,8 +30,7 @@ class LoadCheckpoint:
     """Loads a diffusion model, its text encoders and its image decoder from one file."""
 
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
-    FUNCTION = "load"
-    CATEGORY = "loaders"
+    FUNCTION, CATEGORY = "load", "loaders"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI calls it
@@ -52,7 +51,8 @@ class LoadCheckpoint:
         )
         if parts is None:
             raise RuntimeError(f"ComfyUI does not know the model in {path}")
-        return parts[:3]
+        model, clip, vae = parts[:3]
+        return model, clip, vae
 
 
 NODE_CLASS_MAPPINGS = {"SluiceLoadCheckpoint": LoadCheckpoint}

@@ -17,6 +17,7 @@ import torch
 import sluice
 from sluice.integrations import _weights
 from sluice.integrations._weights import weights
+from sluice.reading.reader import CheckpointReader
 
 
 def test_weights_come_in_file_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,12 +38,13 @@ def test_two_batches_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_weights, "_BATCH_BYTES", 4000)
     sluice.save({f"{i:02}": torch.full((1000,), float(i)) for i in range(20)}, tmp_path / "m.safetensors")
     begun: list[int] = []
-    start = _weights.CheckpointReader.start
-    monkeypatch.setattr(
-        _weights.CheckpointReader,
-        "start",
-        lambda self, entries, **more: begun.append(len(entries)) or start(self, entries, **more),
-    )
+    start = CheckpointReader.start
+
+    def counted(self: CheckpointReader, entries: Any) -> Any:
+        begun.append(len(entries))
+        return start(self, entries)
+
+    monkeypatch.setattr(CheckpointReader, "start", counted)
     for used, (_, tensor) in enumerate(weights([tmp_path / "m.safetensors"])):
         assert tensor[0] == used
         assert len(begun) <= used + 2
@@ -50,7 +52,7 @@ def test_two_batches_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class DefaultModelLoader:
-    """What both engines have: the files of a directory."""
+    """That of vllm, as far as it is used: the files of a directory."""
 
     def __init__(self, load_config: Any) -> None:
         self.load_config = load_config
@@ -123,7 +125,7 @@ def test_the_load_format_of_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_class_for_sglang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "sluice.integrations.sglang", raising=False)
     added = {"maybe_add_mtp_safetensors": lambda files, _folder, _index, config: files[:config]}
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         "sglang.srt.configs.load_config": {"LoadFormat": LoadFormat},
         "sglang.srt.model_loader.weight_utils": added,
         "sglang.srt.model_loader.loader": {"DefaultModelLoader": SglangDefaultModelLoader},

@@ -1,4 +1,4 @@
-"""``SluiceReader`` and ``SluiceWriter``: any checkpoint behind ``torch.distributed.checkpoint``.
+"""``SluiceReader`` and ``SluiceWriter``: any checkpoint for ``torch.distributed.checkpoint``.
 
 ``dcp.load(state, storage_reader=SluiceReader("model.pth"))`` fills tensors and DTensors from every format and source
 that sluice reads; each rank reads the bytes of its shards. ``dcp.save(state, storage_writer=SluiceWriter("out.pth"))``
@@ -98,7 +98,7 @@ class SluiceReader(StorageReader):
         """Read the bytes that this rank asked for, with one plan.
 
         Raises:
-            UnsupportedError: A value is wanted that is not in the checkpoint as plain data.
+            UnsupportedError: A value is requested that is not in the checkpoint as plain data.
         """
         checkpoint, wanted, filled = self._opened, [], []
         values = dict(trees.leaves(checkpoint.index.tree))

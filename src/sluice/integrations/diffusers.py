@@ -83,7 +83,7 @@ def _component(folder: Path, library: str, class_name: str, dtype: Any, device: 
 
 def _class(place: Any, name: object, base: type, folder: Path) -> type[Any]:
     """Return a public class of the two libraries."""
-    found = getattr(place, name, None) if isinstance(name, str) and not name.startswith("_") else None
+    found: Any = getattr(place, name, None) if isinstance(name, str) and not name.startswith("_") else None
     known = isinstance(found, type) and found.__module__.split(".")[0] in ("diffusers", "transformers")
     if not known or not issubclass(found, base):
         raise UnsupportedError(
@@ -91,7 +91,8 @@ def _class(place: Any, name: object, base: type, folder: Path) -> type[Any]:
             file=str(folder),
             found=str(name)[:200],
         )
-    return found
+    kind: type[Any] = found
+    return kind
 
 
 def _model(folder: Path, kind: Any, dtype: Any, device: Device) -> nn.Module:
@@ -111,4 +112,6 @@ def _model(folder: Path, kind: Any, dtype: Any, device: Device) -> nn.Module:
         rename: dict[str | re.Pattern[str], str | None] = {old: new for new, old in names.items() if old != new}
         load_into(model, checkpoint, device=device, rename=rename or None)
     model.register_to_config(_name_or_path=str(folder))
-    return model.eval()
+    model.eval()
+    loaded: nn.Module = model
+    return loaded

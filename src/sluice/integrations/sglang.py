@@ -29,6 +29,8 @@ class SluiceModelLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang may
         >>> engine = sglang.Engine(model_path="org/model", load_format=SluiceModelLoader)
     """
 
+    counter_before_loading_weights: float
+
     def __init__(self, load_config: Any) -> None:
         load_config = copy.copy(load_config)
         load_config.load_format = LoadFormat.AUTO  # what the default loader chooses files by
@@ -52,6 +54,5 @@ class SluiceModelLoader(DefaultModelLoader):  # type: ignore[misc]  # sglang may
             filtered: Iterator[tuple[str, torch.Tensor]]
             filtered = self._filter_mtp_weights(found, source.prefix, self.load_config.draft_model_idx)
             return filtered
-        if self.counter_before_loading_weights == 0.0:
-            self.counter_before_loading_weights = time.perf_counter()
+        self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
         return ((source.prefix + name, tensor) for name, tensor in found)

@@ -23,8 +23,10 @@ def register() -> None:
     from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
-    class SluiceModelLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm may not be installed
+    class SluiceVllmLoader(DefaultModelLoader):  # type: ignore[misc]  # vllm may not be installed
         """The default loader, whose files are read by sluice."""
+
+        counter_before_loading_weights: float
 
         def __init__(self, load_config: Any) -> None:
             load_config = copy.copy(load_config)
@@ -33,8 +35,7 @@ def register() -> None:
 
         def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
             """Yield names and tensors; experts of other ranks and weights that the model does not use are not read."""
-            if self.counter_before_loading_weights == 0.0:
-                self.counter_before_loading_weights = time.perf_counter()
+            self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
             files = self._prepare_weights(
                 source.model_or_path,
                 source.subfolder,
@@ -45,9 +46,9 @@ def register() -> None:
 
             def skip(name: str) -> bool:
                 unused = source.is_unused_weight is not None and source.is_unused_weight(name)
-                return unused or should_skip_weight(name, self.local_expert_ids)
+                return bool(unused or should_skip_weight(name, self.local_expert_ids))
 
             for name, tensor in weights(sorted(files), skip=skip):
                 yield source.prefix + name, tensor
 
-    register_model_loader("sluice")(SluiceModelLoader)
+    register_model_loader("sluice")(SluiceVllmLoader)
