@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
 
 from msgspec import Struct
 
@@ -81,12 +81,16 @@ class Place(Struct, frozen=True, kw_only=True):
             return open_remote_place(self.location)
         return self.open_file()
 
-    def open_file(self) -> Source:
-        """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory."""
+    def open_file(self, commits: dict[Any, Any] | None = None) -> Source:
+        """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory.
+
+        Args:
+            commits: Empty at first; the files of one checkpoint that share it are of one commit of the hub.
+        """
         if self.kind == "remote":
             from sluice.sources.remote.opening import open_remote
 
-            return open_remote(self.location)
+            return open_remote(self.location, commits)
         if self.stream is not None:
             return _stream_source(self.stream)
         if not self.location:
