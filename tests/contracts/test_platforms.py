@@ -46,12 +46,18 @@ def held(source, target, **settings):
     gc.collect()
     for each in os.listdir("/proc/self/fd"):
         try:
-            assert os.readlink(f"/proc/self/fd/{each}") != os.path.abspath(target), "Windows replaces no open file"
+            name = os.readlink(f"/proc/self/fd/{each}")
         except FileNotFoundError:
-            pass
+            continue
+        assert name not in map(os.path.abspath, (source, target)), f"Windows moves no open file: {name}"
     return replace(source, target, **settings)
+unlink = os.unlink
+def removed(path, **settings):
+    held(path, path) if isinstance(path, str) and os.path.exists(path) else None
+    return unlink(path, **settings)
 if system == "win32":
     os.replace = os.rename = held
+    os.unlink = os.remove = removed
 sys.platform = system
 """
 
@@ -79,7 +85,7 @@ for name in ("a.pth", "a.safetensors", "a"):
     sluice.plan(model, name)
     assert sluice.verify(name).ok
 sluice.convert("a.pth", "b.safetensors")
-assert sluice.diff("a.pth", "b.safetensors").equal
+assert sluice.diff("a.pth", "b.safetensors").same
 large = {"w": torch.arange(20_000_000.0)}
 sluice.save(large, "large.pth")
 assert torch.equal(sluice.load_state_dict("large.pth")["w"], large["w"])

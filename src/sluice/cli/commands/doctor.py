@@ -89,6 +89,7 @@ def _memory() -> dict[str, Any]:
 def _place(path: str) -> dict[str, Any]:
     from sluice.machine.filesystems import filesystem_type
     from sluice.sources.local import LocalFile
+    from sluice.sources.protocol import DirectIOUnavailable
 
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     found: dict[str, Any] = {"path": os.path.abspath(path), "file system": filesystem_type(path) or None}
@@ -101,6 +102,8 @@ def _place(path: str) -> dict[str, Any]:
             file.flush()
             with LocalFile(file.name).lend(direct=True):
                 found["direct I/O"] = True
+    except DirectIOUnavailable:
+        found["direct I/O"] = "no: the system or the file system has none"
     except OSError as error:
         found["direct I/O"] = f"no: {error.strerror or error}"
     return found
