@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-#: What the wheel has besides modules.
+#: Files of the wheel that are not modules.
 _ASSETS = ("sluice/py.typed", "licenses/LICENSE", "licenses/src/sluice/benchmark/assets/uPlot.LICENSE")
 
 _USE = """

@@ -1,4 +1,4 @@
-"""What the published package says about itself."""
+"""The metadata of the package, and the checks of its wheel."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ def test_advice_names_extras_that_exist() -> None:
     for file in (ROOT / "src" / "sluice").rglob("*.py"):
         for named in re.findall(r"sluice\[([\w,]+)\]", file.read_text(encoding="utf-8")):
             assert set(named.split(",")) <= extras, f"{file}: {named}"
-
-
-def test_files_of_licences_exist() -> None:
-    assert all((ROOT / name).is_file() for name in PROJECT["license-files"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from sluice._dtypes import torch_dtype
 from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, ReadError, UnsupportedError
 from sluice._options import Limits
-from sluice.hf._hub import ModelFiles
+from sluice.hf._hub import FoundModel
 from sluice.records import Entry
 from sluice.sources.opening import refuse_url
 from sluice.sources.remote_names import missing_advice
@@ -29,7 +29,7 @@ _REFUSED_SETTINGS = {
 
 
 def class_and_config(
-    library: Any, files: ModelFiles, model_class: Any, config: Any, *, limits: Limits | None
+    library: Any, files: FoundModel, model_class: Any, config: Any, *, limits: Limits | None
 ) -> tuple[Any, Any]:
     """Return the model class and a copy of the configuration."""
     path = files.folder

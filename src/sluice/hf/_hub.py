@@ -17,7 +17,7 @@ from sluice._options import Limits
 from sluice.sources.directory import Directory
 from sluice.sources.remote_names import names_a_file
 
-__all__ = ["ModelFiles", "find_model"]
+__all__ = ["FoundModel", "find_model"]
 
 #: Names that transformers looks for on the hub: a model, or an owner and a model.
 _ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -26,12 +26,12 @@ _ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json")
 
 
-class ModelFiles(Struct, frozen=True, kw_only=True):
+class FoundModel(Struct, frozen=True, kw_only=True):
     """Where the files of one model are."""
 
     #: Local directory with its configuration.
     folder: str
-    #: What the caller passed.
+    #: Name that the caller passed.
     name: str
     #: Directory of its weights, or their URL at one commit.
     weights: str
@@ -40,7 +40,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def find_model(directory: object, revision: str | None, limits: Limits | None) -> Iterator[ModelFiles]:
+def find_model(directory: object, revision: str | None, limits: Limits | None) -> Iterator[FoundModel]:
     """Find a model; a local directory wins over a model of the hub with its name.
 
     Raises:
@@ -53,7 +53,7 @@ def find_model(directory: object, revision: str | None, limits: Limits | None) -
     if os.path.lexists(path) or not _ID.fullmatch(path) or names_a_file(path):
         if revision is not None:
             raise ValueError(f"revision={revision!r} has no effect: {path!r} does not name a model of the hub")
-        yield ModelFiles(folder=path, name=path, weights=path)
+        yield FoundModel(folder=path, name=path, weights=path)
         return
     from sluice.sources.remote.opening import open_commit  # here, not above: local models do without
 
@@ -61,7 +61,7 @@ def find_model(directory: object, revision: str | None, limits: Limits | None) -
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         names = _copy(commit, folder, (limits or Limits()).header_bytes)
         try:
-            yield ModelFiles(folder=folder, name=path, weights=weights, names=names)
+            yield FoundModel(folder=folder, name=path, weights=weights, names=names)
         except SluiceError as error:
             if str(error.file or "").startswith(folder):
                 error.file = weights + str(error.file)[len(folder) :]

@@ -18,6 +18,10 @@ import click
 
 from sluice import __version__
 from sluice._units import format_bytes
+from sluice.machine.facts import machine_facts
+from sluice.machine.filesystems import filesystem_type
+from sluice.sources.local import LocalFile
+from sluice.sources.protocol import DirectIOUnavailable
 
 __all__ = ["doctor_command", "facts"]
 
@@ -74,8 +78,6 @@ def _versions() -> dict[str, Any]:
 def _memory() -> dict[str, Any]:
     import psutil
 
-    from sluice.machine.facts import machine_facts
-
     known = machine_facts(())
     limits = {"address space": known.address_space_bytes, "cgroup leaves": known.memory_limit_bytes}
     return {
@@ -87,10 +89,6 @@ def _memory() -> dict[str, Any]:
 
 
 def _place(path: str) -> dict[str, Any]:
-    from sluice.machine.filesystems import filesystem_type
-    from sluice.sources.local import LocalFile
-    from sluice.sources.protocol import DirectIOUnavailable
-
     folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
     found: dict[str, Any] = {"path": os.path.abspath(path), "file system": filesystem_type(path) or None}
     with suppress(OSError, AttributeError):
