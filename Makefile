@@ -17,7 +17,7 @@ help:
 	@echo "make test-versions [ENVIRONMENTS='oldest newest'] the core profile with other versions of Python, torch, ..."
 	@echo "make servers          install the object stores that tests start, into .servers"
 	@echo "make fuzz [SECONDS=60] fuzz every parser, SECONDS for each"
-	@echo "make check            lint, format, types, layers, phrases and the documentation's links"
+	@echo "make check            lint, format, types, layers, phrases, the package and the documentation's links"
 	@echo "make docs             build the documentation site into site/"
 	@echo "make notebook [SIZE=xl] run the notebook and keep its outputs"
 
@@ -64,6 +64,7 @@ check: install
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_phrases.py
 	$(BIN)/python tools/lines.py
+	$(BIN)/python tools/check_package.py
 	$(MKDOCS) --site-dir $(VENV)/site
 	! grep -rlE --include='*.html' '<(script|link|img)[^>]+(src|href)="https?:' $(VENV)/site  # reading sends no requests
 

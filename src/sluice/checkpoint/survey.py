@@ -32,7 +32,7 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import filterfalse
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from sluice._errors import (
     CheckpointError,
@@ -113,12 +113,13 @@ class _ListedFiles:
     def __init__(self, place: Place) -> None:
         self.path = place.title
         self._places = {member.title: member for member in place.members}
+        self._commits: dict[Any, Any] = {}
 
     def entries(self) -> Iterator[DirectoryEntry]:
         return iter(())
 
     def open(self, name: str) -> Source:
-        return self._places[name].open_file()
+        return self._places[name].open_file(self._commits)
 
     def check_inside(self, name: str) -> None:
         """Return: the caller chose each file, links included."""

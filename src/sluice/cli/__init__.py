@@ -25,6 +25,7 @@ _SUMMARIES = {
     "bench": "Load one checkpoint in several ways and compare peak memory and time.",
     "convert": "Write the checkpoint at SOURCE to DESTINATION in another format, with a fixed amount of memory.",
     "diff": "Compare presence, dtype, shape and values of the tensors of the checkpoints at A and B.",
+    "doctor": "Show versions, memory, disks, accelerators and settings: what a bug report needs.",
     "inspect": "Show format, contents, dtypes, bytes, largest tensors and shared storages of the checkpoint at PATH.",
     "load": "Build a model, fill it from the checkpoint at PATH, and report time and peak memory.",
     "plan": "Predict the memory of loading the checkpoint at PATH, and whether it fits.",

@@ -13,6 +13,7 @@ import torch
 from sluice._dtypes import torch_dtype
 from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, ReadError, UnsupportedError
 from sluice._options import Limits
+from sluice.hf._hub import FoundModel
 from sluice.records import Entry
 from sluice.sources.opening import refuse_url
 from sluice.sources.remote_names import missing_advice
@@ -28,9 +29,10 @@ _REFUSED_SETTINGS = {
 
 
 def class_and_config(
-    library: Any, path: str, model_class: Any, config: Any, *, limits: Limits | None
+    library: Any, files: FoundModel, model_class: Any, config: Any, *, limits: Limits | None
 ) -> tuple[Any, Any]:
     """Return the model class and a copy of the configuration."""
+    path = files.folder
     _check_directory(path, limits or Limits())
     is_auto = model_class is not None and not issubclass(model_class, library.PreTrainedModel)
     if config is None:
@@ -45,11 +47,12 @@ def class_and_config(
         model_class = _named_class(library, config, path)
     elif is_auto:
         model_class = _class_of_auto(library, model_class, config, path)
-    extra = [name for name in getattr(type(config), "extra_files", ()) if os.path.exists(os.path.join(path, name))]
+    others = getattr(type(config), "extra_files", ())
+    extra = [name for name in others if name in files.names or os.path.exists(os.path.join(path, name))]
     if extra:
         problem = f"{model_class.__name__} stores weights in additional files"
         raise UnsupportedError(problem, file=path, found=", ".join(extra))
-    config.name_or_path = path
+    config.name_or_path = files.name
     return model_class, config
 
 

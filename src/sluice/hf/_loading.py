@@ -1,4 +1,4 @@
-"""``from_pretrained``: load Hugging Face models from local directories.
+"""``from_pretrained`` and ``stream``: Hugging Face models from local directories and the hub.
 
 It follows the steps of transformers' ``from_pretrained``, with sluice reading the weights:
 
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from sluice._arguments import check_load, memory_limits, path_argument
+from sluice._arguments import check_load, memory_limits
 from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
-from sluice._options import Limits, Memory, PageCache, Place, TransferOptions
+from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.api.checkpoint import open as open_checkpoint
@@ -36,6 +36,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._distribution import Ranks
+from sluice.hf._hub import find_model
 from sluice.hf._library import find_library
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, missing_if_mismatched, tie
 from sluice.hf._quantization import Quantizer
@@ -46,8 +47,10 @@ from sluice.loading.module_request import EntriesRequest
 from sluice.modules.empty_init import empty_init
 from sluice.records import UnsupportedValue
 from sluice.reports.load import LoadReport
+from sluice.streaming.job import StreamRequest
+from sluice.streaming.stream import Stream, open_stream
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "stream"]
 
 # ruff: noqa: SLF001  the functions of the library's loader are private; the supported versions are pinned
 
@@ -58,6 +61,7 @@ def from_pretrained(
     directory: str | os.PathLike[str],
     model_class: type | None = None,
     *,
+    revision: str | None = None,
     config: Any = None,
     device: Device = None,
     dtype: DType = "auto",
@@ -79,9 +83,11 @@ def from_pretrained(
     """Load a Hugging Face model, bit-identical to the result of transformers' ``from_pretrained``.
 
     Args:
-        directory: A local directory with ``config.json`` and weights, as ``save_pretrained`` writes it.
+        directory: A local directory with ``config.json`` and weights, as ``save_pretrained`` writes it, or the name of
+            a model of the hub, such as ``"org/name"``: it is read from ``hf://org/name``, all files of one commit.
         model_class: A model class of transformers, an ``AutoModel...`` class, or None for the one that ``config.json``
             names.
+        revision: Branch, tag or commit of a model of the hub; None for its main branch.
         config: A configuration to use instead of the one in the directory; it is copied.
         device: Device of the tensors, as in ``sluice.load_into``; None is the CPU.
         dtype: A dtype or its name, or ``"auto"`` for the dtype in ``config.json`` or, if it names none, that of the
@@ -112,10 +118,11 @@ def from_pretrained(
         ImportError: transformers is not installed, or its version is not supported.
         UnsupportedError: The architecture or a required feature is not supported; the message names it.
         MismatchError: Checkpoint and model disagree; every reason is listed.
-        MissingFileError: The directory does not exist, or has no ``config.json``.
+        MissingFileError: There is no such directory or model, or it has no ``config.json``.
         CheckpointError: A file is damaged or unsafe.
         BudgetError: The memory limits cannot be kept; nothing was read.
-        ReadError: The directory or a file cannot be read.
+        ReadError: The directory or a file cannot be read; a ``RemoteError`` if the hub does not answer.
+        ValueError: A local directory was given a revision.
 
     Example:
         >>> model = sluice.hf.from_pretrained("gpt2-xl", dtype=torch.bfloat16, report=print)
@@ -131,21 +138,18 @@ def from_pretrained(
         page_cache=page_cache,
         progress=progress,
     )
-    path = path_argument(directory, "directory")
-    dtype = _parsed(dtype)
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
-    model_class, config = class_and_config(library, path, model_class, config, limits=limits)
-    if attn_implementation is not None:
-        config._attn_implementation = attn_implementation
-    if experts_implementation is not None:
-        config._experts_implementation = experts_implementation
-    ranks = Ranks.prepare(library, model_class, distributed_config, tp_plan)
-    if ranks is not None:
-        config.distributed_config = ranks.config
-        device = ranks.device if device is None else device
-    quantizer = find_quantizer(library, config, quantization_config, path, divided=ranks is not None)
-    with ExitStack() as stack:
-        checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(path, limits=limits))
+    dtype = _parsed(dtype)
+    with find_model(directory, revision, limits) as files, ExitStack() as stack:
+        path = files.folder
+        model_class, config = class_and_config(library, files, model_class, config, limits=limits)
+        _choose(config, attn_implementation, experts_implementation)
+        ranks = Ranks.prepare(library, model_class, distributed_config, tp_plan)
+        if ranks is not None:
+            config.distributed_config = ranks.config
+            device = ranks.device if device is None else device
+        quantizer = find_quantizer(library, config, quantization_config, path, divided=ranks is not None)
+        checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen, quantizer)
         checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
@@ -163,11 +167,95 @@ def from_pretrained(
         quantize = quantizer.function(model)
         request = EntriesRequest(model=model, entries=names.entries, device=device, quantize=quantize, options=options)
         loaded = load(request, nullcontext(checkpoint), progress=progress)
-    _finish(model, names, path)
+        _finish(model, names, path)
     quantizer.finish(model)
     if report is not None:
         report(_reported(loaded, names, notes, time.perf_counter() - started))
     return model
+
+
+@public("sluice.hf")
+@explain_keywords
+def stream(
+    directory: str | os.PathLike[str],
+    model_class: type | None = None,
+    *,
+    memory: Memory = None,
+    revision: str | None = None,
+    config: Any = None,
+    device: str | int | torch.device | None = None,
+    dtype: DType = "auto",
+    attn_implementation: str | None = None,
+    blocks: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    progress: Progress = False,
+) -> Stream:
+    """Run a Hugging Face model whose weights do not fit into memory: ``from_pretrained`` and ``sluice.stream`` in one.
+
+    Args:
+        directory: As in ``from_pretrained``.
+        model_class: As in ``from_pretrained``.
+        memory: Bytes for weights, as in ``sluice.stream``.
+        revision: As in ``from_pretrained``.
+        config: As in ``from_pretrained``.
+        device: Where the model runs; None for the CPU.
+        dtype: As in ``from_pretrained``.
+        attn_implementation: As in ``from_pretrained``.
+        blocks: As in ``sluice.stream``.
+        limits: Bounds for hostile files.
+        progress: As in ``sluice.stream``.
+
+    Returns:
+        The stream; its ``model`` is the model, in evaluation mode.
+
+    Raises:
+        StreamError: The model cannot be streamed.
+        UnsupportedError: As for ``from_pretrained``, and for models with quantized weights.
+        CheckpointError: As for ``from_pretrained``.
+        BudgetError: The memory is too small for the largest block.
+
+    Example:
+        >>> with torch.inference_mode(), sluice.hf.stream("gpt2-xl", memory="6GiB") as stream:
+        ...     logits = stream.model(torch.tensor([[1, 2, 3]])).logits
+    """
+    library = find_library()
+    check_load(limits=limits, progress=progress)
+    options = TransferOptions(memory=memory if isinstance(memory, MemoryLimits) else None)
+    memory_limits(memory)  # raises for a value that is not a size
+    dtype = _parsed(dtype)
+    with find_model(directory, revision, limits) as files, ExitStack() as stack:
+        model_class, config = class_and_config(library, files, model_class, config, limits=limits)
+        _choose(config, attn_implementation, None)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedError("models with quantized weights are loaded, not streamed", file=files.name)
+        checkpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
+        chosen = settle_dtype(config, dtype, checkpoint.entries, files.folder)
+        model = _build(library, model_class, config, chosen, Quantizer())
+        _refuse_unsupported(checkpoint, files.folder)
+        names = MatchedWeights.of(library, model, checkpoint.entries, files.folder)
+        apply_dtype_plan(model, chosen, names.entries)
+        tie(model, names, checkpoint)
+        check(model, names, strict=True, allow_empty=False)
+        make_real(model, names.missing)
+        _finish(model, names, files.folder)
+        filling = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
+        request = StreamRequest(load=filling, memory=memory, blocks=None if blocks is None else tuple(blocks))
+        return open_stream(request, _kept_open(checkpoint, stack.pop_all()), progress=progress)
+    raise AssertionError("no exception is suppressed")
+
+
+@contextmanager
+def _kept_open(checkpoint: OpenCheckpoint, files: ExitStack) -> Iterator[OpenCheckpoint]:
+    with files:
+        yield checkpoint
+
+
+def _choose(config: Any, attention: str | None, experts: str | None) -> None:
+    """Set the implementations that the caller chose."""
+    if attention is not None:
+        config._attn_implementation = attention
+    if experts is not None:
+        config._experts_implementation = experts
 
 
 def _parsed(dtype: DType) -> DType:

@@ -38,6 +38,8 @@ def probe_cache(descriptor: int, offsets: range) -> tuple[float, ...]:
 
 def _counter(descriptor: int) -> Callable[[int, int, int], int] | None:
     """Return a function that counts a page that was just read and so is certainly cached; None if there is none."""
+    if not hasattr(os, "pread"):  # Windows
+        return None
     try:
         os.pread(descriptor, 1, 0)
     except OSError:  # a failing disk fails again when the plan reads

@@ -79,10 +79,14 @@ class Place(Struct, frozen=True, kw_only=True):
             return there
         return self.open_file()
 
-    def open_file(self) -> Source:
-        """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory."""
+    def open_file(self, commits: dict[Any, Any] | None = None) -> Source:
+        """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory.
+
+        Args:
+            commits: Empty at first; the files of one checkpoint that share it are of one commit of the hub.
+        """
         if self.kind == "remote":
-            file: Source = _remote().open_remote(self.location)
+            file: Source = _remote().open_remote(self.location, commits)
             return file
         if self.stream is not None:
             return _stream_source(self.stream)

@@ -22,7 +22,7 @@ from sluice._options import Memory, MemoryLimits, TransferOptions
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.module_job import ModuleJob
-from sluice.loading.module_request import ModuleRequest
+from sluice.loading.module_request import EntriesRequest, ModuleRequest
 from sluice.modules.assembled import is_assembled_model
 from sluice.modules.blocks import ModuleBlock, find_blocks, smallest_blocks
 from sluice.modules.parked import ParkedParameter
@@ -45,7 +45,7 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     """Arguments of ``sluice.stream``, without the checkpoint."""
 
     #: The load that fills the model.
-    load: ModuleRequest
+    load: ModuleRequest | EntriesRequest
     #: Memory for the weights where they are used; None for what the limits leave.
     memory: Memory = None
     #: Paths of the blocks, with ``*`` for any name; None finds them.
@@ -118,7 +118,8 @@ def opened_request(
         return
     from sluice.loading.quantized_models import opened_model  # here, not above: few models are quantized
 
-    with opened_model(load.model, nullcontext(checkpoint), dtype=load.dtype) as (opening, weights), opening as plain:
+    dtype = load.dtype if isinstance(load, ModuleRequest) else None
+    with opened_model(load.model, nullcontext(checkpoint), dtype=dtype) as (opening, weights), opening as plain:
         yield replace(request, quantized=weights), plain
 
 

@@ -80,6 +80,11 @@ class Stream:
         return str(self.report)
 
     @property
+    def model(self) -> nn.Module:
+        """The model that is streamed."""
+        return self._job.whole.state.module
+
+    @property
     def report(self) -> StreamReport:
         """The figures so far."""
         job, window = self._job, self._window

@@ -240,3 +240,18 @@ def test_files_of_the_hub_are_cached_by_their_version(hub: RangeServer, tmp_path
     with sluice.open(sluice.Remote("hf://org/net", cache=tmp_path / "sluice")) as checkpoint:
         assert checkpoint.files == tuple(f"hf://org/net/{name}" for name in SHARDS)
         assert all(isinstance(source, CompleteFile) for source in checkpoint.sources)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_all_files_of_a_list_and_all_parts_are_of_one_commit(hub: RangeServer, listed: bool) -> None:
+    """Also if someone pushes in between: the second answer would be another commit."""
+    names = [f"a-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for number, name in enumerate(names):
+        stream = io.BytesIO()
+        torch.save({f"w{number}": torch.full((4,), float(number))}, stream)
+        hub.files[f"/org/net/resolve/{COMMIT}/{name}"] = stream.getvalue()
+    info = {"id": "org/net", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+    hub.files["/api/models/org/net/revision/main"] = json.dumps(info).encode()
+    urls = [f"hf://org/net/{name}" for name in names]
+    assert len(sluice.load_state_dict(urls if listed else urls[0])) == 3
+    assert sum("/api/" in request.path for request in hub.requests) == 1

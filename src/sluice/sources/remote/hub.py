@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -35,7 +36,7 @@ from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
 from sluice.sources.remote.retries import Attempts, wait
 from sluice.sources.remote.servers import server_of
 
-__all__ = ["HubAddress", "open_directory", "open_place", "open_source", "parse_address"]
+__all__ = ["HubAddress", "open_commit", "open_directory", "open_place", "open_source", "parse_address"]
 
 #: Most bytes of what the hub says about a model: names of 500,000 files.
 _MOST_INFORMATION_BYTES = 64 << 20
@@ -47,6 +48,10 @@ _FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".h5", ".gguf
 
 #: Revisions with a slash in their names that are common: pull requests and converted files.
 _SLASHED = re.compile(r"(refs/(?:pr|convert)/[^/]+)(?:/|$)")
+
+
+#: Held while a revision is resolved that several files share.
+_resolving = threading.Lock()
 
 
 class HubAddress(Struct, frozen=True, kw_only=True):
@@ -90,15 +95,36 @@ def parse_address(url: str) -> HubAddress:
     return HubAddress(repository=name, revision=unquote(revision) or "main", path=path)
 
 
-def open_source(remote: Remote) -> Source:
+def open_source(remote: Remote, commits: dict[Any, Any] | None = None) -> Source:
     """Return a file of the hub, or of the local cache.
+
+    Args:
+        remote: Its address.
+        commits: Revisions that other files of the same checkpoint have resolved; this one is added.
 
     Raises:
         MissingFileError: There is no such model, revision or file.
         RemoteError: The hub refuses or does not answer, and the file is not in the cache.
     """
     address = parse_address(remote.url)
-    return _Commit.of(address, remote.settings).open(address.path)
+    if commits is None:
+        return _Commit.of(address, remote.settings).open(address.path)
+    key = (address.repository, address.revision, remote.settings.headers)
+    with _resolving:
+        if key not in commits:
+            commits[key] = _Commit.of(address, remote.settings)
+    commit: _Commit = commits[key]
+    return commit.open(address.path)
+
+
+def open_commit(remote: Remote) -> tuple[str, RemoteDirectory]:
+    """Return a model, and its address at the commit that its revision has now; raises as ``open_source``."""
+    address = parse_address(remote.url)
+    commit = _Commit.of(address, remote.settings)
+    directory = commit.directory()
+    if directory is None:
+        raise MissingFileError("the model has no files", file=str(address))
+    return str(replace(address, revision=commit.revision)), directory
 
 
 def open_directory(remote: Remote) -> RemoteDirectory | None:
@@ -130,7 +156,8 @@ class _Commit:
             cached: The cache with these files; None if they are on the hub, and perhaps in the cache too.
         """
         self.address, self.names = address, names
-        self._settings, self._revision, self._cached = settings, revision, cached
+        self.revision = revision
+        self._settings, self._cached = settings, cached
 
     @classmethod
     def of(cls, address: HubAddress, settings: RemoteSettings) -> _Commit:
@@ -192,12 +219,12 @@ class _Commit:
             advice = f"Did you mean {close[0]!r}?" if close else "Check the name of the file."
             raise MissingFileError("the model has no such file", file=shown, advice=advice) from FileNotFoundError(path)
         if self._cached is not None:
-            note = f"commit {self._revision[:12]} in the cache of huggingface_hub: {self._cached.why}"
+            note = f"commit {self.revision[:12]} in the cache of huggingface_hub: {self._cached.why}"
             return _CachedFile(os.path.join(self._cached.folder, path), note)
-        cached = huggingface_hub.try_to_load_from_cache(self.address.repository, path, revision=self._revision)
+        cached = huggingface_hub.try_to_load_from_cache(self.address.repository, path, revision=self.revision)
         if isinstance(cached, str):
             return _CachedFile(cached, "read from the cache of huggingface_hub")
-        url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self._revision, endpoint=_endpoint())
+        url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self.revision, endpoint=_endpoint())
         return RemoteFile(http.HttpObject(url, _with_token(self._settings), shown=shown))
 
 

@@ -23,6 +23,7 @@ from sluice.sources.remote_names import is_chained
 
 __all__ = [
     "below",
+    "open_commit",
     "open_remote",
     "open_remote_directory",
     "open_remote_place",
@@ -47,8 +48,12 @@ _EXTRAS = {
 }
 
 
-def open_remote(where: str | Remote) -> Source:
+def open_remote(where: str | Remote, commits: dict[Any, Any] | None = None) -> Source:
     """Return a remote file as a source; its first bytes are read.
+
+    Args:
+        where: Its address.
+        commits: Revisions of the hub, which all files of one checkpoint that are opened with this dict share.
 
     Raises:
         MissingFileError: There is no such file.
@@ -56,7 +61,15 @@ def open_remote(where: str | Remote) -> Source:
         RemoteError: The server does not answer.
     """
     remote = _remote(where)
-    return _tuned(_module(remote).open_source(remote), remote)
+    shared = () if commits is None or _transport(remote) != "hub" else (commits,)
+    return _tuned(_module(remote).open_source(remote, *shared), remote)
+
+
+def open_commit(url: str) -> tuple[str, Directory]:
+    """Return the URL of a model of the hub at the commit that its revision has now, and its files; raises as above."""
+    remote = Remote(url)
+    found: tuple[str, Directory] = _module(remote).open_commit(remote)
+    return found
 
 
 def open_remote_directory(where: str | Remote) -> Directory | None:

@@ -23,6 +23,10 @@ from sluice.writing.durable.partial_files import close
 __all__ = ["DirectWrites", "block_bytes", "direct_writes", "write_all"]
 
 
+#: Held while the position of a descriptor matters.
+_seeking = threading.Lock()
+
+
 def block_bytes() -> int:
     """Return the alignment of direct writes: no page of the cache may hold a block that is written directly."""
     return max(defaults.BLOCK_BYTES, mmap.PAGESIZE)
@@ -31,10 +35,18 @@ def block_bytes() -> int:
 def write_all(descriptor: int, offset: int, view: memoryview) -> None:
     """Write all of ``view``, one-dimensional bytes, at a position in a file."""
     while view:
-        written = os.pwrite(descriptor, view, offset)
+        written = _write_some(descriptor, view, offset)
         if not written:
             raise OSError(errno.EIO, "nothing was written")
         offset, view = offset + written, view[written:]
+
+
+def _write_some(descriptor: int, view: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, view, offset)
+    with _seeking:  # Windows
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, view)
 
 
 def direct_writes(path: str, descriptor: int, staging: StagingPool) -> DirectWrites | None:

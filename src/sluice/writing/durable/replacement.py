@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -195,6 +196,7 @@ class Replacement(NewFile):
         self._abandon()
 
     def _abandon(self) -> None:
+        self._release()
         if self._hidden:
             with suppress(OSError):  # it was renamed, or cannot be removed: the next save retries
                 os.unlink(self._hidden)
@@ -231,11 +233,17 @@ class Replacement(NewFile):
 
     def publish(self) -> None:
         """Rename the sealed file into place; the caller syncs the directory."""
+        self._release()
         with saving(self.path):
             if self._overwrite:
                 os.replace(self._hidden, self._final)
             else:
                 self._link()
+
+    def _release(self) -> None:
+        """Close the file where only a closed one can be renamed or removed; elsewhere it stays locked."""
+        if sys.platform == "win32":
+            self._close()
 
     def _link(self) -> None:
         try:
