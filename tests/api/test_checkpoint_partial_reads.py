@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,8 +21,17 @@ from sluice.machine import facts as machine_facts
 from sluice.sources.local import LocalFile
 from sluice.testing import RecordingSource, record_reads
 from support import distributed
-
-Tensors: TypeAlias = dict[str, torch.Tensor]
+from support.directories import (
+    Tensors,
+    write_legacy,
+    write_model,
+    write_parameters,
+    write_parts,
+    write_pickled_shards,
+    write_safetensors,
+    write_shards,
+    write_zip,
+)
 
 #: File, first byte and size of a read.
 Range: TypeAlias = tuple[str, int, int]
@@ -40,54 +48,6 @@ def _small_gap(monkeypatch: pytest.MonkeyPatch) -> None:
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     """Return a tensor of distinct elements, so that its bytes can be located in a file."""
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-
-
-def write_zip(path: Path, tensors: Tensors) -> Path:
-    torch.save(tensors, path / "f.pth")
-    return path / "f.pth"
-
-
-def write_legacy(path: Path, tensors: Tensors) -> Path:
-    torch.save(tensors, path / "f.pth", _use_new_zipfile_serialization=False)
-    return path / "f.pth"
-
-
-def write_safetensors(path: Path, tensors: Tensors) -> Path:
-    safetensors.torch.save_file(tensors, path / "f.safetensors")
-    return path / "f.safetensors"
-
-
-def write_model(path: Path, tensors: Tensors) -> Path:
-    safetensors.torch.save_file(tensors, path / "model.safetensors")
-    return path
-
-
-def write_parts(path: Path, tensors: Tensors) -> Path:
-    for number, (name, tensor) in enumerate(tensors.items()):
-        safetensors.torch.save_file({name: tensor}, path / f"part-{number}.safetensors")
-    return path
-
-
-def write_parameters(path: Path, tensors: Tensors) -> Path:
-    for name, tensor in tensors.items():
-        torch.save(tensor.clone(), path / f"{name}.pt")
-    return path
-
-
-def write_shards(path: Path, tensors: Tensors) -> Path:
-    weight_map = {name: f"model-{number}.safetensors" for number, name in enumerate(tensors)}
-    for name, file in weight_map.items():
-        safetensors.torch.save_file({name: tensors[name]}, path / file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return path / "model.safetensors.index.json"
-
-
-def write_pickled_shards(path: Path, tensors: Tensors) -> Path:
-    weight_map = {name: f"pytorch_model-{number}.bin" for number, name in enumerate(tensors)}
-    for name, file in weight_map.items():
-        torch.save({name: tensors[name]}, path / file)
-    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return path
 
 
 def write_distributed(path: Path, tensors: Tensors) -> Path:

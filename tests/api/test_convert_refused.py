@@ -129,31 +129,35 @@ def in_chunks(path: Path) -> Path:
     return distributed.write(path / "in", {"w": distributed.rows(torch.randn(4, 4), 2)})
 
 
+IS_A_SOURCE, HAS_SOURCES, IS_INSIDE = "one of the source files", "contains source files", "inside the source directory"
+
+
 @pytest.mark.parametrize(
-    ("make", "inside", "kind"),
+    ("make", "inside", "kind", "problem"),
     [
-        (in_shards, "model-00001-of-00004.safetensors", None),
-        (in_shards, "other.safetensors", None),
-        (in_shards, "", "per-parameter"),
-        (in_shards, "deeper/er", "huggingface"),
-        (in_parameters, "w0.pt", None),
-        (in_parameters, "", "per-parameter"),
-        (in_parameters, "", "huggingface"),
-        (in_chunks, "", "huggingface"),
-        (in_chunks, "out.pt", None),
+        (in_shards, "model-00001-of-00004.safetensors", None, IS_A_SOURCE),
+        (in_shards, "other.safetensors", None, IS_INSIDE),
+        (in_shards, "", "per-parameter", HAS_SOURCES),
+        (in_shards, "deeper/er", "huggingface", IS_INSIDE),
+        (in_parameters, "w0.pt", None, IS_A_SOURCE),
+        (in_parameters, "", "per-parameter", HAS_SOURCES),
+        (in_parameters, "", "huggingface", IS_INSIDE),
+        (in_chunks, "", "huggingface", IS_INSIDE),
+        (in_chunks, "out.pt", None, IS_INSIDE),
     ],
 )
 def test_a_destination_in_the_source_is_refused(
-    tmp_path: Path, make: Callable[[Path], Path], inside: str, kind: Any
+    tmp_path: Path, make: Callable[[Path], Path], inside: str, kind: Any, problem: str
 ) -> None:
     source = make(tmp_path)
     before = listing(tmp_path)
     (tmp_path / "alias").symlink_to(source)
     for directory in (source, tmp_path / "alias"):
-        with pytest.raises(sluice.SaveError):
+        with pytest.raises(sluice.SaveError, match=problem):
             sluice.convert(source, directory / inside, format=kind, overwrite=True)
     (tmp_path / "alias").unlink()
     assert listing(tmp_path) == before
+    sluice.convert(source, tmp_path / "in2")  # only the start of its name is that of the source
 
 
 def test_a_shard_is_not_replaced_by_a_conversion_of_all_shards(tmp_path: Path) -> None:

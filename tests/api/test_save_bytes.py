@@ -19,7 +19,7 @@ import torch
 import sluice
 from sluice._dtypes import torch_dtype
 from sluice.writing.durable.replacement import NewFile
-from sluice.writing.pickle_walk import elements, walk_object
+from sluice.writing.pickle_walk import walk_object
 from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import Geometry, dense
@@ -114,11 +114,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path, form: Form) -> None
     for name in (form.name, f"converted-{form.name}"):
         assert content(first / name) == content(second / name)
         assert content(first / name)
-
-
-def test_no_hash_decides_the_order_of_a_set() -> None:
-    value = {"b", "a", 10, 9, None, b"x", torch.float32, torch.device("cpu")}
-    assert elements(value) == [None, b"x", torch.device("cpu"), torch.float32, 10, 9, "a", "b"]
 
 
 @pytest.mark.parametrize("how", ["saved", "converted"])

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from rich.console import Console
 
 from bench import resume
 from bench._resuming import RESUMING, RESUMING_REFERENCE, Training, make_run, resumed_bytes
 from bench.resume import main
 from sluice.benchmark.loads import run_job, touch, verdict
-from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, Verdict
-
-TRUTH = Verdict(weights="abc", logits=(1.0,))
-
-
-class FakeRunner:
-    """A fake runner: records the scenario and returns a successful run for each method and state."""
-
-    def __init__(self, found: Verdict = TRUTH) -> None:
-        self.scenarios: Sequence[Scenario] = ()
-        self._found = found
-
-    def __call__(self, _console: Console, scenarios: Sequence[Scenario], *, repetitions: int) -> list[MethodRun]:
-        self.scenarios = scenarios
-        [scenario] = scenarios
-        found = {scenario.reference: TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
-        return [
-            MethodRun(
-                scenario=scenario.title,
-                method=method,
-                state=state,
-                repetition=repetitions - 1,
-                outcome=Outcome(status="ok", seconds=1.0, total_bytes=scenario.final_bytes, verdict=verdict),
-            )
-            for method, verdict in found.items()
-            for state in scenario.states
-        ]
+from sluice.benchmark.records import MethodJob, Verdict
+from support.comparisons import FakeRunner
 
 
 @pytest.fixture(scope="module")

@@ -52,36 +52,6 @@ def test_a_bad_file_is_one_paragraph(directory: Path, make: Callable[[], None]) 
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--model", "cli_model", "not of the form"),
-        ("--model", ":Net", "not of the form"),
-        ("--model", "no_such_module:Net", "no module 'no_such_module'"),
-        ("--model", "cli_model.deeper:Net", "no module 'cli_model.deeper'"),
-        ("--model", "cli_model:Missing", "cli_model has no 'Missing'"),
-        ("--model", "cli_model:Nett", "did you mean cli_model:Net?"),
-        ("--model", "torch.nn:Linera", "did you mean torch.nn:Linear?"),
-        ("--model", "cli_model:constant", "cli_model:constant is a int, not a class or function"),
-        ("--model", "cli_model:number", "returned a int"),
-        ("--model-args", "{", "not JSON"),
-        ("--model-args", "7", "object or array"),
-        ("--device", "nonsense", "cannot be used"),
-        ("--device", "meta", "cannot hold weights"),
-        ("--dtype", "int8", "is not one of"),
-        ("--memory", "lots", "not a size"),
-        ("--page-cache", "never", "is not one of"),
-    ],
-)
-def test_a_wrong_command_line_is_exit_code_2(directory: Path, option: str, value: str, message: str) -> None:
-    torch.save(state_dict(), "net.pth")
-    options = {"--model": "cli_model:Net", option: value}
-    result = run_command("load", "net.pth", *(word for pair in options.items() for word in pair))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("import no_such_dependency", "needs the module 'no_such_dependency', which is not installed"),
@@ -171,12 +141,3 @@ def test_a_misspelt_command_is_proposed() -> None:
     result = run_command("inspct", "net.pth")
     assert result.exit_code == 2
     assert "No such command 'inspct'. Did you mean 'inspect'?" in result.stderr
-
-
-@pytest.mark.parametrize(("make", "said"), [(_folder, "no recognized checkpoint"), (_fifo, "this is a FIFO, not a")])
-def test_what_is_no_file_is_not_called_damaged(directory: Path, make: Callable[[], None], said: str) -> None:
-    make()
-    for path, problem in (("file", said), ("/dev/null", "this is a character device, not a regular file")):
-        error = run_command("inspect", path).stderr
-        assert problem in error
-        assert "damaged" not in error

@@ -69,6 +69,22 @@ def test_names_are_changed_on_load_plan_and_convert(directory: Path, options: tu
 @pytest.mark.parametrize(
     ("option", "value", "exit_code", "message"),
     [
+        ("--model", "cli_model", 2, "not of the form"),
+        ("--model", ":Net", 2, "not of the form"),
+        ("--model", "no_such_module:Net", 2, "no module 'no_such_module'"),
+        ("--model", "cli_model.deeper:Net", 2, "no module 'cli_model.deeper'"),
+        ("--model", "cli_model:Missing", 2, "cli_model has no 'Missing'"),
+        ("--model", "cli_model:Nett", 2, "did you mean cli_model:Net?"),
+        ("--model", "torch.nn:Linera", 2, "did you mean torch.nn:Linear?"),
+        ("--model", "cli_model:constant", 2, "cli_model:constant is a int, not a class or function"),
+        ("--model", "cli_model:number", 2, "returned a int"),
+        ("--model-args", "{", 2, "not JSON"),
+        ("--model-args", "7", 2, "object or array"),
+        ("--device", "nonsense", 2, "cannot be used"),
+        ("--device", "meta", 2, "cannot hold weights"),
+        ("--dtype", "int8", 2, "is not one of"),
+        ("--memory", "lots", 2, "not a size"),
+        ("--page-cache", "never", 2, "is not one of"),
         ("--rename", "fc", 2, "'fc' is not of the form OLD=NEW"),
         ("--rename", "**=fc.*", 2, "repeat the wildcards"),
         ("--rename-regex", "(=x", 2, "unterminated subpattern"),
@@ -89,6 +105,7 @@ def test_mistakes(directory: Path, option: str, value: str, exit_code: int, mess
     result = run_command("load", "net.pth", *(word for pair in options.items() for word in pair))
     assert result.exit_code == exit_code
     assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_several_files_are_one_checkpoint(directory: Path) -> None:

@@ -80,12 +80,6 @@ def test_one_tensor_larger_than_staging(tmp_path: Path) -> None:
     load(tmp_path / "f.pth", [(8192, 6144)], final + MIB + 2048 + 8192 + 32 * MIB, memory="1MiB", dtype="bfloat16")
 
 
-def test_many_small_tensors_cost_little_more_than_themselves(tmp_path: Path) -> None:
-    shapes: list[tuple[int, ...]] = [(64, 16)] * 5000
-    torch.save({str(i): torch.ones(shape) for i, shape in enumerate(shapes)}, tmp_path / "f.pth")
-    load(tmp_path / "f.pth", shapes, 5000 * (4096 + 2048) + (16 + 32) * MIB, memory="16MiB")
-
-
 ROWS = [((first, 0), (512, 2048)) for first in range(0, 2048, 512)]
 GRID = [((row, column), (1024, 1024)) for row in (0, 1024) for column in (0, 1024)]
 

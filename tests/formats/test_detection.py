@@ -76,16 +76,6 @@ def detect_in(path: Path, content: bytes | None = None) -> str:
         return detect(source).name
 
 
-def test_a_torch_file_is_a_torch_zip(tmp_path: Path) -> None:
-    torch.save({"w": torch.zeros(3)}, tmp_path / "x")
-    assert detect_in(tmp_path / "x") == "torch-zip"
-
-
-def test_a_safetensors_file_is_safetensors(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(3)}, tmp_path / "x")
-    assert detect_in(tmp_path / "x") == "safetensors"
-
-
 @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
 def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> None:
     assert detect_in(tmp_path / "x", legacy_bytes(protocol)) == "torch-legacy"

@@ -195,15 +195,6 @@ def test_bytes_at_odd_offsets_arrive(tmp_path: Path, device: str, dtype: torch.d
     assert torch.equal(loaded.cpu(), tensor.to(dtype or tensor.dtype))
 
 
-def test_safetensors_files_arrive_too(tmp_path: Path, device: str) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {"a": torch.randn(2000, 700), "b": torch.arange(1000), "c": torch.randn(33, 5).to(torch.bfloat16)}
-    save_file(tensors, tmp_path / "f.safetensors")
-    loaded = sluice.load_state_dict(tmp_path / "f.safetensors", device=device)
-    assert all(torch.equal(loaded[name].cpu(), expected) for name, expected in tensors.items())
-
-
 def test_a_device_that_is_not_there_is_refused_before_reading(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

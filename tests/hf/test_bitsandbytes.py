@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sluice
-from support.hf_comparing import assert_same
+from support.hf_comparing import assert_same, loaded_both_ways, save_llama
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -27,31 +27,27 @@ _KEY = "model.layers.0.mlp.up_proj"
 _TEXT = f"{_KEY}.weight.quant_state.bitsandbytes__nf4"
 
 
-def _saved(transformers: Any, path: Path, kind: str) -> None:
-    torch.manual_seed(0)
+def _save(transformers: Any, path: Path, kind: str) -> None:
     if kind == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=128,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-        model = transformers.LlamaForCausalLM(config)
-    else:  # its Conv1D layers hold the transposed weight
-        config = transformers.GPT2Config(
-            vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    model.save_pretrained(path)
-
-
-def _both(transformers: Any, path: Path, **arguments: Any) -> tuple[Any, Any]:
-    return (
-        sluice.hf.from_pretrained(path, **arguments),
-        transformers.AutoModelForCausalLM.from_pretrained(path, **arguments),
+        save_llama(transformers, path)
+        return
+    torch.manual_seed(0)  # its Conv1D layers hold the transposed weight
+    config = transformers.GPT2Config(
+        vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
     )
+    transformers.GPT2LMHeadModel(config).save_pretrained(path)
+
+
+def _save_changed(
+    transformers: Any, path: Path, kind: str, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    """Write a quantized model and change its tensors."""
+    save_llama(transformers, path / "plain")
+    config = transformers.BitsAndBytesConfig(**_OPTIONS[kind])
+    sluice.hf.from_pretrained(path / "plain", quantization_config=config).save_pretrained(path)
+    state = load_file(path / "model.safetensors")
+    change(state)
+    save_file(state, path / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -61,16 +57,16 @@ def _both(transformers: Any, path: Path, **arguments: Any) -> tuple[Any, Any]:
 def test_models_are_those_of_the_library(
     transformers: Any, tmp_path: Path, kind: str, model: str, dtype: torch.dtype
 ) -> None:
-    _saved(transformers, tmp_path / "plain", model)
+    _save(transformers, tmp_path / "plain", model)
     config = transformers.BitsAndBytesConfig(**_OPTIONS[kind])
-    ours, theirs = _both(transformers, tmp_path / "plain", quantization_config=config, dtype=dtype)
+    ours, theirs = loaded_both_ways(transformers, tmp_path / "plain", quantization_config=config, dtype=dtype)
     assert_same(ours, theirs)
     ours.save_pretrained(tmp_path / "quantized")  # before it computes, which rearranges weights on some processors
     ids = torch.arange(10)[None]
     with torch.no_grad():
         logits = theirs(ids).logits
         assert torch.equal(ours(ids).logits, logits)
-    again, theirs = _both(transformers, tmp_path / "quantized")
+    again, theirs = loaded_both_ways(transformers, tmp_path / "quantized")
     assert_same(again, theirs)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, logits)
@@ -79,13 +75,12 @@ def test_models_are_those_of_the_library(
 @pytest.mark.filterwarnings("ignore")
 def test_scales_in_rows_and_columns(transformers: Any, tmp_path: Path) -> None:
     """A model that has computed with AVX-512 is saved so."""
-    _saved(transformers, tmp_path / "plain", "llama")
-    config = transformers.BitsAndBytesConfig(**_OPTIONS["nf4"])
-    sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state[f"{_KEY}.weight.absmax"] = state[f"{_KEY}.weight.absmax"].reshape(3, -1).contiguous()
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_same(*_both(transformers, tmp_path))
+
+    def reshape(state: dict[str, torch.Tensor]) -> None:
+        state[f"{_KEY}.weight.absmax"] = state[f"{_KEY}.weight.absmax"].reshape(3, -1).contiguous()
+
+    _save_changed(transformers, tmp_path, "nf4", reshape)
+    assert_same(*loaded_both_ways(transformers, tmp_path))
 
 
 def _description(**changes: object) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -130,23 +125,13 @@ def _long(state: dict[str, torch.Tensor]) -> None:
 def test_damaged_descriptions_are_mismatches(
     transformers: Any, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
 ) -> None:
-    _saved(transformers, tmp_path / "plain", "llama")
-    config = transformers.BitsAndBytesConfig(**_OPTIONS["nf4"])
-    sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    change(state)
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    _save_changed(transformers, tmp_path, "nf4", change)
     with pytest.raises(sluice.MismatchError, match=message):
         sluice.hf.from_pretrained(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_other_orders_of_eight_bits_are_refused(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path / "plain", "llama")
-    config = transformers.BitsAndBytesConfig(**_OPTIONS["int8"])
-    sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state[f"{_KEY}.weight_format"].fill_(2)
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    _save_changed(transformers, tmp_path, "int8", lambda state: state[f"{_KEY}.weight_format"].fill_(2))
     with pytest.raises(sluice.MismatchError, match="row by row"):
         sluice.hf.from_pretrained(tmp_path)

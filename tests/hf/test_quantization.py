@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sluice
-from support.hf_comparing import assert_same
+from support.hf_comparing import assert_same, loaded_both_ways, save_llama
 
 torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install 'sluice[quantize]'")
 
@@ -23,27 +23,6 @@ _CONFIGS = {
 }
 
 
-def _saved(transformers: Any, path: Path, *, tied: bool = False) -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-
-
-def _both(transformers: Any, path: Path, **arguments: Any) -> tuple[Any, Any]:
-    return (
-        sluice.hf.from_pretrained(path, **arguments),
-        transformers.AutoModelForCausalLM.from_pretrained(path, **arguments),
-    )
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"modules_to_not_convert": ["mlp"]}, {"include_input_output_embeddings": True}]
 )
@@ -52,9 +31,9 @@ def _both(transformers: Any, path: Path, **arguments: Any) -> tuple[Any, Any]:
 def test_weights_are_quantized_as_the_library_does(
     transformers: Any, tmp_path: Path, dtype: torch.dtype, kind: str, options: dict[str, Any]
 ) -> None:
-    _saved(transformers, tmp_path, tied=kind == "int8")
+    save_llama(transformers, tmp_path, tie_word_embeddings=kind == "int8")
     config = transformers.TorchAoConfig(_CONFIGS[kind], **options)
-    ours, theirs = _both(transformers, tmp_path, quantization_config=config, dtype=dtype)
+    ours, theirs = loaded_both_ways(transformers, tmp_path, quantization_config=config, dtype=dtype)
     assert_same(ours, theirs)
     assert (ours.is_quantized, ours.quantization_method) == (True, theirs.quantization_method)
     assert type(ours.hf_quantizer) is type(theirs.hf_quantizer)
@@ -65,25 +44,25 @@ def test_weights_are_quantized_as_the_library_does(
 def test_quantized_directories_are_loaded_without_full_precision(
     transformers: Any, tmp_path: Path, kind: str, *, tied: bool
 ) -> None:
-    _saved(transformers, tmp_path / "plain", tied=tied)
+    save_llama(transformers, tmp_path / "plain", tie_word_embeddings=tied)
     quantized = sluice.hf.from_pretrained(
         tmp_path / "plain", quantization_config=transformers.TorchAoConfig(_CONFIGS[kind])
     )
     quantized.save_pretrained(tmp_path / "quantized")
-    assert_same(*_both(transformers, tmp_path / "quantized"))
+    assert_same(*loaded_both_ways(transformers, tmp_path / "quantized"))
 
 
 def test_pickled_quantized_weights_are_loaded(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path / "plain", tied=True)
+    save_llama(transformers, tmp_path / "plain", tie_word_embeddings=True)
     config = transformers.TorchAoConfig(_INT8)
     quantized = sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config)
     quantized.config.save_pretrained(tmp_path / "quantized")
     torch.save(quantized.state_dict(), tmp_path / "quantized" / "pytorch_model.bin")
-    assert_same(*_both(transformers, tmp_path / "quantized"))
+    assert_same(*loaded_both_ways(transformers, tmp_path / "quantized"))
 
 
 def test_what_is_not_supported_is_refused(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+    save_llama(transformers, tmp_path)
     with pytest.raises(TypeError, match="write TorchAoConfig"):
         sluice.hf.from_pretrained(tmp_path, quantization_config=_INT8)
     with pytest.raises(sluice.UnsupportedError, match="expected torchao or bitsandbytes"):
@@ -94,7 +73,7 @@ def test_what_is_not_supported_is_refused(transformers: Any, tmp_path: Path) -> 
 
 
 def test_a_damaged_description_is_refused(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+    save_llama(transformers, tmp_path)
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     for broken in ({}, {"quant_type": {"default": {"_type": "os.system", "_data": {}}}}):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import re
 from collections import OrderedDict
@@ -445,18 +444,6 @@ def test_a_second_model_of_accelerate_is_reported_as_omitted(tmp_path: Path, suf
     second = fresh(lambda: nn.Linear(3, 2))
     sluice.load_into(second, tmp_path / f"{stem}_1{suffix}")
     assert same(weights(second), weights(critic))
-
-
-def test_training_continues_from_a_loaded_module(tmp_path: Path) -> None:
-    net = Net()
-    path = write(tmp_path / "run.pt", basic(net))
-    target = fresh()
-    sluice.load_into(target, path)
-    twin = copy.deepcopy(net)
-    for module in (target, twin):
-        torch.manual_seed(1)
-        trained(module)
-    assert same(weights(target), weights(twin))
 
 
 @pytest.mark.parametrize("key", ["config", "hparams", "run.hyper_parameters"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import weakref
 from collections.abc import Callable
 
@@ -30,27 +29,6 @@ def test_loading_equals_load_state_dict(build: Callable[[], Net]) -> None:
     assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in source.parameters()]
     assert (found.missing, found.unexpected, replaced) == ((), (), ())
     assert ("embedding.weight", "head.weight") in found.tied
-
-
-def test_a_loaded_module_trains_copies_pickles_and_loads_as_any_other() -> None:
-    source, module = trained().train(), empty()
-    optimizer, reference = torch.optim.AdamW(module.parameters()), torch.optim.AdamW(source.parameters())
-    held = [*module.parameters()]
-    load(module, source.state_dict())
-    assert all(one is other for one, other in zip(held, module.parameters(), strict=True))
-    for net, optim in ((module, optimizer), (source, reference)):
-        for _ in range(2):
-            optim.zero_grad()
-            net(TOKENS).square().mean().backward()
-            optim.step()
-    assert_equal(module, source)
-    assert_equal(copy.deepcopy(module), source)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    assert_equal(torch.load(buffer, weights_only=False), source)
-    module.load_state_dict(trained().state_dict())
-    assert_equal(module, trained())
 
 
 def test_hooks_attributes_modes_and_subclasses_survive() -> None:

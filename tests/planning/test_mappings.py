@@ -21,16 +21,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sluice
-from sluice.engine.targets import Targets
 from sluice.planning.mappings import Mapped, plan_mapping
 from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, Fill, Request, Target, elements_of
-from sluice.sources.local import LocalFile
-from sluice.testing import RecordingSource
+from sluice.records import Fill, Request, Target, elements_of
+from support.directories import SAFETENSORS_INDEX, save_sharded
 from support.leaks import open_files
-from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
-from support.running import execute
+from support.plans import MIB, entry, index_of, request
+from support.trained_net import assert_equal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -67,13 +64,6 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def maps_of(path: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
-
-
-def assert_equal(model: nn.Module, expected: nn.Module) -> None:
-    ours, theirs = model.state_dict(), expected.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert torch.equal(ours[name], theirs[name]), name
 
 
 def test_a_mapped_model_is_the_saved_one_and_nothing_was_read(file: Path) -> None:
@@ -202,11 +192,9 @@ def test_two_parameters_that_share_bytes_in_the_file_stay_apart(tmp_path: Path) 
 def test_shards_are_mapped_each_from_its_own_file(tmp_path: Path) -> None:
     expected = network()
     state = {name: tensor for name, tensor in expected.state_dict().items() if name != "3.weight"}
-    names = list(state)
-    for number, part in enumerate((names[:3], names[3:]), 1):
-        safetensors.torch.save_file({name: state[name] for name in part}, tmp_path / f"model-{number}-of-2.safetensors")
-    weight_map = {name: f"model-{1 if name in names[:3] else 2}-of-2.safetensors" for name in names}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    items = list(state.items())
+    shards = {"1.safetensors": dict(items[:3]), "2.safetensors": dict(items[3:])}
+    save_sharded(tmp_path, SAFETENSORS_INDEX, shards)
     model, report = mapped(tmp_path)
     assert_equal(model, expected)
     assert report.mapped_bytes == report.final_bytes
@@ -305,24 +293,6 @@ def test_a_system_that_refuses(file: Path, monkeypatch: pytest.MonkeyPatch, numb
     assert_equal(model, expected)
     assert report.mapped_bytes == 0
     assert any("in a file that the system cannot map" in note for note in report.notes)
-
-
-def test_the_engine_maps_without_a_read(tmp_path: Path) -> None:
-    tensors = [torch.randn(MIB), torch.randn(10), torch.arange(5)]
-    places = write_storages(tmp_path / "f", tensors)
-    source = RecordingSource(LocalFile(tmp_path / "f"))
-    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-    requested = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
-    targets, views = single_targets(requested, index, {})
-    plan = plan_load(targets, index.files, facts(), staging_bytes=MIB, mapped=plan_mapping(targets, [True]))
-    memory = Targets(plan)
-    execute(plan, [source], memory)
-    source.close()
-    for ours, tensor in zip(memory.tensors(views), tensors, strict=True):
-        assert torch.equal(ours, tensor)
-    assert source.reads == []
-    assert plan.mapped_bytes == sum(tensor.nbytes for tensor in tensors)
-    assert plan.staging_buffers == 0
 
 
 def mapping_of(requests: list[Request], storages: list[tuple[int, int]], mappable: bool = True) -> Mapped:

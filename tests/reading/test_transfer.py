@@ -17,6 +17,7 @@ from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, Request
 from sluice.sources.local import LocalFile
 from support.dtypes import TORCH_DTYPES
+from support.oracles import bits
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
 from support.running import execute
 
@@ -52,10 +53,6 @@ def load(
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist())
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -198,26 +195,6 @@ def test_a_file_rewritten_during_the_load_is_noticed_at_the_end(tmp_path: Path) 
     source.close()
 
 
-class Interrupted(BaseException):
-    """Stand-in for KeyboardInterrupt."""
-
-
-def test_an_exception_in_a_callback_leaves_no_reader_behind(tmp_path: Path) -> None:
-    tensor = torch.randn(4 * MIB)
-    places = write_storages(tmp_path / "f", [tensor])
-
-    def fail(_: int) -> None:
-        raise Interrupted
-
-    source = LocalFile(tmp_path / "f")
-    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-    targets, _ = single_targets([request("t", entry_of(tensor, 0))], index, {})
-    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
-    with pytest.raises(Interrupted):
-        execute(plan, [source], Targets(plan), progress=fail)
-    source.close()  # the leak fixture checks for threads
-
-
 def test_progress_and_completion_reach_the_caller(tmp_path: Path) -> None:
     tensors = [torch.randn(MIB), torch.randn(100), torch.randn(50)]
     places = write_storages(tmp_path / "f", tensors)
@@ -244,13 +221,3 @@ def test_without_threads_the_caller_does_the_work(tmp_path: Path, monkeypatch: p
     places = write_storages(tmp_path / "f", [tensor])
     [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places)
     assert torch.equal(loaded, tensor)
-
-
-def test_parameters_can_be_trained_even_when_loaded_in_inference_mode(tmp_path: Path) -> None:
-    tensor = torch.randn(100)
-    places = write_storages(tmp_path / "f", [tensor])
-    with torch.inference_mode():
-        [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places)
-    parameter = torch.nn.Parameter(loaded)
-    (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
-    assert parameter.grad is not None

@@ -106,19 +106,18 @@ class FakeRunner:
         end_seconds: float = 0.0,
         **_: object,
     ) -> list[MethodRun]:
-        assert repetitions == 1
         self.scenarios, self.end_seconds = scenarios, end_seconds
         self.files = {path.name for scenario in scenarios for path in scenario.checkpoints.values() if path.exists()}
-        return [run for scenario in scenarios for run in self._runs(scenario)]
+        return [run for scenario in scenarios for run in self._runs(scenario, repetitions - 1)]
 
-    def _runs(self, scenario: Scenario) -> list[MethodRun]:
-        methods = {"reference": TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
+    def _runs(self, scenario: Scenario, repetition: int) -> list[MethodRun]:
+        methods = {scenario.reference: TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
         return [
             MethodRun(
                 scenario=scenario.title,
                 method=method,
                 state=state,
-                repetition=0,
+                repetition=repetition,
                 outcome=replace(good(method, 1.0, scenario.final_bytes), verdict=verdict),
             )
             for method, verdict in methods.items()

@@ -62,6 +62,51 @@ def two_shards(directory: Path, suffix: str = ".safetensors") -> tuple[Path, Pat
     return directory / names[0], directory / names[1]
 
 
+# Each of these writes tensors into a directory and returns the path to open
+
+
+def write_zip(path: Path, content: Tensors) -> Path:
+    torch.save(content, path / "f.pth")
+    return path / "f.pth"
+
+
+def write_legacy(path: Path, content: Tensors) -> Path:
+    torch.save(content, path / "f.pth", _use_new_zipfile_serialization=False)
+    return path / "f.pth"
+
+
+def write_safetensors(path: Path, content: Tensors) -> Path:
+    safetensors.torch.save_file(content, path / "f.safetensors")
+    return path / "f.safetensors"
+
+
+def write_model(path: Path, content: Tensors) -> Path:
+    safetensors.torch.save_file(content, path / "model.safetensors")
+    return path
+
+
+def write_parts(path: Path, content: Tensors) -> Path:
+    for number, (name, tensor) in enumerate(content.items()):
+        safetensors.torch.save_file({name: tensor}, path / f"part-{number}.safetensors")
+    return path
+
+
+def write_parameters(path: Path, content: Tensors) -> Path:
+    for name, tensor in content.items():
+        torch.save(tensor.clone(), path / f"{name}.pt")
+    return path
+
+
+def write_shards(path: Path, content: Tensors) -> Path:
+    shards = {f"model-{number}.safetensors": {name: tensor} for number, (name, tensor) in enumerate(content.items())}
+    return save_sharded(path, SAFETENSORS_INDEX, shards)
+
+
+def write_pickled_shards(path: Path, content: Tensors) -> Path:
+    shards = {f"pytorch_model-{number}.bin": {name: tensor} for number, (name, tensor) in enumerate(content.items())}
+    return save_sharded(path, "pytorch_model.bin.index.json", shards).parent
+
+
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

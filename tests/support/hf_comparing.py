@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+import sluice
 from sluice.quantizing.inner_tensors import inner_tensors
 
-__all__ = ["assert_same", "outputs", "save_bin"]
+__all__ = ["assert_same", "loaded_both_ways", "outputs", "save_bin", "save_llama"]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -91,3 +92,17 @@ def save_bin(model: Any, saved: Path, directory: Path, *, shards: int) -> None:
         torch.save(part, directory / file_name)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def save_llama(transformers: Any, path: Path, **settings: Any) -> None:
+    """Write a small model of linear layers with random weights."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **settings)).save_pretrained(path)
+
+
+def loaded_both_ways(transformers: Any, path: Path, **arguments: Any) -> tuple[Any, Any]:
+    """Return the models that sluice and the library load."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained
+    return sluice.hf.from_pretrained(path, **arguments), theirs(path, **arguments)

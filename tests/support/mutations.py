@@ -51,7 +51,7 @@ from support.hostile_archives import (
 )
 from support.oracles import bits, loaded, same
 
-__all__ = ["BEYOND", "FORMATS", "Verdicts", "judge_safetensors", "judge_torch", "run"]
+__all__ = ["BEYOND", "FORMATS", "Verdicts", "edit", "judge_safetensors", "judge_torch", "run"]
 
 #: Reasons why sluice accepts files that ``torch.load(weights_only=True)`` refuses, with a pattern for torch's message.
 BEYOND = {"opcodes of protocols 3 to 5": re.compile("Unsupported operand")}
@@ -137,7 +137,7 @@ def _legacy_bases() -> list[bytes]:
 # Mutations
 
 
-def _edit(content: bytes, choose: random.Random, first: int = 0, last: int | None = None) -> bytes:
+def edit(content: bytes, choose: random.Random, first: int = 0, last: int | None = None) -> bytes:
     """Return the bytes with one to three changes: changed, deleted or duplicated bytes."""
     changed = bytearray(content)
     for _ in range(choose.choice([1, 1, 1, 2, 3])):
@@ -162,10 +162,10 @@ def _edit_record(content: bytes, choose: random.Random) -> bytes:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     name = next(name for name in records if name.endswith("data.pkl"))
-    records[name] = _edit(records[name], choose)
+    records[name] = edit(records[name], choose)
     if choose.random() < 0.1:
         other = choose.choice(list(records))
-        records[other] = _edit(records[other], choose) if records[other] else b"x"
+        records[other] = edit(records[other], choose) if records[other] else b"x"
     made = [
         ArchiveRecord(name=name.encode(), data=data, crc=choose.choice([None, 0]) if data else 0)
         for name, data in records.items()
@@ -181,16 +181,16 @@ def zips(count: int, seed: int) -> Iterator[bytes]:
         if number % 2:
             yield _edit_record(content, choose)
         elif number % 4:
-            yield _edit(content, choose, first=max(0, content.rfind(b"PK\1\2", 0, len(content) // 2 + 1)))
+            yield edit(content, choose, first=max(0, content.rfind(b"PK\1\2", 0, len(content) // 2 + 1)))
         else:
-            yield _edit(content, choose)
+            yield edit(content, choose)
 
 
 def legacies(count: int, seed: int) -> Iterator[bytes]:
     """Yield mutated legacy files; few of them have a changed magic number."""
     choose, bases = random.Random(seed), _legacy_bases()
     for number in range(count):
-        yield _edit(choose.choice(bases), choose, first=0 if number % 50 == 0 else 15)
+        yield edit(choose.choice(bases), choose, first=0 if number % 50 == 0 else 15)
 
 
 _NAMES = ['"a"', '"b"', '"dtype"', '"shape"', '"data_offsets"', '"__metadata__"', '"format"', '"pt"', '""', '"\\u0061"']
@@ -230,7 +230,7 @@ def headers(count: int, seed: int) -> Iterator[bytes]:
                 tokens = tokens or [" "]
         header = "".join(tokens).encode("utf-8", "surrogatepass")
         if 0.75 <= kind < 0.9:
-            header = _edit(header, choose)
+            header = edit(header, choose)
         length = len(header) + (choose.choice([-2, -1, 1, 2, 2**31, 2**62]) if kind > 0.97 else 0)
         if 0.9 < kind < 0.97:
             data = data[: choose.randrange(len(data) + 1)] + bytes(choose.randrange(3))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from sluice.benchmark.gpt2 import make_checkpoint
 from sluice.benchmark.records import DCP, PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSORS, Kind
+from support.directories import SAFETENSORS_INDEX, save_sharded
 
 
 @pytest.fixture(scope="session")
@@ -29,19 +29,11 @@ def write_checkpoints(folder: Path) -> dict[Kind, Path]:
     make_checkpoint(made[PARAMETERS], "tiny", torch.float32, "per-parameter")
     made[DCP] = folder / "tiny.dcp"
     make_checkpoint(made[DCP], "tiny", torch.float32, "dcp")
-    _split(made[SAFETENSORS], made[SHARDS])
+    items = list(load_file(made[SAFETENSORS]).items())
+    save_sharded(
+        made[SHARDS], SAFETENSORS_INDEX, {"1.safetensors": dict(items[::2]), "2.safetensors": dict(items[1::2])}
+    )
     if find_spec("tensorizer"):
         made[TENSORS] = folder / "tiny.tensors"
         make_checkpoint(made[TENSORS], "tiny", torch.float32, "tensorizer")
     return made
-
-
-def _split(whole: Path, folder: Path) -> None:
-    """Write a checkpoint as two parts with an index."""
-    folder.mkdir()
-    tensors = load_file(whole)
-    weight_map = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
-    for part in set(weight_map.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == part}, folder / part)
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -19,6 +19,7 @@ import sluice
 from sluice import _defaults as defaults
 from sluice.writing.uploads import Upload
 from support import fresh_process
+from support.directories import assert_same
 from support.object_stores import SERVERS, Bucket, connections_closed, moto_bucket
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
@@ -62,27 +63,20 @@ def unfinished(bucket: Bucket) -> int:
         return int(answer.read().count(b"<Upload>"))
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        found, expected = {"": found}, {"": expected}
-    assert found.keys() == expected.keys()
-    assert all(found[name].dtype == expected[name].dtype and found[name].equal(expected[name]) for name in expected)
-
-
 def test_one_file(bucket: Bucket, tmp_path: Path) -> None:
     report = sluice.save(STATE, "s3://models/one/model.safetensors")
     assert report.destination == "s3://models/one/model.safetensors"
     assert report.files == ("s3://models/one/model.safetensors",)
-    assert_equal(load_file(download(bucket, "one/model.safetensors", tmp_path)), STATE)
+    assert_same(load_file(download(bucket, "one/model.safetensors", tmp_path)), STATE)
     sluice.save(STATE, "s3://models/one/model.pth")
-    assert_equal(torch.load(download(bucket, "one/model.pth", tmp_path), weights_only=True), STATE)
+    assert_same(torch.load(download(bucket, "one/model.pth", tmp_path), weights_only=True), STATE)
 
 
 def test_a_file_of_several_parts(bucket: Bucket, tmp_path: Path) -> None:
     large = {"w": torch.arange(5_000_000, dtype=torch.int32)}
     assert 4 * large["w"].numel() > 2 * defaults.UPLOAD_PART_BYTES
     sluice.save(large, "s3://models/large.safetensors")
-    assert_equal(load_file(download(bucket, "large.safetensors", tmp_path)), large)
+    assert_same(load_file(download(bucket, "large.safetensors", tmp_path)), large)
     assert unfinished(bucket) == 0
 
 
@@ -103,7 +97,7 @@ def test_a_directory_of_shards_has_its_index_last(
     found: dict[str, torch.Tensor] = {}
     for key in order[:-1]:
         found |= load_file(download(bucket, key, tmp_path))
-    assert_equal(found, STATE)
+    assert_same(found, STATE)
 
 
 def test_a_model_replaces_another_without_sharing_names(bucket: Bucket, tmp_path: Path) -> None:
@@ -246,14 +240,14 @@ def test_files_have_the_content_of_local_ones(bucket: Bucket, tmp_path: Path) ->
     with zipfile.ZipFile(tmp_path / "uploaded-same.pth") as archive:
         assert archive.testzip() is None
     found = torch.load(tmp_path / "uploaded-same.pth", weights_only=True, mmap=True)
-    assert_equal(found, state)
+    assert_same(found, state)
 
 
 def test_parameters_of_a_prefix(bucket: Bucket, tmp_path: Path) -> None:
     state = {**STATE, "tied": STATE["a"]}
     report = sluice.save(state, "s3://models/parameters", format="per-parameter")
     assert report.tied == {"tied": "a"}
-    assert_equal(torch.load(download(bucket, "parameters/tied.pt", tmp_path), weights_only=True), STATE["a"])
+    assert torch.equal(torch.load(download(bucket, "parameters/tied.pt", tmp_path), weights_only=True), STATE["a"])
     with pytest.raises(sluice.SaveError, match="already contains parameters"):
         sluice.save(state, "s3://models/parameters", format="per-parameter")
     with pytest.raises(sluice.SaveError, match="would be removed"):
@@ -269,7 +263,7 @@ def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:
     report = sluice.convert(tmp_path / "source.pth", "s3://models/converted.safetensors", dtype="float16")
     assert report.files == planned.files
     found = load_file(download(bucket, "converted.safetensors", tmp_path))
-    assert_equal(found, {name: each.half() if each.is_floating_point() else each for name, each in STATE.items()})
+    assert_same(found, {name: each.half() if each.is_floating_point() else each for name, each in STATE.items()})
 
 
 def test_settings_of_a_remote_reach_the_store(server: Bucket, tmp_path: Path) -> None:
@@ -277,7 +271,7 @@ def test_settings_of_a_remote_reach_the_store(server: Bucket, tmp_path: Path) ->
     with connections_closed():
         assert sluice.save(STATE, target).files == ("s3://models/settings.safetensors",)
         sluice.convert(target, sluice.Remote("s3://models/settings.pth", options=server.settings.options))
-        assert_equal(torch.load(download(server, "settings.pth", tmp_path), weights_only=True), STATE)
+        assert_same(torch.load(download(server, "settings.pth", tmp_path), weights_only=True), STATE)
     with pytest.raises(sluice.UnsupportedError, match="only object stores"):
         sluice.save(STATE, sluice.Remote("https://host/a.safetensors"))
 
@@ -314,8 +308,8 @@ def test_other_servers_take_uploads(other: Bucket, tmp_path: Path) -> None:
                 sluice.save(state, target)
             sluice.save(state, target, overwrite=True)
             (tmp_path / file).write_bytes(obstore.get(other.store, file).bytes().to_bytes())
-            assert_equal(dict(sluice.load_state_dict(tmp_path / file)), state)
-            assert_equal(dict(sluice.load_state_dict(target)), state)
+            assert_same(dict(sluice.load_state_dict(tmp_path / file)), state)
+            assert_same(dict(sluice.load_state_dict(target)), state)
         with pytest.raises(ZeroDivisionError):
             sluice.save(LARGE, sluice.Remote(f"{other.url}failed.pth", options=other.settings.options), progress=fail)
         assert "failed.pth" not in names(other, "")

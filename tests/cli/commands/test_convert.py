@@ -124,12 +124,6 @@ def test_mistakes_are_one_paragraph(
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
-def test_a_source_that_is_none(tmp_path: Path) -> None:
-    done = run(tmp_path / "none.pt", tmp_path / "out.pt")
-    assert done.exit_code == 1
-    assert "does not exist" in done.stderr
-
-
 def test_a_missing_library_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: object) -> None:
         raise ImportError("xxh3_128 needs the library xxhash")

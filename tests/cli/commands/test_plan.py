@@ -70,14 +70,6 @@ def test_options_of_a_model_need_one(options: list[str]) -> None:
     assert "need --model" in done.output
 
 
-def test_errors_are_a_paragraph(folder: Path) -> None:
-    (folder / "net.pth").write_bytes(b"PK\3\4 not a checkpoint")
-    done = run()
-    assert done.exit_code == 1
-    assert done.output.startswith("Error: net.pth")
-    assert "Traceback" not in done.output
-
-
 def test_a_mesh_shows_ranks_hosts_and_seconds() -> None:
     done = run("--model", "plan_net:Net", "--mesh", "ddp=2, dp=4", "--ranks-per-host", "4", "--disk-speed", "16MiB")
     assert done.exit_code == 0, done.output

@@ -127,7 +127,3 @@ def test_names_of_strangers_are_made_safe(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "\x1b" not in done.stdout
     assert "w\\x1b[31m[red]\\n" in done.stdout
-
-
-def test_the_help_lists_the_exit_codes() -> None:
-    assert "Exit codes" in run("--help").stdout

@@ -339,13 +339,6 @@ def test_zip64_fields_of_an_entry() -> None:
     assert directory.sizes[directory.positions["data/0"]] == 40
 
 
-def test_records_out_of_order() -> None:
-    first, second, *rest = HONEST
-    content = build_archive([first, replace(second, header=10_000), *rest])
-    with pytest.raises(FormatError):
-        directory_of(content)
-
-
 def test_bytes_that_belong_to_no_record() -> None:
     content = build_archive([replace(HONEST[0], local_extra=bytes(60_000), data=bytes(50)), *HONEST[1:]])
     assert directory_of(content)

@@ -60,23 +60,7 @@ def test_noise_gives_a_value_or_a_typed_error(data: bytes) -> None:
 PUSHES = st.sampled_from(
     [
         *(b"N", b")", b"]", b"}", b"\x8f", b"(", b"K\x05", b"h\x00", b"q\x00", b"\x94", encode("k"), encode(MISSING)),
-        *(
-            b"\x85",
-            b"\x86",
-            b"\x87",
-            b"t",
-            b"e",
-            b"a",
-            b"u",
-            b"s",
-            b"\x90",
-            b"\x91",
-            b"R",
-            b"\x81",
-            b"b",
-            b"Q",
-            b"\x93",
-        ),
+        *(bytes([opcode]) for opcode in b"\x85\x86\x87teaus\x90\x91R\x81bQ\x93"),
         *(encode(Global("collections", "OrderedDict")), encode(Global("builtins", "set")), encode(storage("0", 4))),
     ]
 )
@@ -240,6 +224,9 @@ def test_colliding_integers_as_keys(step: int) -> None:
 def test_ordinary_integers_as_keys() -> None:
     value = dict.fromkeys((*range(1000), -(2**61) + 2, 2**61 - 2))
     assert load(value) == value
+    for number in (2**61 - 1, -(2**61) + 1, ("a", 2**61)):
+        assert "61 bits" in refused_quickly(pickled({number: None})).problem
+    assert load(body(b"}(" + encode(Global("torch", "float32")) + b"Nu")) == {"torch.float32": None}
 
 
 def test_many_tuples_as_keys() -> None:
@@ -247,7 +234,12 @@ def test_many_tuples_as_keys() -> None:
     assert "tuples" in refused_quickly(pickled({(number, 0): None for number in range(5000)})).problem
 
 
-@pytest.mark.parametrize("key", [[], {}, tensor_call(storage("0", 1)), MISSING, ([],), ((1,),), tuple(range(17))])
+FROZEN = Call(Global("builtins", "frozenset"))
+
+
+@pytest.mark.parametrize(
+    "key", [[], {}, tensor_call(storage("0", 1)), MISSING, ([],), ((1,),), tuple(range(17)), FROZEN]
+)
 def test_keys_that_cannot_be_hashed_safely(key: object) -> None:
     with pytest.raises(UnsupportedError, match="key has the unsupported type"):
         load(body(b"}(" + encode(key) + b"Nu"))

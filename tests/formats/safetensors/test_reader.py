@@ -353,22 +353,6 @@ def test_limits(tmp_path: Path, tight: Limits, enough: Limits, header: str) -> N
     index_of(tmp_path / "x", file_bytes(header), enough)
 
 
-def test_every_truncation_and_every_changed_header_byte(tmp_path: Path) -> None:
-    path, header = (
-        tmp_path / "x",
-        '{"__metadata__":{"k":"v\\n"},"a":' + ONE + ',"b":' + EMPTY.replace("0,0", "4,4") + "}",
-    )
-    whole = file_bytes(header, FOUR)
-    variants = [whole[:size] for size in range(1, len(whole))]
-    for position in range(8 + len(header)):
-        byte = whole[position]
-        variants += [
-            whole[:position] + bytes([new]) + whole[position + 1 :] for new in {0, 255, byte ^ 0x80, byte ^ 1} - {byte}
-        ]
-    accepted = [content for content in variants if accepts_as_the_oracle(path, content)]
-    assert 0 < len(accepted) < len(variants) / 10
-
-
 def accepts_as_the_oracle(path: Path, content: bytes) -> bool:
     """Return whether the file is accepted; check that safetensors then reads the same."""
     try:
@@ -410,34 +394,6 @@ def test_headers_in_any_spelling_equal_the_oracle(
     path = tmp_path / "x"
     assert accepts_as_the_oracle(path, file_bytes(header + " " * data.draw(st.integers(0, 7)), bytes(position)))
     assert index_of(path).metadata == metadata
-
-
-@given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_accepted_files_equal_the_oracle(tmp_path: Path, data: st.DataObject) -> None:
-    pieces = [
-        '"a"',
-        '"dtype"',
-        '"shape"',
-        '"data_offsets"',
-        '"F32"',
-        '"F4"',
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        ":",
-        "0",
-        "4",
-        " ",
-    ]
-    whole = '{"a":' + ONE + ',"b":' + EMPTY.replace("0,0", "4,4") + "}"
-    for _ in range(data.draw(st.integers(1, 3))):
-        start = data.draw(st.integers(0, len(whole)))
-        end = data.draw(st.integers(start, min(len(whole), start + 5)))
-        whole = whole[:start] + "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=3))) + whole[end:]
-    accepts_as_the_oracle(tmp_path / "x", file_bytes(whole, FOUR))
 
 
 @pytest.mark.parametrize(

@@ -158,13 +158,6 @@ def test_one_storage_declared_in_two_ways(second: Persistent) -> None:
     assert caught.value.tensor == "b"
 
 
-def test_one_empty_storage_of_two_dtypes() -> None:
-    found = load(
-        [tensor_call(storage("0", 0), shape=(0,)), tensor_call(storage("0", 0, kind="LongStorage"), shape=(0,))]
-    )
-    assert [(entry.dtype, entry.storage) for entry in found] == [("float32", 0), ("int64", 0)]
-
-
 def test_conjugated_and_negated_views() -> None:
     numbers = storage("0", 10, kind="ComplexFloatStorage")
     for flags in ({}, {"conj": True}, {"neg": True}, {"conj": True, "neg": True}):

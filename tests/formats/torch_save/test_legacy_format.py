@@ -90,19 +90,6 @@ def test_state_dicts_with_ties_strides_parameters_and_plain_values(tmp_path: Pat
     assert ours["rows"].untyped_storage().data_ptr() == ours["whole"].untyped_storage().data_ptr()
 
 
-def test_a_module_is_filled(tmp_path: Path) -> None:
-    def build() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 700))
-
-    module = build()
-    (tmp_path / "f.pth").write_bytes(saved({"model": module.state_dict(), "epoch": 3}))
-    with sluice.empty_init():
-        filled = build()
-    report = sluice.load_into(filled, tmp_path / "f.pth", dtype=torch.bfloat16)
-    assert report.format == "torch-legacy"
-    assert same(filled.state_dict(), module.to(torch.bfloat16).state_dict())
-
-
 def test_slices_and_metadata(tmp_path: Path) -> None:
     tensor = torch.randn(100, 30)
     (tmp_path / "f.pth").write_bytes(saved({"w": tensor}))

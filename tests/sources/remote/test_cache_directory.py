@@ -13,7 +13,7 @@ from sluice import _defaults as defaults
 from sluice.sources.protocol import Source
 from sluice.sources.remote import cache_directory
 from sluice.sources.remote.cached_file import CompleteFile
-from support.cached_objects import VersionedObject, cached_bytes, content, entries, loaded, opened, parts, read
+from support.cached_objects import VersionedObject, cached_bytes, content, entries, loaded, opened, parts
 
 CONTENT = content()
 
@@ -156,12 +156,3 @@ def test_another_version_is_another_entry(tmp_path: Path) -> None:
     assert loaded(opened(remote, tmp_path)) == CONTENT
     assert len(entries(tmp_path)) == 2
     assert is_complete(1, tmp_path)
-
-
-def test_a_complete_file_stays_while_a_source_reads_it(tmp_path: Path) -> None:
-    load(1, tmp_path)
-    source = opened(named(1), tmp_path)
-    assert "leaves no room" in note(load(2, tmp_path, BOUND - 1))
-    assert read(source, 0, 10) == named(1).content[:10]
-    source.close()
-    assert "leaves no room" not in note(load(2, tmp_path, BOUND - 1))

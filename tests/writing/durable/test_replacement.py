@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -58,18 +57,6 @@ def test_existing_files_are_kept_unless_overwriting_is_requested(tmp_path: Path)
             file.commit()
     assert (tmp_path / "g").read_bytes() == b"faster"
     assert names(tmp_path) == ["f", "g"]
-
-
-def test_modes_are_those_that_a_user_expects(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write(tmp_path / "f")
-        assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o640
-        (tmp_path / "f").chmod(0o604)
-        write(tmp_path / "f")
-        assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o604
-    finally:
-        os.umask(before)
 
 
 def test_symbolic_links_are_followed(tmp_path: Path) -> None:
@@ -155,13 +142,6 @@ def test_the_kth_system_call_fails_for_every_k(
         break
     assert failing > 7
     assert target.read_bytes() == NEW
-
-
-def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: real(descriptor, data[:7], offset))
-    write(tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == NEW
 
 
 def test_a_live_hidden_file_is_left_and_a_dead_one_removed(tmp_path: Path) -> None:
