@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, Share, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
@@ -43,7 +43,7 @@ def load_into(
     strict: bool = True,
     allow_empty: bool = False,
     ignore_mismatched: bool = False,
-    place: Place = "copy",
+    place: LoadPlace = "copy",
     quantize: object = None,
     memory: Memory = None,
     limits: Limits | None = None,
@@ -85,7 +85,9 @@ def load_into(
             them. Other missing and unexpected names stay errors if ``strict``.
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
-            is copied, and the report has the reasons. The file must not change while the model is in use.
+            is copied, and the report has the reasons. The file must not change while the model is in use. ``"shared"``
+            maps a finished copy that all processes of the host share: see ``shared``, which takes the same ``dtype``,
+            ``key``, ``rename`` and ``rules``. A source that ``shared`` returned is always mapped.
         quantize: A configuration of torchao, such as ``Int8WeightOnlyConfig()``, ``"bitsandbytes"`` for the layers of
             that library, or a function that quantizes the modules of a model in place: each weight is quantized when
             its last byte has arrived, with the result of ``quantize_`` on the loaded model. The model is on the meta
@@ -124,6 +126,7 @@ def load_into(
         loaded ... of ... tensors of the model from model.pth (torch-zip), ... on cpu
         ...
     """
+    arguments = locals()
     check_model(model, source, "load_into(model, source)")
     check_load(
         key=key,
@@ -138,6 +141,8 @@ def load_into(
         share=share,
         progress=progress,
     )
+    if place == "shared" or is_shared(source):
+        return cast("LoadReport", shared_calls().load_shared(load_into, **arguments))
     request = ModuleRequest(
         model=model,
         device=device,
@@ -160,6 +165,19 @@ def load_into(
             return load(request, opened, progress=progress)
     with refusing(model):
         return load(request, opening, progress=progress)
+
+
+def is_shared(source: object) -> bool:
+    """Return whether a source is a copy that ``sluice.shared`` returned."""
+    return hasattr(source, "hold_for")
+
+
+def shared_calls() -> Any:
+    """Return the module of calls with a shared copy."""
+    # Here, not above: most loads are private, and write nothing.
+    from sluice.api import shared
+
+    return shared
 
 
 @public()

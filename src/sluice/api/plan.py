@@ -11,8 +11,9 @@ import torch
 
 from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
+from sluice.api.load import is_shared, shared_calls
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
@@ -49,7 +50,7 @@ def plan(
     strict: bool = True,
     allow_empty: bool = False,
     ignore_mismatched: bool = False,
-    place: Place = "copy",
+    place: LoadPlace = "copy",
     quantize: object = None,
     memory: Memory = None,
     limits: Limits | None = None,
@@ -119,6 +120,7 @@ def plan(
         would load ... of ... tensors of the model from model.pth (torch-zip), ... finished on cpu, ... to read
         ...
     """
+    arguments = locals()
     check_model(model, source, "plan(model, source)", optional=True)
     if model is None:
         check_plan_without_model(
@@ -140,6 +142,8 @@ def plan(
         place=place,
         page_cache=page_cache,
     )
+    if place == "shared" or is_shared(source):
+        return cast("PlanReport", shared_calls().plan_shared(plan, **arguments))
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     request: LoadRequest
     if model is not None:

@@ -131,6 +131,8 @@ def from_pretrained(
         page_cache=page_cache,
         progress=progress,
     )
+    if place not in {"copy", "map"}:
+        raise ValueError(f"place={place!r} is for sluice.load_into; place='map' shares the pages of the files")
     path = path_argument(directory, "directory")
     dtype = _parsed(dtype)
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
