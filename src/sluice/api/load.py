@@ -11,7 +11,7 @@ import torch
 
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Place, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
@@ -141,8 +141,8 @@ def load_into(
         share=share,
         progress=progress,
     )
-    if place == "shared" or is_shared(source):
-        return cast("LoadReport", shared_calls().load_shared(load_into, **arguments))
+    if calls := shared_calls(source, place):
+        return cast("LoadReport", calls.load_shared(load_into, **arguments))
     request = ModuleRequest(
         model=model,
         device=device,
@@ -154,7 +154,7 @@ def load_into(
         allow_empty=allow_empty,
         ignore_mismatched=ignore_mismatched,
         quantize=quantize,
-        options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
+        options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=cast("Place", place)),
     )
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
     if is_assembled_model(model):
@@ -167,15 +167,11 @@ def load_into(
         return load(request, opening, progress=progress)
 
 
-def is_shared(source: object) -> bool:
-    """Return whether a source is a copy that ``sluice.shared`` returned."""
-    return hasattr(source, "hold_for")
-
-
-def shared_calls() -> Any:
-    """Return the module of calls with a shared copy."""
-    # Here, not above: most loads are private, and write nothing.
-    from sluice.api import shared
+def shared_calls(source: object, place: LoadPlace) -> Any:
+    """Return the module of calls with a shared copy; None if there is none, as in most loads."""
+    if place != "shared" and not hasattr(source, "hold_for"):
+        return None
+    from sluice.api import shared  # here, not above: it writes
 
     return shared
 

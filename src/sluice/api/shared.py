@@ -94,42 +94,28 @@ def shared(
 def load_shared(
     load: Callable[..., LoadReport], model: torch.nn.Module, source: CheckpointSource | SharedCopy, **others: Any
 ) -> LoadReport:
-    """Map a shared copy, which is found or built first unless it is the source.
-
-    Args:
-        load: ``sluice.load_into``.
-        model: Its module.
-        source: Its source.
-        others: Its other arguments.
-    """
+    """Map a shared copy, which is found or built first unless it is the source; ``load`` is ``sluice.load_into``."""
     if isinstance(source, SharedCopy):
         source.hold_for(model)
         return load(model, source.path, **{**others, "place": "map"})
-    _refuse_quantize(others)
+    dtype = _stored_dtype(others)
     same = {name: others[name] for name in ("key", "rename", "rules", "memory", "limits", "encoding", "progress")}
-    with shared(source, dtype=_stored_dtype(others), **same) as copy:
+    with shared(source, dtype=dtype, **same) as copy:
         return load_shared(load, model, copy, **{**others, "key": None, "rename": None, "rules": ()})
 
 
 def plan_shared(
     plan: Callable[..., PlanReport], model: torch.nn.Module | None, source: CheckpointSource | SharedCopy, **others: Any
 ) -> PlanReport:
-    """Plan the mapping of a shared copy; of one that is not built yet, from its header.
-
-    Args:
-        plan: ``sluice.plan``.
-        model: Its module.
-        source: Its source.
-        others: Its other arguments.
-    """
+    """Plan the mapping of a shared copy, of one that is not built yet from its header; ``plan`` is ``sluice.plan``."""
     if isinstance(source, SharedCopy):
         return plan(model, source.path, **{**others, "place": "map"})
-    _refuse_quantize(others)
+    dtype = _stored_dtype(others)
     changes = {name: others[name] for name in ("key", "rename", "rules")}
     mapped = {**others, "place": "map", "key": None, "rename": None, "rules": ()}
     store = open_store()
     with borrow(source, limits=others["limits"], encoding=others["encoding"]) as checkpoint:
-        request = CopyRequest(checkpoint=checkpoint, dtype=dtype_argument(_stored_dtype(others)), **changes)
+        request = CopyRequest(checkpoint=checkpoint, dtype=dtype, **changes)
         path = store / request.digest() / FILE
         if path.is_file():
             return plan(model, path, **mapped)
@@ -141,12 +127,9 @@ def plan_shared(
 
 
 def _stored_dtype(arguments: dict[str, Any]) -> str | None:
-    return dtype_argument(arguments["dtype"], auto_is_none=True)
-
-
-def _refuse_quantize(arguments: dict[str, Any]) -> None:
     if arguments["quantize"] is not None:
         raise ValueError(
             "place='shared' does not quantize: load once with quantize=, write the model with sluice.save, and share "
             "that file"
         )
+    return dtype_argument(arguments["dtype"], auto_is_none=True)

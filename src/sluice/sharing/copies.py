@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from sluice import __version__
 from sluice._dtypes import is_castable
-from sluice._errors import MissingFileError, SaveError, UnsupportedError
+from sluice._errors import SaveError, UnsupportedError
 from sluice._options import MemoryLimits
 from sluice._progress import Progress
 from sluice._public import public
@@ -34,7 +34,7 @@ from sluice.writing.durable.partial_files import close
 from sluice.writing.safetensors import lay_out_safetensors
 from sluice.writing.save_job import SaveJob
 
-__all__ = ["CopyRequest", "SharedCopy", "attach", "find_or_build"]
+__all__ = ["CopyRequest", "SharedCopy", "find_or_build"]
 
 _log = logging.getLogger("sluice")
 
@@ -79,22 +79,11 @@ class SharedCopy:
     def __repr__(self) -> str:
         return f"SharedCopy({self.path!r})"
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return attach, (self.path,)
-
     def hold_for(self, user: object) -> None:
         """Keep the copy as long as an object lives."""
         if not self.close.alive:
             raise ValueError("the shared copy is closed")
         weakref.finalize(user, close, os.dup(self._descriptor))
-
-
-def attach(path: str) -> SharedCopy:
-    """Return a finished copy, which pickles name by its path."""
-    descriptor = lock_shared(Path(path).parent) if os.path.isfile(path) else None
-    if descriptor is None:
-        raise MissingFileError("the shared copy was dropped", file=path, advice="Call sluice.shared again.")
-    return SharedCopy(path, descriptor, built=False)
 
 
 class CopyRequest(Struct, frozen=True, kw_only=True):

@@ -61,10 +61,6 @@ class StoredCopy(Struct, frozen=True, kw_only=True):
 def open_store(directory: str | os.PathLike[str] | None = None) -> Path:
     """Return the directory of the copies, which is made if it is missing.
 
-    Args:
-        directory: The directory; by default that of the variable ``SLUICE_SHARED_DIR``, then one of this user in
-            ``/dev/shm``, then ``$XDG_RUNTIME_DIR/sluice``.
-
     Raises:
         SaveError: It cannot be made, is a link, belongs to another user, or others have access to it.
         UnsupportedError: The system has no such locks, or no shared memory and no directory was given.
