@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import sluice
+from sluice.reports.save import SaveReport
+from sluice.sharing import building
 from sluice.sharing import store as stores
+from sluice.sharing.requests import CopyRequest
 from sluice.sharing.store import copies, drop, open_store
 
 _KIB = 1024
+_convert = building.convert
 
 
 @pytest.fixture
@@ -69,23 +74,16 @@ def test_shared_memory_that_is_too_small_is_said_before_a_byte_is_written(
     store: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=64, f_frsize=_KIB, f_bavail=64))
-    monkeypatch.setattr("sluice.sharing.copies.CopyRequest.convert", _only_dry(stores))
+    monkeypatch.setattr(building, "convert", _only_dry)
     with pytest.raises(sluice.BudgetError, match="--shm-size") as caught:
         sluice.shared(paths[0])
     assert "32.0 KiB for copies" in str(caught.value)
     assert not list(store.iterdir())
 
 
-def _only_dry(_: object) -> object:
-    from sluice.sharing.copies import CopyRequest
-
-    convert = CopyRequest.convert
-
-    def checked(self: CopyRequest, path: Path, **options: bool) -> object:
-        assert options == {"dry_run": True}
-        return convert(self, path, **options)  # type: ignore[arg-type]
-
-    return checked
+def _only_dry(request: CopyRequest, path: Path, **options: Any) -> SaveReport:
+    assert options == {"dry_run": True}
+    return _convert(request, path, **options)
 
 
 def test_memory_that_is_left_bounds_a_copy_in_memory(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Place, Share, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.api.shared import load_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
@@ -25,6 +26,7 @@ from sluice.matching.renaming import Rename
 from sluice.modules.assembled import is_assembled_model
 from sluice.modules.unloaded import refusing
 from sluice.reports.load import LoadReport
+from sluice.sharing.copies import SharedCopy
 
 __all__ = ["load_into", "load_state_dict"]
 
@@ -141,8 +143,8 @@ def load_into(
         share=share,
         progress=progress,
     )
-    if calls := shared_calls(source, place):
-        return cast("LoadReport", calls.load_shared(load_into, **arguments))
+    if place == "shared" or isinstance(source, SharedCopy):
+        return load_shared(load_into, **arguments)
     request = ModuleRequest(
         model=model,
         device=device,
@@ -154,7 +156,7 @@ def load_into(
         allow_empty=allow_empty,
         ignore_mismatched=ignore_mismatched,
         quantize=quantize,
-        options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=cast("Place", place)),
+        options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
     if is_assembled_model(model):
@@ -165,15 +167,6 @@ def load_into(
             return load(request, opened, progress=progress)
     with refusing(model):
         return load(request, opening, progress=progress)
-
-
-def shared_calls(source: object, place: LoadPlace) -> Any:
-    """Return the module of calls with a shared copy; None if there is none, as in most loads."""
-    if place != "shared" and not hasattr(source, "hold_for"):
-        return None
-    from sluice.api import shared  # here, not above: it writes
-
-    return shared
 
 
 @public()

@@ -11,9 +11,9 @@ import torch
 
 from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Place, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
-from sluice.api.load import shared_calls
+from sluice.api.shared import plan_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
@@ -27,6 +27,7 @@ from sluice.modules.assembled import is_assembled_model
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
 from sluice.sharding.layouts import mesh_of
+from sluice.sharing.copies import SharedCopy
 
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
@@ -142,9 +143,9 @@ def plan(
         place=place,
         page_cache=page_cache,
     )
-    if calls := shared_calls(source, place):
-        return cast("PlanReport", calls.plan_shared(plan, **arguments))
-    options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=cast("Place", place))
+    if place == "shared" or isinstance(source, SharedCopy):
+        return plan_shared(plan, **arguments)
+    options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     request: LoadRequest
     if model is not None:
         request = ModuleRequest(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +21,12 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
-from sluice.reports.plan import PlanReport
-from sluice.sharing.copies import CopyRequest, SharedCopy, find_or_build
+from sluice.sharing.copies import SharedCopy, builder, find_or_build
+from sluice.sharing.requests import CopyRequest
 from sluice.sharing.store import FILE, open_store
+
+if TYPE_CHECKING:
+    from sluice.reports.plan import PlanReport
 
 __all__ = ["load_shared", "plan_shared", "shared"]
 
@@ -120,7 +123,7 @@ def plan_shared(
         if path.is_file():
             return plan(model, path, **mapped)
         with TemporaryDirectory() as folder:
-            nbytes = request.outline(Path(folder, FILE))
+            nbytes = builder().outline(request, Path(folder, FILE))
             report = plan(model, Path(folder, FILE), **mapped)
     note = f"the shared copy is not built yet: the load would first write {format_bytes(nbytes)} to {store}"
     return dataclasses.replace(report, notes=(*report.notes, note))

@@ -17,13 +17,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from sluice._errors import BudgetError, SaveError, UnsupportedError
+from sluice._messages import save_error
 from sluice._units import format_bytes
 from sluice.machine.facts import machine_facts
 from sluice.machine.filesystems import filesystem_type
-from sluice.writing.durable.partial_files import close, saving, try_lock
 
 if sys.platform != "win32":
-    from fcntl import LOCK_NB, LOCK_SH, flock
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 
 __all__ = [
     "FILE",
@@ -75,10 +75,12 @@ def open_store(directory: str | os.PathLike[str] | None = None) -> Path:
     if not chosen:
         raise UnsupportedError("this system has no /dev/shm", advice=f"Pass directory=, or set {VARIABLE}.")
     path = Path(chosen)
-    with saving(str(path)):
+    try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
         found = path.lstat()
+    except OSError as error:
+        raise save_error("the directory of shared copies cannot be made", error, file=str(path)) from error
     refused = not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077
     if refused:
         raise SaveError(
@@ -94,11 +96,7 @@ def open_store(directory: str | os.PathLike[str] | None = None) -> Path:
 def lock_shared(folder: Path) -> int | None:
     """Return the open lock of a copy that this process now uses; None if it is not finished, or being built."""
     with _lock_file(folder) as descriptor:
-        try:
-            flock(descriptor, LOCK_SH | LOCK_NB)
-        except BlockingIOError:
-            return None
-        if not _is_current(folder, descriptor) or not (folder / FILE).is_file():
+        if not _locked(folder, descriptor, LOCK_SH) or not (folder / FILE).is_file():
             return None
         os.utime(descriptor)
         return os.dup(descriptor)
@@ -107,7 +105,7 @@ def lock_shared(folder: Path) -> int | None:
 def lock_free(folder: Path) -> int | None:
     """Return the open lock of a copy that nobody else uses or builds, exclusively; None if somebody does."""
     with _lock_file(folder) as descriptor:
-        return os.dup(descriptor) if try_lock(descriptor) and _is_current(folder, descriptor) else None
+        return os.dup(descriptor) if _locked(folder, descriptor, LOCK_EX) else None
 
 
 @contextmanager
@@ -124,14 +122,15 @@ def _lock_file(folder: Path) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        close(descriptor)
+        os.close(descriptor)
 
 
-def _is_current(folder: Path, descriptor: int) -> bool:
-    """Return whether a lock is still that of the copy, which may have been dropped after it was opened."""
+def _locked(folder: Path, descriptor: int, kind: int) -> bool:
+    """Lock an open lock file without waiting; return whether it is still that of the copy, which may be dropped."""
     try:
+        flock(descriptor, kind | LOCK_NB)
         return os.path.samestat(os.fstat(descriptor), (folder / _LOCK).lstat())
-    except FileNotFoundError:
+    except (BlockingIOError, FileNotFoundError):
         return False
 
 
@@ -143,7 +142,7 @@ def copies(store: Path) -> list[StoredCopy]:
             nbytes, used = (folder / FILE).lstat().st_size, (folder / _LOCK).lstat().st_mtime
             free = lock_free(folder)
             if free is not None:
-                close(free)
+                os.close(free)
             found.append(StoredCopy(key=folder.name, nbytes=nbytes, used=used, in_use=free is None))
     return sorted(found, key=lambda copy: copy.used)
 
@@ -157,10 +156,9 @@ def drop(store: Path, key: str) -> bool:
     if descriptor is None:
         return False
     try:
-        with saving(str(folder)):
-            remove(folder)
+        remove(folder)
     finally:
-        close(descriptor)
+        os.close(descriptor)
     return True
 
 

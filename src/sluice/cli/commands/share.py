@@ -77,7 +77,7 @@ def share_command(
     encoding: str,
     quiet: bool,
 ) -> None:
-    """Build or find one finished copy of the checkpoint at PATH in shared memory, for all processes of this host.
+    """Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.
 
     ``sluice.load_into(model, PATH, place="shared")`` with the same arguments finds it, and maps its pages. Without
     --keep the command ends at once, and the copy stays until it is dropped or another one needs its room.
