@@ -23,7 +23,7 @@ PageCache = Literal["auto", "keep", "bypass"]
 #: ``copy``: every tensor gets its own memory. ``map``: CPU tensors that need no change are mapped pages of the file.
 Place = Literal["copy", "map"]
 
-#: Of a load into a module, also ``shared``: pages of a finished copy for all processes of the host.
+#: Places of a load into a module. ``shared``: pages of a finished copy for all processes of the host.
 LoadPlace = Literal["copy", "map", "shared"]
 
 #: Bytes that several ranks of a load need: each rank reads for itself.

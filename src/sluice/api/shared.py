@@ -53,7 +53,7 @@ def shared(
     ``load_into(model, copy)`` makes tensors pages of the copy: ready at once, held once by all processes, and private
     as soon as one is written to. Two checkpoints share a copy only if they are the same files with the same changes.
 
-    A copy stays after its processes have ended. Those that nobody uses are dropped when another one needs their room;
+    A copy stays after its processes have ended. Unused copies are dropped when another one needs their room;
     ``sluice share --list`` and ``--drop`` show and remove them.
 
     Args:
@@ -62,7 +62,7 @@ def shared(
         key: Part of the checkpoint; None takes the only state dict in it.
         rename: New names, as in ``load_into``.
         rules: Rules that transform tensors, by their new names; see ``sluice.rules``.
-        memory: Limit on the growth of host memory beside the copy, as in ``convert``.
+        memory: Limit on the growth of host memory without the copy, as in ``convert``.
         max_bytes: Most bytes of all copies together, such as ``"20GiB"``; half of the file system by default.
         directory: Where copies are, for this user alone (mode 0700). By default that of the variable
             ``SLUICE_SHARED_DIR``, then ``/dev/shm/sluice-UID``, then ``$XDG_RUNTIME_DIR/sluice``.

@@ -1,4 +1,4 @@
-"""Find or build the finished copy of a checkpoint; whoever comes first builds, and the others wait."""
+"""Find or build the finished copy of a checkpoint; the first process builds it, and the others wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a copy holds, and the key that follows from it."""
+"""The request of a copy: its contents, and the key that follows from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY_BYTES = 16
 
 
 class CopyRequest(Struct, frozen=True, kw_only=True):
-    """What a copy holds: a part of a checkpoint and its changes."""
+    """Contents of a copy: a part of a checkpoint and its changes."""
 
     checkpoint: OpenCheckpoint
     #: Name of the dtype of real floating-point tensors; None keeps each dtype.

@@ -103,7 +103,7 @@ def lock_shared(folder: Path) -> int | None:
 
 
 def lock_free(folder: Path) -> int | None:
-    """Return the open lock of a copy that nobody else uses or builds, exclusively; None if somebody does."""
+    """Return the open lock of a copy without a user or builder, exclusively; None if there is one."""
     with _lock_file(folder) as descriptor:
         return os.dup(descriptor) if _locked(folder, descriptor, LOCK_EX) else None
 
@@ -174,7 +174,7 @@ def make_room(store: Path, nbytes: int, max_bytes: int | None) -> None:
     """Drop unused copies until another one fits, those first that were not used for the longest time.
 
     Raises:
-        BudgetError: It does not fit, even if all of them were dropped; then none is.
+        BudgetError: It does not fit, even if all of them were dropped; they stay.
     """
     for folder in store.iterdir():
         if not (folder / FILE).exists():
