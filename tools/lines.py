@@ -34,6 +34,7 @@ FEATURES = {
     "writing": ("writing/*", "api/save.py", "reports/save.py"),
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/comparison.py", "cli/views/bench.py"),
     "verify and diff": ("checking/*", "api/verify.py", "api/diff.py", "*/verify.py", "*/diff.py"),
+    "shared copies": ("sharing/*", "*/shared.py", "cli/commands/share.py"),
     "convert": ("converting/*", "*/convert.py"),
     "optimizer resume": ("*optimizer*",),
     "rules": ("rules/*", "entries/rules.py", "entries/patterns.py"),

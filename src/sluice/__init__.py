@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from sluice.api.plan import plan
     from sluice.api.refresh import refresh
     from sluice.api.save import save
+    from sluice.api.shared import shared
     from sluice.api.stream import stream
     from sluice.api.verify import verify
     from sluice.measuring import MemoryReport, measure
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from sluice.reports.save import SaveReport
     from sluice.reports.stream import StreamPlan, StreamReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
+    from sluice.sharing.copies import SharedCopy
     from sluice.sources.remote.location import Remote
     from sluice.streaming.stream import Stream
 
@@ -102,6 +104,7 @@ __all__ = [
     "RemoteError",
     "SaveError",
     "SaveReport",
+    "SharedCopy",
     "SluiceError",
     "SourceChangedError",
     "Stream",
@@ -128,6 +131,7 @@ __all__ = [
     "refresh",
     "rules",
     "save",
+    "shared",
     "stream",
     "verify",
 ]
@@ -151,6 +155,7 @@ _HOMES = {
     "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
     "SaveReport": "reports.save",
+    "SharedCopy": "sharing.copies",
     "Stream": "streaming.stream",
     "StreamPlan": "reports.stream",
     "StreamReport": "reports.stream",
@@ -168,6 +173,7 @@ _HOMES = {
     "plan": "api.plan",
     "refresh": "api.refresh",
     "save": "api.save",
+    "shared": "api.shared",
     "stream": "api.stream",
     "verify": "api.verify",
 }

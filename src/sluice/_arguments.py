@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
 from sluice._messages import type_of
-from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place, Share
+from sluice._options import Limits, LoadPlace, Memory, MemoryLimits, PageCache, Share
 from sluice._units import parse_bytes
 
 __all__ = [
@@ -169,7 +169,7 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
         raise TypeError(
             f"rules= is {type_of(rules)}; write a list, {_RENAMING_RULE}, or rename= for a mapping of names"
         )
-    _check_choice("place", place, get_args(Place))
+    _check_choice("place", place, get_args(LoadPlace))
     _check_choice("page_cache", page_cache, get_args(PageCache))
     if share == "once":
         raise ValueError(

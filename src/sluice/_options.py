@@ -14,7 +14,7 @@ from sluice._units import parse_bytes
 if TYPE_CHECKING:
     from sluice.records import MachineFacts
 
-__all__ = ["Limits", "Memory", "MemoryLimits", "PageCache", "Place", "Share", "TransferOptions"]
+__all__ = ["Limits", "LoadPlace", "Memory", "MemoryLimits", "PageCache", "Place", "Share", "TransferOptions"]
 
 #: ``auto``: direct reads of ranges that are not cached, buffered reads of the rest. ``keep``: buffered reads only, so
 #: that the file is cached for the next load. ``bypass``: direct reads; pages of unavoidable buffered reads are dropped.
@@ -22,6 +22,9 @@ PageCache = Literal["auto", "keep", "bypass"]
 
 #: ``copy``: every tensor gets its own memory. ``map``: CPU tensors that need no change are mapped pages of the file.
 Place = Literal["copy", "map"]
+
+#: Places of a load into a module. ``shared``: pages of a finished copy for all processes of the host.
+LoadPlace = Literal["copy", "map", "shared"]
 
 #: Bytes that several ranks of a load need: each rank reads for itself.
 Share = Literal["auto", "none"]

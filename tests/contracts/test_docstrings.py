@@ -21,7 +21,10 @@ from sluice.sources.local import LocalFile
 from support.documents import session
 
 #: Examples that are not run, and why.
-_NOT_RUN = {"sluice.hf.from_pretrained": "needs GPT-2 XL; docs/huggingface.md runs the same call"}
+_NOT_RUN = {
+    "sluice.hf.from_pretrained": "needs GPT-2 XL; docs/huggingface.md runs the same call",
+    "sluice.shared": "writes to shared memory; docs/planning.md runs the same call in a directory",
+}
 if _refusal := sluice.testing.memory_limit_refusal():
     _NOT_RUN["sluice.testing.run_limited"] = _refusal
 

@@ -24,6 +24,7 @@ SKIPPED = {
     "docs/performance.md": 2,
     "docs/quantizing.md": 4,  # torchao, bitsandbytes, minutes
     "docs/quickstart.md": 1,
+    "docs/planning.md": 1,
     "docs/ranks.md": 4,  # several ranks
     "docs/recipes/limited-memory.md": 3,  # Docker, an accelerator
     "docs/reliability.md": 2,  # minutes; environments of several gigabytes

@@ -11,9 +11,10 @@ import torch
 
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, Share, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.api.shared import load_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
@@ -25,6 +26,7 @@ from sluice.matching.renaming import Rename
 from sluice.modules.assembled import is_assembled_model
 from sluice.modules.unloaded import refusing
 from sluice.reports.load import LoadReport
+from sluice.sharing.copies import SharedCopy
 
 __all__ = ["load_into", "load_state_dict"]
 
@@ -43,7 +45,7 @@ def load_into(
     strict: bool = True,
     allow_empty: bool = False,
     ignore_mismatched: bool = False,
-    place: Place = "copy",
+    place: LoadPlace = "copy",
     quantize: object = None,
     memory: Memory = None,
     limits: Limits | None = None,
@@ -85,7 +87,9 @@ def load_into(
             them. Other missing and unexpected names stay errors if ``strict``.
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
-            is copied, and the report has the reasons. The file must not change while the model is in use.
+            is copied, and the report has the reasons. The file must not change while the model is in use. ``"shared"``
+            maps a finished copy that all processes of the host share: see ``shared``, which takes the same ``dtype``,
+            ``key``, ``rename`` and ``rules``. A source that ``shared`` returned is always mapped.
         quantize: A configuration of torchao, such as ``Int8WeightOnlyConfig()``, ``"bitsandbytes"`` for the layers of
             that library, or a function that quantizes the modules of a model in place: each weight is quantized when
             its last byte has arrived, with the result of ``quantize_`` on the loaded model. The model is on the meta
@@ -124,6 +128,7 @@ def load_into(
         loaded ... of ... tensors of the model from model.pth (torch-zip), ... on cpu
         ...
     """
+    arguments = locals()
     check_model(model, source, "load_into(model, source)")
     check_load(
         key=key,
@@ -138,6 +143,8 @@ def load_into(
         share=share,
         progress=progress,
     )
+    if place == "shared" or isinstance(source, SharedCopy):
+        return load_shared(load_into, **arguments)
     request = ModuleRequest(
         model=model,
         device=device,

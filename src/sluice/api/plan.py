@@ -11,8 +11,9 @@ import torch
 
 from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
+from sluice.api.shared import plan_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
@@ -26,6 +27,7 @@ from sluice.modules.assembled import is_assembled_model
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
 from sluice.sharding.layouts import mesh_of
+from sluice.sharing.copies import SharedCopy
 
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
@@ -49,7 +51,7 @@ def plan(
     strict: bool = True,
     allow_empty: bool = False,
     ignore_mismatched: bool = False,
-    place: Place = "copy",
+    place: LoadPlace = "copy",
     quantize: object = None,
     memory: Memory = None,
     limits: Limits | None = None,
@@ -119,6 +121,7 @@ def plan(
         would load ... of ... tensors of the model from model.pth (torch-zip), ... finished on cpu, ... to read
         ...
     """
+    arguments = locals()
     check_model(model, source, "plan(model, source)", optional=True)
     if model is None:
         check_plan_without_model(
@@ -140,6 +143,8 @@ def plan(
         place=place,
         page_cache=page_cache,
     )
+    if place == "shared" or isinstance(source, SharedCopy):
+        return plan_shared(plan, **arguments)
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     request: LoadRequest
     if model is not None:

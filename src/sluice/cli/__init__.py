@@ -30,6 +30,7 @@ _SUMMARIES = {
     "load": "Build a model, fill it from the checkpoint at PATH, and report time and peak memory.",
     "plan": "Predict the memory of loading the checkpoint at PATH, and whether it fits.",
     "prefetch": "Fill a cache directory with the files of the checkpoint at URL, so that loads read them there.",
+    "share": "Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.",
     "verify": "Read the checkpoint at PATH once and report what is damaged.",
 }
 

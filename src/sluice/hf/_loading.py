@@ -138,6 +138,8 @@ def from_pretrained(
         page_cache=page_cache,
         progress=progress,
     )
+    if place not in {"copy", "map"}:
+        raise ValueError(f"place={place!r} is for sluice.load_into; place=\x27map\x27 shares the pages of the files")
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     dtype = _parsed(dtype)
     with find_model(directory, revision, limits) as files, ExitStack() as stack:

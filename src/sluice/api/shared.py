@@ -1,0 +1,138 @@
+"""``sluice.shared``, and ``load_into`` and ``plan`` with ``place="shared"``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sluice._arguments import check_load, dtype_argument, memory_limits, size_or_none
+from sluice._dtypes import DType
+from sluice._options import TEXT_ENCODING, Limits, Memory
+from sluice._progress import Progress
+from sluice._public import explain_keywords, public
+from sluice._units import format_bytes
+from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.entries.rules import Rule
+from sluice.matching.renaming import Rename
+from sluice.reports.load import LoadReport
+from sluice.sharing.copies import SharedCopy, builder, find_or_build
+from sluice.sharing.requests import CopyRequest
+from sluice.sharing.store import FILE, open_store
+
+if TYPE_CHECKING:
+    from sluice.reports.plan import PlanReport
+
+__all__ = ["load_shared", "plan_shared", "shared"]
+
+
+@public()
+@explain_keywords
+def shared(
+    source: CheckpointSource,
+    *,
+    dtype: DType | None = None,
+    key: str | None = None,
+    rename: Rename | None = None,
+    rules: Sequence[Rule] = (),
+    memory: Memory = None,
+    max_bytes: int | str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
+    progress: Progress = False,
+) -> SharedCopy:
+    """Find or build one finished copy of a checkpoint in shared memory, for all processes of this user on this host.
+
+    The first process converts the checkpoint, as ``convert`` does; the others wait for it, and later ones find it.
+    ``load_into(model, copy)`` makes tensors pages of the copy: ready at once, held once by all processes, and private
+    as soon as one is written to. Two checkpoints share a copy only if they are the same files with the same changes.
+
+    A copy stays after its processes have ended. Unused copies are dropped when another one needs their room;
+    ``sluice share --list`` and ``--drop`` show and remove them.
+
+    Args:
+        source: A checkpoint file or directory, a shard index, or an open checkpoint; see ``open``.
+        dtype: Dtype of real floating-point tensors in the copy; None keeps those of the file.
+        key: Part of the checkpoint; None takes the only state dict in it.
+        rename: New names, as in ``load_into``.
+        rules: Rules that transform tensors, by their new names; see ``sluice.rules``.
+        memory: Limit on the growth of host memory without the copy, as in ``convert``.
+        max_bytes: Most bytes of all copies together, such as ``"20GiB"``; half of the file system by default.
+        directory: Where copies are, for this user alone (mode 0700). By default that of the variable
+            ``SLUICE_SHARED_DIR``, then ``/dev/shm/sluice-UID``, then ``$XDG_RUNTIME_DIR/sluice``.
+        limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
+        progress: True draws a bar while the copy is built; a function is called with each ``ProgressEvent``.
+
+    Returns:
+        The copy, which is a source and a context manager. It is not dropped before the block has ended and the models
+        that were loaded from it are gone.
+
+    Raises:
+        CheckpointError: The source is damaged, unsafe or not supported, or its content has no identity.
+        MismatchError: There is not exactly one state dict, or ``key``, ``rename`` or ``rules`` do not match it.
+        BudgetError: There is no room for the copy; nothing was written.
+        SaveError: The directory is not private, or the copy could not be written, or its builder does not finish.
+        ReadError: The operating system failed a read.
+        SourceChangedError: The source changed while it was converted.
+
+    Example:
+        >>> with sluice.shared("model.pth", dtype="bf16") as copy:
+        ...     report = sluice.load_into(model, copy, dtype="auto")
+    """
+    check_load(key=key, limits=limits, rename=rename, rules=rules, progress=progress)
+    parsed, most = dtype_argument(dtype, auto_is_none=True), size_or_none("max_bytes", max_bytes)
+    store = open_store(directory)
+    with borrow(source, limits=limits, encoding=encoding) as checkpoint:
+        request = CopyRequest(checkpoint=checkpoint, dtype=parsed, key=key, rename=rename, rules=rules)
+        return find_or_build(request, store, max_bytes=most, memory=memory_limits(memory), progress=progress)
+
+
+def load_shared(
+    load: Callable[..., LoadReport], model: torch.nn.Module, source: CheckpointSource | SharedCopy, **others: Any
+) -> LoadReport:
+    """Map a shared copy, which is found or built first unless it is the source; ``load`` is ``sluice.load_into``."""
+    if isinstance(source, SharedCopy):
+        source.hold_for(model)
+        return load(model, source.path, **{**others, "place": "map"})
+    dtype = _stored_dtype(others)
+    same = {name: others[name] for name in ("key", "rename", "rules", "memory", "limits", "encoding", "progress")}
+    with shared(source, dtype=dtype, **same) as copy:
+        return load_shared(load, model, copy, **{**others, "key": None, "rename": None, "rules": ()})
+
+
+def plan_shared(
+    plan: Callable[..., PlanReport], model: torch.nn.Module | None, source: CheckpointSource | SharedCopy, **others: Any
+) -> PlanReport:
+    """Plan the mapping of a shared copy, of one that is not built yet from its header; ``plan`` is ``sluice.plan``."""
+    if isinstance(source, SharedCopy):
+        return plan(model, source.path, **{**others, "place": "map"})
+    dtype = _stored_dtype(others)
+    changes = {name: others[name] for name in ("key", "rename", "rules")}
+    mapped = {**others, "place": "map", "key": None, "rename": None, "rules": ()}
+    store = open_store()
+    with borrow(source, limits=others["limits"], encoding=others["encoding"]) as checkpoint:
+        request = CopyRequest(checkpoint=checkpoint, dtype=dtype, **changes)
+        path = store / request.digest() / FILE
+        if path.is_file():
+            return plan(model, path, **mapped)
+        with TemporaryDirectory() as folder:
+            nbytes = builder().outline(request, Path(folder, FILE))
+            report = plan(model, Path(folder, FILE), **mapped)
+    note = f"the shared copy is not built yet: the load would first write {format_bytes(nbytes)} to {store}"
+    return dataclasses.replace(report, notes=(*report.notes, note))
+
+
+def _stored_dtype(arguments: dict[str, Any]) -> str | None:
+    if arguments["quantize"] is not None:
+        raise ValueError(
+            "place='shared' does not quantize: load once with quantize=, write the model with sluice.save, and share "
+            "that file"
+        )
+    return dtype_argument(arguments["dtype"], auto_is_none=True)

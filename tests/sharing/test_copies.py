@@ -1,0 +1,222 @@
+"""``sluice.shared``: the key of a copy, one builder, killed builders, and models that map a copy."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice.sharing import store as stores
+from support import fresh_process
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
+
+_BUILD = """
+import sys, time, sluice
+copy = sluice.shared(sys.argv[1], directory=sys.argv[2], dtype="bf16")
+print(int(copy.built), copy.key)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def empty() -> nn.Sequential:
+    with sluice.empty_init():
+        return net()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return net()
+
+
+@pytest.fixture
+def path(model: nn.Module, tmp_path: Path) -> Path:
+    sluice.save(model.state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLUICE_SHARED_DIR", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+def test_the_second_call_finds_what_the_first_has_built(path: Path) -> None:
+    with sluice.shared(path, dtype="bf16") as first, sluice.shared(path, dtype=torch.bfloat16) as second:
+        assert (first.built, second.built) == (True, False)
+        assert first.path == second.path
+        assert first.nbytes == os.stat(first.path).st_size
+        assert sluice.load_state_dict(first)["0.weight"].dtype == torch.bfloat16
+
+
+def test_keys_differ_by_content_and_by_arguments(model: nn.Module, path: Path, tmp_path: Path) -> None:
+    sluice.save({name: -tensor for name, tensor in model.state_dict().items()}, tmp_path / "tuned.safetensors")
+    arguments: list[dict[str, Any]] = [
+        {},
+        {"dtype": "bf16"},
+        {"rename": lambda name: f"x.{name}"},
+        {"rules": [sluice.rules.transpose("0.weight")]},
+        {"rules": [sluice.rules.transpose("1.weight")]},
+    ]
+    keys = [
+        sluice.shared(source, **each).key for source in (path, tmp_path / "tuned.safetensors") for each in arguments
+    ]
+    assert len(set(keys)) == len(keys)
+    before = sluice.shared(path).key
+    sluice.save({name: 2 * tensor for name, tensor in model.state_dict().items()}, path, overwrite=True)
+    assert sluice.shared(path).key != before
+
+
+def test_bytes_in_memory_have_no_identity(path: Path, store: Path) -> None:
+    import io
+
+    with pytest.raises(sluice.UnsupportedError, match="Write it to a file"):
+        sluice.shared(io.BytesIO(path.read_bytes()))
+    assert not list(store.iterdir())
+
+
+def test_values_are_those_of_an_own_load_and_writes_stay_private(path: Path) -> None:
+    first, second, own = empty(), empty(), empty()
+    sluice.load_into(own, path, dtype="bf16")
+    assert sluice.load_into(first, path, dtype="bf16", place="shared").mapped_bytes > 0
+    with torch.no_grad():
+        first.get_parameter("0.weight").zero_()
+    report = sluice.load_into(second, path, dtype="bf16", place="shared")
+    assert report.mapped_bytes == sum(tensor.nbytes for tensor in own.state_dict().values())
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+
+
+def test_key_rename_and_rules_are_applied_once(model: nn.Module, tmp_path: Path) -> None:
+    state = {f"old.{name}": tensor.t().contiguous() for name, tensor in model.state_dict().items()}
+    torch.save({"model": state, "epoch": 3}, tmp_path / "run.pt")
+    loaded = empty()
+    changes: dict[str, Any] = {
+        "key": "model",
+        "rename": {"old.**": "**"},
+        "rules": [sluice.rules.transpose("*.weight")],
+    }
+    sluice.load_into(loaded, tmp_path / "run.pt", place="shared", **changes)
+    assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_cast_is_copied_and_the_report_says_so(path: Path) -> None:
+    with sluice.shared(path, dtype="bf16") as copy:
+        report = sluice.load_into(empty(), copy)
+    assert (report.mapped_bytes, dict(report.cast)) == (0, {"bfloat16->float32": 4})
+
+
+def test_a_plan_shows_the_mapping_before_and_after_the_build(path: Path, store: Path) -> None:
+    before = sluice.plan(empty(), path, dtype="bf16", place="shared")
+    assert not list(store.iterdir())
+    assert any("not built yet" in note for note in before.notes)
+    copy = sluice.shared(path, dtype="bf16")
+    after = sluice.plan(empty(), path, dtype="bf16", place="shared")
+    again = sluice.plan(empty(), copy, dtype="auto")
+    assert before.mapped_bytes == after.mapped_bytes == again.mapped_bytes > 0
+
+
+def test_quantize_and_adapters_are_refused_by_name(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"place='shared' does not quantize.*sluice\.save"):
+        sluice.load_into(empty(), path, place="shared", quantize=lambda model: model)
+    for name in ("quantize", "adapters"):
+        with pytest.raises(TypeError, match=name):
+            sluice.shared(path, **{name: object()})  # type: ignore[arg-type]
+
+
+def test_a_copy_lives_as_long_as_its_models(path: Path, store: Path) -> None:
+    model = empty()
+    sluice.load_into(model, path, place="shared")
+    (copy,) = stores.copies(store)
+    assert copy.in_use
+    assert not stores.drop(store, copy.key)
+    del model
+    assert stores.drop(store, copy.key)
+    assert not list(store.iterdir())
+
+
+def test_a_closed_copy_is_refused(path: Path) -> None:
+    copy = sluice.shared(path)
+    copy.close()
+    with pytest.raises(ValueError, match="closed"):
+        sluice.load_into(empty(), copy)
+
+
+def test_processes_that_start_together_build_once(path: Path, store: Path) -> None:
+    sluice.save({f"w{number}": torch.full((256, 1024), float(number)) for number in range(16)}, path, overwrite=True)
+    started = [fresh_process.Process([sys.executable, "-c", _BUILD, str(path), str(store), "0"]) for _ in range(3)]
+    lines = []
+    for process in started:
+        with process:
+            lines.append(process.stdout.read().split())
+    assert sorted(built for built, _ in lines) == ["0", "0", "1"]
+    assert len({key for _, key in lines}) == 1
+
+
+def test_a_forked_child_uses_the_copy_of_its_parent(path: Path, store: Path) -> None:
+    code = """
+import os, sys, sluice
+from sluice.sharing import store
+from pathlib import Path
+from typing import Any
+copy = sluice.shared(sys.argv[1])
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    os.close(theirs)
+    os.read(ours, 1)
+    os._exit(0)
+copy.close()
+print(store.drop(Path(sys.argv[2]), copy.key))
+os.close(theirs)
+os.wait()
+print(store.drop(Path(sys.argv[2]), copy.key))
+"""
+    done = fresh_process.run(code, path, store)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_a_killed_builder_leaves_nothing_or_a_complete_copy(path: Path, store: Path) -> None:
+    tensors = {f"w{number}": torch.full((512, 1024), float(number)) for number in range(24)}
+    sluice.save(tensors, path, overwrite=True)
+    choose = random.Random(5)
+    for _ in range(6):
+        with fresh_process.Process([sys.executable, "-c", _BUILD, str(path), str(store), "0"]) as process:
+            time.sleep(choose.uniform(0.0, 0.15))
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        with sluice.shared(path, dtype="bf16") as copy:
+            found = sluice.load_state_dict(copy)
+            assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
+            assert sorted(os.listdir(os.path.dirname(copy.path))) == ["lock", "model.safetensors"]
+        assert stores.drop(store, copy.key)
+
+
+def test_waiting_has_a_word_and_a_bound(
+    path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sluice.shared(path) as copy:
+        key = copy.key
+    stores.drop(store, key)
+    builder = stores.lock_free(store / key)
+    assert builder is not None
+    monkeypatch.setattr("sluice.sharing.copies._WORD_SECONDS", 0.05)
+    monkeypatch.setattr("sluice.sharing.copies._WAIT_SECONDS", 0.2)
+    with pytest.raises(sluice.SaveError, match="another process has been building"):
+        sluice.shared(path)
+    assert "waiting for another process" in caplog.text
+    os.close(builder)
+    assert sluice.shared(path).built
