@@ -66,7 +66,7 @@ def refreshing(method: str, width: int, folder: str, share: int, *, cold: bool) 
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep checkpoints here.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), help="Results.")
 def main(*, megabytes: int, runs: int, directory: Path | None, out: Path) -> None:
-    """Measure refreshes: seconds, bytes read and peak memory beside the model."""
+    """Measure refreshes: seconds, bytes read and peak memory in addition to the model."""
     width, rows = max(8, int((megabytes * 1e6 / 2 / _TENSORS) ** 0.5)), []
     with working_folder(directory) as folder:
         for share in (0, *_SHARES):
@@ -88,7 +88,7 @@ def main(*, megabytes: int, runs: int, directory: Path | None, out: Path) -> Non
                 cells.append(f"{statistics.median(each.seconds for each in outcomes):.3f}")
             peak = max(each.total_bytes for each in outcomes)
             rows.append((f"{method}, {share} %", *cells, format_bytes(outcomes[0].facts["read"]), format_bytes(peak)))
-    headings = ("method, changed", "cold, s", "cached, s", "read", "peak beside the model")
+    headings = ("method, changed", "cold, s", "cached, s", "read", "peak added to the model")
     section = TableSection(title="New weights in a live model", headings=headings, rows=tuple(rows))
     show(out, "refresh", ("torch", "safetensors"), [section])
 

@@ -37,7 +37,9 @@ class Served:
     def __init__(self, source: str) -> None:
         """Load the model."""
         self.source, self.model, self.lock = source, build(), threading.Lock()
-        self.state = sluice.load_into(self.model, source).state
+        state = sluice.load_into(self.model, source).state
+        assert state is not None  # a load into a module has one
+        self.state = state
 
     def answer(self) -> dict[str, object]:
         """Compute an answer, all of it with one version of the weights."""
@@ -76,7 +78,7 @@ def handler(served: Served) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             try:
                 status, answer = 200, served.answer()
-            except sluice.StreamError as error:  # a refresh ended while weights changed; the next one mends it
+            except sluice.StreamError as error:  # a refresh ended while weights changed; the next one repairs it
                 status, answer = 503, {"error": str(error)}
             body = json.dumps(answer).encode()
             self.send_response(status)

@@ -1,4 +1,4 @@
-"""The examples run, under torchrun if their heads say so."""
+"""The examples run, those of ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_server_takes_new_weights_between_requests(tmp_path: Path) -> None:
         sluice.save(model, path, overwrite=True)
 
     write(0)
-    command = [sys.executable, ROOT / "examples" / "serve_and_refresh.py", path, "--port", "0", "--every", "0.02"]
+    command = [sys.executable, str(ROOT / "examples" / "serve_and_refresh.py"), str(path), "--port=0", "--every=0.02"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -78,7 +78,7 @@ def _into(
 
 
 def _refreshed(path: str, _output: str) -> Call:
-    """Return a refresh of the first tensor, which is most of the file: it is read beside the live one."""
+    """Return a refresh of the first tensor, which is most of the file: it is read next to the live one."""
     model, memory = _empty(_ALL, device="cpu"), sluice.MemoryLimits(staging=_S)
     state = sluice.load_into(model, path, memory=memory).state
     assert state is not None

@@ -80,7 +80,7 @@ def refresh(
 
     Raises:
         MismatchError: Checkpoint and model disagree, or a tensor cannot be filled in place; nothing was touched.
-        BudgetError: What changed does not fit into memory beside the model; nothing was read.
+        BudgetError: What changed does not fit into memory together with the model; nothing was read.
         PartialLoadError: Weights began to change, and ``torn="allow"`` met a failure, or a lock or a hook raised. Until
             it is loaded or refreshed again, the model refuses calls; then all is read.
         StreamError: The model is streamed.

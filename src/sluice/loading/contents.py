@@ -1,4 +1,4 @@
-"""What the tensors of a load hold, as short texts that are equal only if their bytes are; nothing is read for it.
+"""Contents of the tensors of a load, as short texts that are equal only if their bytes are; nothing is read for it.
 
 A storage is known by the hash that a manifest has for the tensor that fills it, else by the CRC-32 of its record in a
 zip file, else by its file (inode and times, or the strong ETag or version of a remote object) and its place in it. So

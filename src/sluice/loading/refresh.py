@@ -32,7 +32,7 @@ from sluice.sharding.dtensors import local_of
 
 __all__ = ["Lock", "RefreshRequest", "Torn"]
 
-#: What may be left of a refresh that fails.
+#: State in which a refresh that fails may leave a model.
 Torn: TypeAlias = Literal["never", "undo", "allow"]
 
 #: A lock, or a function that returns the lock of a module by its path.
@@ -108,7 +108,7 @@ def _check_live(job: ModuleJob) -> None:
 class RefreshJob(ModuleJob, frozen=True, kw_only=True):
     """A decided refresh."""
 
-    #: What the model holds afterwards.
+    #: Contents of the model afterwards.
     new: RefreshState
     #: Held while live tensors change.
     lock: Lock
