@@ -89,9 +89,10 @@ def refresh(
         SourceChangedError: The file changed during the refresh.
 
     Example:
-        >>> state = sluice.refresh(model, "weights.pth")
-        >>> state = sluice.refresh(model, "weights.pth", since=state, lock=lock)
-        >>> print(state.version, len(state.changed), "of", len(state.contents), "tensors changed")
+        >>> state = sluice.load_into(model, "model.pth").state
+        >>> state = sluice.refresh(model, "model.pth", since=state)
+        >>> print(len(state.changed), "of", len(state.contents), "tensors changed")
+        0 of ... tensors changed
     """
     check_model(model, source, "refresh(model, source)")
     check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, progress=progress)

@@ -20,8 +20,9 @@ class RefreshState:
     """What a model holds. It is small, and can be pickled: a digest for each tensor; the report is left out then.
 
     Example:
-        >>> state = sluice.refresh(model, "weights/step_20.pth")
-        >>> state = sluice.refresh(model, "weights/step_30.pth", since=state)
+        >>> state = sluice.refresh(model, "model.pth")
+        >>> sluice.refresh(model, "model.pth", since=state).version == state.version
+        True
     """
 
     #: Version of the weights: that in the metadata of the checkpoint (``model_version`` or ``version``), else a digest.
