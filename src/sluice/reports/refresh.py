@@ -1,4 +1,4 @@
-"""What a model holds: its version, and the digest of each tensor."""
+"""Contents of a model: its version, and the digest of each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RefreshState"]
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefreshState:
-    """What a model holds. It is small, and can be pickled: a digest for each tensor; the report is left out then.
+    """Contents of a model. It is small, and can be pickled: a digest for each tensor; the report is left out then.
 
     Example:
         >>> state = sluice.refresh(model, "model.pth")
