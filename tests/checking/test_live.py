@@ -32,6 +32,21 @@ def test_what_was_saved_is_in_memory(tmp_path: Path, model: nn.Module, monkeypat
     assert kinds == {"dtype"}
 
 
+def test_all_kinds_of_tensors_are_hashed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4))
+    model[2].weight = model[1].weight  # tied
+    model.register_buffer("empty", torch.zeros(0, 3))
+    model.register_buffer("expanded", torch.ones(1).expand(4))
+    model.register_buffer("conjugated", torch.tensor([1 + 2j]).conj())
+    sluice.save(model, tmp_path / "m.pth", manifest=tmp_path / "m.json")
+    assert sluice.verify(model=model, manifest=tmp_path / "m.json").ok
+    model.get_buffer("0.num_batches_tracked").add_(1)
+    with torch.no_grad():
+        model.get_parameter("1.weight")[3, 3] += 1
+    problems = sluice.verify(model=model, manifest=tmp_path / "m.json").problems
+    assert [each.tensor for each in problems] == ["0.num_batches_tracked", "1.weight", "2.weight"]
+
+
 def test_what_has_no_values_is_refused(tmp_path: Path, model: nn.Module) -> None:
     with pytest.raises(sluice.UnsupportedError, match="meta"):
         sluice.verify(model=model.to("meta"), manifest=tmp_path / "m.json")

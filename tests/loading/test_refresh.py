@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
+import json
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import sluice
 from sluice import rules
+from support.fault_injection import Injection, failing
+from support.range_server import RangeServer
 from support.ranks import Ranks
 
 
@@ -90,6 +98,61 @@ def test_what_is_known_of_a_file_decides(tmp_path: Path) -> None:
     assert sluice.refresh(model, path).version == "step 40"
 
 
+def test_manifests_of_old_and_new_weights_are_compared(tmp_path: Path) -> None:
+    model = Tied()
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    written(model, tmp_path / "a.safetensors", manifest=old)
+    path = written(changed_copy(model, "layers.0.bias"), tmp_path / "b.safetensors", manifest=new)
+    with pytest.raises(TypeError, match="needs manifest="):
+        sluice.refresh(model, path, since=old)
+    content = json.loads(old.read_bytes())
+    del content["tensors"]["steps"]  # unknown, so it is read
+    assert sorted(sluice.refresh(model, path, since=content, manifest=new).changed) == ["layers.0.bias", "steps"]
+    state = sluice.refresh(model, path, since=old, manifest=json.loads(new.read_bytes()))
+    assert state.changed == ("layers.0.bias",)
+    assert sluice.verify(model=model, manifest=new).ok
+
+
+@pytest.mark.parametrize(("validators", "known"), [("strong", True), ("weak", False), ("modified", False)])
+def test_an_equal_etag_reads_nothing(validators: Any, *, known: bool) -> None:
+    contents = [safetensors.torch.save({"weight": torch.full((64, 64), value)}) for value in (1.0, 2.0)]
+    model = nn.Linear(64, 64, bias=False)
+    with RangeServer({"/m.safetensors": contents[0]}, validators=validators) as server:
+        state = sluice.load_into(model, server.url("/m.safetensors")).state
+        again = sluice.refresh(model, server.url("/m.safetensors"), since=state)
+        assert again.report is not None
+        assert (again.changed, again.report.read_bytes) == ((), 0) if known else (("weight",), 16384)
+        assert state is not None
+        assert (again.version == state.version) == known
+        server.files["/m.safetensors"] = contents[1]
+        assert sluice.refresh(model, server.url("/m.safetensors"), since=again).changed == ("weight",)
+    assert torch.equal(model.weight, torch.full((64, 64), 2.0))
+    memory = [io.BytesIO(content) for content in contents]  # of one size; nothing else is known
+    state = sluice.refresh(model, memory[0])
+    assert sluice.refresh(model, memory[1], since=state).changed == ("weight",)
+
+
+def test_a_streamed_model_is_refused(tmp_path: Path) -> None:
+    path = written(nn.Linear(8, 8), tmp_path / "m.pth")
+    model = nn.Linear(8, 8)
+    with sluice.stream(model, path), pytest.raises(sluice.StreamError, match="streamed"):
+        sluice.refresh(model, path)
+    sluice.load_into(model, path)
+    sluice.refresh(model, path)
+
+
+def test_inference_tensors_are_filled(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(8, 8)
+    saved = nn.Linear(8, 8)
+    path = written(saved, tmp_path / "m.pth")
+    sluice.refresh(model, path)
+    assert same(model, saved)
+    with torch.inference_mode():
+        sluice.refresh(saved, path)
+    assert saved.weight._version > 0
+
+
 def test_casts_and_rules_follow_the_load(tmp_path: Path) -> None:
     saved = nn.Linear(8, 8)
     path = written(saved, tmp_path / "a.pth")
@@ -131,6 +194,102 @@ def test_a_failure_leaves_the_old_weights_or_names_what_is_torn(
     assert not torch.equal(model.get_parameter("layers.0.weight"), before["layers.0.weight"])
 
 
+def holds(model: nn.Module, versions: list[Any]) -> list[bool]:
+    """Return which of the versions a model holds; it refuses calls if it holds none."""
+    held = [same(model, version) for version in versions]
+    if not any(held):
+        with pytest.raises(sluice.StreamError):
+            model(torch.tensor([1]))
+    return held
+
+
+def pair(tmp_path: Path) -> tuple[list[Tied], list[Path]]:
+    old = Tied()
+    versions = [old, changed_copy(old, "embedding.weight", "layers.0.weight", "layers.2.bias")]
+    return versions, [written(each, tmp_path / f"{i}.pth") for i, each in enumerate(versions)]
+
+
+@pytest.mark.parametrize("torn", ["never", "undo", "allow"])
+def test_every_failed_read_leaves_old_or_new_or_refused(
+    tmp_path: Path, torn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old, new), files = pair(tmp_path)
+    model, failed = Tied(), 0
+    for at in range(1, 100):
+        state = sluice.load_into(model, files[0]).state
+        with monkeypatch.context() as patch:
+            injection = Injection(patch, failing(errno.EIO), at)
+            try:
+                sluice.refresh(model, files[1], since=state, torn=torn)
+            except (sluice.ReadError, sluice.PartialLoadError):
+                failed += 1
+        if not injection.hits:
+            break
+        held = holds(model, [old, new])
+        assert torn == "allow" or held == [True, False]
+        if not held[0]:  # what it holds is unknown, so the old state does not count
+            sluice.refresh(model, files[0], since=state)
+            assert holds(model, [old]) == [True]
+    assert failed > 1
+    assert holds(model, [new]) == [True]
+
+
+@pytest.mark.parametrize("torn", ["never", "allow"])
+def test_interrupts_leave_old_or_new_or_refused(tmp_path: Path, torn: Any) -> None:
+    versions, files = pair(tmp_path)
+    model, random, interrupted = Tied(), Random(1), 0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for step in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, 0.03))
+                sluice.refresh(model, files[step % 2], torn=torn)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            if step:
+                holds(model, versions)
+            else:
+                sluice.refresh(model, files[0])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+    assert interrupted
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_lock_that_fails_names_what_changed(tmp_path: Path, error: type[BaseException]) -> None:
+    (old, new), files = pair(tmp_path)
+    model = Tied()
+    state = sluice.load_into(model, files[0]).state
+
+    @contextlib.contextmanager
+    def lock(path: str) -> Iterator[None]:
+        if path == "layers.0":
+            raise error("planted")
+        yield
+
+    with pytest.raises((sluice.PartialLoadError, KeyboardInterrupt)) as caught:
+        sluice.refresh(model, files[1], since=state, lock=lock)
+    text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+    assert "1 done, 0 torn, 2 untouched" in text
+    assert holds(model, [old, new]) == [False, False]
+    with pytest.raises(OSError, match="busy"):
+        sluice.refresh(model, files[0], since=state, lock=busy())  # before anything changes
+    assert sluice.refresh(model, files[0], since=state).changed
+    assert holds(model, [old]) == [True]
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    raise OSError("busy")
+    yield
+
+
 def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2048, 2048)
     path = written(model, tmp_path / "a.pth")
@@ -139,33 +298,44 @@ def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     sluice.refresh(model, path, memory=sluice.MemoryLimits(host="48MiB", staging="1MiB"), torn="allow")
 
 
-def test_no_forward_sees_two_versions(tmp_path: Path) -> None:
-    model, lock, seen = nn.Linear(64, 64, bias=False), threading.Lock(), set()
-    files = []
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.query, self.key = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return torch.cat([self.query(x), self.key(x)])
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+def test_no_forward_sees_two_versions(tmp_path: Path, *, per_block: bool) -> None:
+    model, whole, seen = nn.ModuleList(Block() for _ in range(4)), threading.Lock(), set[tuple[float, ...]]()
+    names = list(model.state_dict())
     for number in range(3):
-        torch.save({"weight": torch.full((64, 64), float(number))}, tmp_path / f"{number}.pth")
-        files.append(tmp_path / f"{number}.pth")
-    sluice.load_into(model, files[0])
+        torch.save({name: torch.full((64, 64), float(number)) for name in names}, tmp_path / f"{number}.pth")
+    sluice.load_into(model, tmp_path / "0.pth")
     stop = threading.Event()
 
     def serve() -> None:
         with torch.no_grad():
             while not stop.is_set():
-                with lock:
-                    seen.update(model(torch.eye(64)).unique().tolist())
+                with contextlib.nullcontext() if per_block else whole:
+                    outputs = [block(torch.eye(64)).unique().tolist() for block in model]
+                seen.update(map(tuple, outputs if per_block else [sorted({y for x in outputs for y in x})]))
 
+    lock: Any = (lambda path: model.get_submodule(path.split(".")[0]).lock) if per_block else whole
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        for _ in range(10):
-            for path in files:
-                sluice.refresh(model, path, lock=lock)
+        for step in range(30):
+            sluice.refresh(model, tmp_path / f"{step % 3}.pth", lock=lock)
     finally:
         stop.set()
         thread.join()
-    assert seen <= {0.0, 1.0, 2.0}
-    with torch.no_grad():
-        assert model(torch.eye(64)).unique().tolist() == [2.0]
+    assert seen <= {(0.0,), (1.0,), (2.0,)}
+    assert model[3](torch.eye(64)).unique().tolist() == [2.0]
 
 
 def test_a_lock_for_each_module_covers_its_own_tensors(tmp_path: Path) -> None:
@@ -181,7 +351,8 @@ def test_a_lock_for_each_module_covers_its_own_tensors(tmp_path: Path) -> None:
 
     sluice.refresh(model, path, lock=lock)
     assert dict(held)["layers.0"] == {"layers.0.weight", "layers.0.bias"}
-    assert sorted(module for module, _ in held) == ["", "embedding", "layers.0", "layers.1", "layers.2"]
+    assert sorted(module for module, _ in held) == ["", "embedding", "head", "layers.0", "layers.1", "layers.2"]
+    assert dict(held)["embedding"] == dict(held)["head"] == {"embedding.weight"}  # tied: both are held
 
 
 def divided(old: Path, new: Path, fail: bool) -> tuple[bool, str]:
@@ -199,8 +370,9 @@ def divided(old: Path, new: Path, fail: bool) -> tuple[bool, str]:
         def progress(event: Any) -> None:
             raise OSError("planted")
 
+    known = state if torch.distributed.get_rank() == 0 else None  # what changed may differ between ranks
     try:
-        sluice.refresh(model, new, since=state, progress=progress)
+        sluice.refresh(model, new, since=known, progress=progress)
     except sluice.RankError as caught:
         error = str(caught)
     weight = model.get_parameter("layers.1.weight").full_tensor()  # type: ignore[attr-defined]

@@ -77,6 +77,22 @@ def _into(
     return prepare
 
 
+def _refreshed(path: str, _output: str) -> Call:
+    """Return a refresh of the first tensor, which is most of the file: it is read next to the live one."""
+    model, memory = _empty(_ALL, device="cpu"), sluice.MemoryLimits(staging=_S)
+    state = sluice.load_into(model, path, memory=memory).state
+    assert state is not None
+    since = replace(state, contents={**state.contents, "0": ""})
+
+    def call() -> Outcome:
+        report = sluice.refresh(model, path, since=since, memory=memory).report
+        assert report is not None
+        predicted = report.predicted.total_bytes
+        return Outcome(predicted_bytes=predicted, new=lambda: [model.get_parameter("0")], moved=SHAPES[1:])
+
+    return call
+
+
 def _state_dict(staging: int, **how: Any) -> Callable[[str, str], Call]:
     def prepare(path: str, _output: str) -> Call:
         load_state_dict, memory = sluice.load_state_dict, sluice.MemoryLimits(staging=staging)
@@ -218,6 +234,7 @@ CASES: dict[str, Case] = {
     "parameters, cold": _load("parameters", cold=True, page_cache="bypass", long=True),
     # Verbs and targets
     "live": Case(file="zip.pt", prepare=_into(_ALL, _S, live=True), staging_bytes=_S, final_bytes=0),
+    "refresh": Case(file="zip.pt", prepare=_refreshed, staging_bytes=_S, final_bytes=nbytes(SHAPES[:1])),
     "state dict": Case(file="zip.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=_F),
     "state dict, legacy, cold": Case(
         file="even-legacy.pt", prepare=_state_dict(_DEFAULT), staging_bytes=_DEFAULT, final_bytes=_F_EVEN,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
-from sluice.formats.manifest import read_manifest
+from sluice.formats.manifest import Manifest, parse_manifest, read_manifest
 from sluice.loading.load import load
 from sluice.loading.refresh import Lock, RefreshRequest, Torn
 from sluice.matching.renaming import Rename
@@ -31,10 +33,10 @@ def refresh(
     model: torch.nn.Module,
     source: CheckpointSource,
     *,
-    since: RefreshState | None = None,
+    since: RefreshState | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     torn: Torn = "never",
     lock: Lock = None,
-    manifest: str | os.PathLike[str] | None = None,
+    manifest: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     dtype: DType | None = None,
     key: str | None = None,
     rename: Rename | None = None,
@@ -47,19 +49,22 @@ def refresh(
     """Fill the live weights of a model in place with what changed in a checkpoint: all of it, or none.
 
     Tensors keep their memory, so that ties, hooks, optimizers and other holders see the new values. What changed is
-    known by the hashes of a manifest, the CRC-32s of a zip file, or the identity of each file; without ``since``, all
-    is read.
+    known by the hashes of a manifest, the CRC-32s of a zip file, or the identity of each file (inode and times, strong
+    ETag, version); without ``since``, and where none of them is known, all is read.
 
     Args:
         model: A loaded model. On several ranks, every rank makes the call, and all of them change or none.
         source: The new weights, as in ``load_into``.
-        since: The state that an earlier refresh returned, or ``report.state`` of a load; None if it is unknown.
+        since: The state that an earlier refresh returned, or ``report.state`` of a load; or the manifest of the weights
+            that the model has, to be compared with ``manifest``; None if they are unknown.
         torn: ``"never"`` and ``"undo"`` read into memory of their own, as large as what changed, and copy when all of
             it is there; a ``BudgetError`` if that does not fit. ``"allow"`` reads straight into the weights: a failure
             may leave them in part, as in ``load_into``.
         lock: A context manager that is held while weights change; or a function that returns one for the path of a
-            module, whose own tensors change while it is held. With ``torn="allow"`` it is called once, with ``""``.
-        manifest: Manifest of the new weights, as ``save(manifest=)`` writes it.
+            module, whose own tensors change while it is held (tied tensors, while those of all their modules are).
+            Modules for which it returns the same object, such as those of a block, change together. With
+            ``torn="allow"`` it is called once, with ``""``.
+        manifest: Manifest of the new weights, as ``save(manifest=)`` writes it: its path, or its content.
         dtype: As in the load that filled the model; it is needed only if that changed dtypes.
         key: As in ``load_into``.
         rename: As in ``load_into``.
@@ -70,27 +75,33 @@ def refresh(
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
 
     Returns:
-        The new state. If the call raises anything but ``PartialLoadError``, the model and the old state are valid.
+        The new state. If the call raises anything but ``PartialLoadError`` (an interrupt has its text as a note), the
+        model and the old state are valid.
 
     Raises:
         MismatchError: Checkpoint and model disagree, or a tensor cannot be filled in place; nothing was touched.
-        BudgetError: What changed does not fit into memory with the model; nothing was read.
-        PartialLoadError: With ``torn="allow"``, a failure after weights began to change.
+        BudgetError: What changed does not fit into memory together with the model; nothing was read.
+        PartialLoadError: Weights began to change, and ``torn="allow"`` met a failure, or a lock or a hook raised. Until
+            it is loaded or refreshed again, the model refuses calls; then all is read.
+        StreamError: The model is streamed.
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed during the refresh.
 
     Example:
-        >>> state = sluice.refresh(model, "model.pth")
+        >>> state = sluice.load_into(model, "model.pth").state
         >>> state = sluice.refresh(model, "model.pth", since=state)
-        >>> len(state.changed)
-        0
+        >>> print(len(state.changed), "of", len(state.contents), "tensors changed")
+        0 of ... tensors changed
     """
     check_model(model, source, "refresh(model, source)")
     check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, progress=progress)
     if torn not in {"never", "undo", "allow"}:
         raise ValueError(f'torn={torn!r}: one of "never", "undo", "allow"')
-    hashes = None if manifest is None else read_manifest(path_argument(manifest, "manifest"), limits or Limits())
+    hashes = None if manifest is None else _manifest(manifest, "manifest", limits)
+    known = since.contents if isinstance(since, RefreshState) else since and _manifest(since, "since", limits)
+    if isinstance(known, Manifest) and hashes is None:
+        raise TypeError("since= a manifest needs manifest=, that of the new weights")
     request = RefreshRequest(
         model=model,
         dtype=dtype_argument(dtype),
@@ -99,7 +110,7 @@ def refresh(
         rules=rules,
         strict=strict,
         options=TransferOptions(memory=memory_limits(memory)),
-        since=None if since is None else since.contents,
+        since=known or None,
         torn=torn,
         lock=lock,
         manifest=hashes,
@@ -108,3 +119,9 @@ def refresh(
         report = load(request, borrow(source, limits=limits), progress=progress)
     assert report.state is not None
     return replace(report.state, report=report)
+
+
+def _manifest(given: str | os.PathLike[str] | Mapping[str, Any], name: str, limits: Limits | None) -> Manifest:
+    if isinstance(given, Mapping):
+        return parse_manifest(json.dumps(given).encode(), f"{name}=", limits or Limits())
+    return read_manifest(path_argument(given, name), limits or Limits())

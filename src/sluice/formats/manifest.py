@@ -31,7 +31,7 @@ from sluice.records.bulk import collector_paused
 from sluice.sources.opening import open_source
 from sluice.sources.remote_names import missing_advice
 
-__all__ = ["HashAlgorithm", "Hasher", "Manifest", "TensorHash", "new_hash", "read_manifest"]
+__all__ = ["HashAlgorithm", "Hasher", "Manifest", "TensorHash", "new_hash", "parse_manifest", "read_manifest"]
 
 #: ``sha256`` also detects deliberate changes; ``xxh3_128`` (``pip install 'sluice[hash]'``) detects only damage, but is
 #: several times as fast.

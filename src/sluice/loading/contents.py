@@ -1,16 +1,17 @@
-"""Digests of the contents of tensors, which are equal only if their bytes are; no tensor data is read for them.
+"""Contents of the tensors of a load, as short texts that are equal only if their bytes are; nothing is read for it.
 
 A storage is known by the hash that a manifest has for the tensor that fills it, else by the CRC-32 of its record in a
-zip file, else by its file (inode and times, or the version of a remote object) and its place in it. So after a file
-without checksums was written anew, all of its tensors count as changed.
+zip file, else by its file (inode and times, or the strong ETag or version of a remote object) and its place in it. So
+after a file without checksums was written anew, all of its tensors count as changed; so they do at any time if nothing
+shows that a file is the same, as in memory.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 
-from sluice.entries.tree import walk
 from sluice.formats.manifest import Manifest
 from sluice.records import Entry, Index, Request
 
@@ -24,15 +25,18 @@ _VERSIONS = ("model_version", "version")
 _DIGEST_BYTES = 16
 
 
-def request_contents(index: Index, requests: Iterable[Request], manifest: Manifest | None = None) -> dict[str, str]:
+def request_contents(
+    index: Index, requests: Iterable[Request], manifest: Manifest | None = None, *, of_index: bool = True
+) -> dict[str, str]:
     """Return the digest of the content of each request, by name.
 
     Args:
         index: The checkpoint.
         requests: The tensors of a load.
         manifest: Hashes of the tensors of the checkpoint, if the caller has them.
+        of_index: Whether the manifest is that of the checkpoint. If not, what it does not name is unknown.
     """
-    storage = _storage_contents(index, {} if manifest is None else _by_storage(index, manifest))
+    storage = _storage_contents(index, {} if manifest is None else _by_storage(index, manifest), of_index=of_index)
     found = {}
     for request in requests:
         entry = request.entry
@@ -53,15 +57,16 @@ def _view(entry: Entry, storage: Callable[[int], str]) -> tuple[object, ...]:
     return where, entry.storage_offset, entry.shape, entry.stride, repr(entry.elements)
 
 
-def _storage_contents(index: Index, hashes: Mapping[int, str]) -> Callable[[int], str]:
-    files = [file.identity.describe() for file in index.files]
+def _storage_contents(index: Index, hashes: Mapping[int, str], *, of_index: bool) -> Callable[[int], str]:
+    unknown = f"unknown {os.urandom(_DIGEST_BYTES).hex()}"
+    files = [file.identity.describe() if file.identity.exact and of_index else unknown for file in index.files]
     offsets = [storage.offset for storage in index.storages]
 
     def content(position: int) -> str:
         if position in hashes:
             return hashes[position]
         storage = index.storages[position]
-        if index.crcs and (crc := index.crcs[position]):
+        if of_index and index.crcs and (crc := index.crcs[position]):
             return f"CRC-32 {crc:08x} of {storage.nbytes}"
         return f"{files[storage.file]} at {offsets[position]}"
 
@@ -70,6 +75,9 @@ def _storage_contents(index: Index, hashes: Mapping[int, str]) -> Callable[[int]
 
 def _by_storage(index: Index, manifest: Manifest) -> dict[int, str]:
     """Return the hash of each storage that one tensor of the manifest fills, in order."""
+    # Here, not above: few loads have a manifest.
+    from sluice.entries.tree import walk
+
     found = {}
     for name, entry in walk(index.tree):
         known = manifest.tensors.get(name)

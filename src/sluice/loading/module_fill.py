@@ -34,7 +34,16 @@ from sluice.sharding.dtensors import local_of
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
 
-__all__ = ["ModuleData", "compare_tied", "fetch_module", "install_module", "partial_load", "read_tree", "same_values"]
+__all__ = [
+    "ModuleData",
+    "compare_tied",
+    "fetch_module",
+    "install_module",
+    "naming_partial",
+    "partial_load",
+    "read_tree",
+    "same_values",
+]
 
 
 #: Functions that quantize weights, by the names of these.
@@ -117,15 +126,8 @@ def _fetch(
             install_one(job.state, slot, *targets.tensors([job.prepared.views[position]]))
         finished.add(position)
 
-    try:
+    with naming_partial(lambda: partial_load(job, targets.touched, finished)):
         tensors, result = job.read(progress, targets, completed=completed)
-    except BaseException as error:
-        partial = partial_load(job, targets.touched, finished)
-        if partial is not None and isinstance(error, Exception):
-            raise partial from error
-        if partial is not None:
-            error.add_note(str(partial))
-        raise
     return ModuleData(
         tensors=tensors,
         result=result,
@@ -231,6 +233,22 @@ def _part(request: Request, key: tuple[slice, ...]) -> Request:
     return Request(
         name=request.name, entry=entry, dtype=request.dtype, device="cpu", stride=contiguous_stride(entry.shape)
     )
+
+
+@contextmanager
+def naming_partial(partial: Callable[[], PartialLoadError | None]) -> Iterator[None]:
+    """Raise what ``partial`` returns instead of an error of the block; an interrupt gets it as a note."""
+    try:
+        yield
+    except PartialLoadError:
+        raise
+    except BaseException as error:
+        named = partial()
+        if named is not None and isinstance(error, Exception):
+            raise named from error
+        if named is not None:
+            error.add_note(str(named))
+        raise
 
 
 def partial_load(job: ModuleJob, touched: Collection[int], finished: Collection[int]) -> PartialLoadError | None:

@@ -28,7 +28,7 @@ from sluice.modules.load_hooks import restore_extra_state, run_post_hooks
 from sluice.modules.swap import swap_data, with_data
 from sluice.sharding.dtensors import is_dtensor, local_of
 
-__all__ = ["finish_loading", "hold", "install", "install_one", "registered"]
+__all__ = ["finish_loading", "hold", "install", "install_one", "note_written", "registered"]
 
 
 def install(
@@ -56,7 +56,7 @@ def install(
         for slot, request, tensor in zip(match.slots, match.requests, tensors, strict=True):
             if request.existing:
                 for holding in state.holdings(slot):
-                    _note_written(holding.tensor)
+                    note_written(holding.tensor)
             elif not install_one(state, slot, tensor):
                 replaced.append(state.outline.slots[slot].names[0])
         for slot, tensor in (initial or {}).items():
@@ -223,7 +223,7 @@ def _move(module: nn.Module, holdings: Sequence[Holding], device: str | None) ->
             _set_memory(module, holding.tensor, holding.owners, moved)
 
 
-def _note_written(tensor: torch.Tensor) -> None:
+def note_written(tensor: torch.Tensor) -> None:
     """Tell autograd that the tensor was written in place, which it cannot see."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)

@@ -19,7 +19,7 @@ from torch import nn
 
 from sluice._errors import StreamError
 
-__all__ = ["Guard", "ParkedParameter"]
+__all__ = ["Guard", "ParkedParameter", "is_guarded"]
 
 
 #: Attributes and methods of tensors that do not need the elements.
@@ -157,6 +157,11 @@ class Guard:
         for part in self._module.modules():
             vars(part).pop("_apply", None)
             vars(part).pop("__getstate__", None)
+
+
+def is_guarded(module: nn.Module) -> bool:
+    """Return whether a ``Guard`` watches the module, because it is streamed."""
+    return vars(module).get("__getstate__") is _refuse_state
 
 
 def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

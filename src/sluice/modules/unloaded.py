@@ -16,7 +16,7 @@ from torch import nn
 
 from sluice._errors import PartialLoadError, StreamError
 
-__all__ = ["refuse_calls", "refusing"]
+__all__ = ["is_partly_loaded", "refuse_calls", "refusing"]
 
 #: Attribute of tensors that a failed load may have changed: their version then. Not a table with weak references, with
 #: which torch does not swap tensors.
@@ -32,6 +32,11 @@ def refuse_calls(module: nn.Module) -> None:
     for part in module.modules():
         if next(_missing(part), None) is not None and _refuse not in part._forward_pre_hooks.values():  # noqa: SLF001
             part.register_forward_pre_hook(_refuse, prepend=True)
+
+
+def is_partly_loaded(module: nn.Module) -> bool:
+    """Return whether a failed load has changed some of the weights, and none has succeeded since."""
+    return any(_MARK in vars(tensor) for tensor in _tensors(module).values())
 
 
 @contextmanager

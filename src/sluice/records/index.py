@@ -50,6 +50,13 @@ class FileIdentity(Struct, frozen=True, kw_only=True):
     ctime_ns: int = 0
     #: ETag, version id or generation of a remote object; None for local files and memory.
     version: str | None = None
+    #: Whether ``version`` is a weak ETag or a time: different bytes may have the same.
+    weak: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether equal identities show equal bytes, even long after."""
+        return not self.weak if self.version is not None else bool(self.inode)
 
     def describe(self) -> str:
         """Return the identity as text for error messages."""

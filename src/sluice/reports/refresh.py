@@ -1,4 +1,4 @@
-"""State of the weights of a model: their version, and the digest of each tensor."""
+"""Contents of a model: its version, and the digest of each tensor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["RefreshState"]
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefreshState:
-    """State of the weights of a model: a digest for each tensor. It is small, and can be pickled without the report.
+    """Contents of a model. It is small, and can be pickled: a digest for each tensor; the report is left out then.
 
     Example:
-        >>> state = sluice.load_into(model, "model.pth").state
-        >>> state.changed, state.unchanged == len(state.contents)
-        ((), True)
+        >>> state = sluice.refresh(model, "model.pth")
+        >>> sluice.refresh(model, "model.pth", since=state).version == state.version
+        True
     """
 
     #: Version of the weights: that in the metadata of the checkpoint (``model_version`` or ``version``), else a digest.

@@ -101,7 +101,8 @@ class RemoteFile:
             clock=clock,
             count=self._count,
         )
-        self.identity = FileIdentity(nbytes=facts.nbytes, version=facts.version or facts.weak_version or facts.modified)
+        version = facts.version or facts.weak_version or facts.modified
+        self.identity = FileIdentity(nbytes=facts.nbytes, version=version, weak=version != facts.version)
         self._note = None if facts.pinnable else _NO_VERSION
         self._samples: dict[int, bytes] = {} if facts.pinnable else {0: self._head}
         if not facts.pinnable and facts.nbytes > _SAMPLE_BYTES:
