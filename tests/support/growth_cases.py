@@ -387,9 +387,9 @@ def _forget_buffers() -> None:
     running: Any = session.Session
     read_in_place, kept = running._read_in_place, list[torch.Tensor]()
 
-    def read_and_forget(session: Any, run: Any, read: Any, position: int) -> Any:
+    def read_and_forget(session: Any, run: Any, source: Any, read: Any, position: int) -> Any:
         kept.append(torch.ones(read.nbytes, dtype=torch.uint8))
-        return read_in_place(session, run, read, position)
+        return read_in_place(session, run, source, read, position)
 
     running._read_in_place = read_and_forget
 

@@ -11,7 +11,8 @@ __all__ = ["read_system_file", "write_system_file"]
 _MOST_BYTES = 1 << 16
 
 
-# Both use a file object, not a descriptor: an interrupt right after the file was opened closes it, too.
+# Both use a file object, not a descriptor: an interrupt right after the file was opened closes it, too. An opener in
+# Python would be interrupted before it returns the descriptor. These file systems create and truncate nothing.
 
 
 def read_system_file(path: str) -> bytes | None:
@@ -26,11 +27,7 @@ def read_system_file(path: str) -> bytes | None:
 def write_system_file(path: str, data: bytes) -> bool:
     """Write to a file; return whether it exists and the system took the data."""
     try:
-        with io.FileIO(path, "w", opener=_existing) as file:
+        with io.FileIO(path, "w", opener=os.open) as file:
             return file.write(data) == len(data)
     except OSError:
         return False
-
-
-def _existing(path: str, _flags: int) -> int:
-    return os.open(path, os.O_WRONLY)  # those of "w" would create or truncate it
