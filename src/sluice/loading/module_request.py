@@ -16,6 +16,7 @@ from torch import nn
 
 from sluice._errors import MismatchError
 from sluice._options import TransferOptions
+from sluice.adapters.config import Adapter
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
@@ -93,6 +94,8 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     ignore_mismatched: bool = False
     #: Quantizes weights; a configuration of torchao, or a function.
     quantize: object = None
+    #: Adapters to merge.
+    adapters: tuple[Adapter, ...] = ()
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
@@ -156,7 +159,14 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
         skipped = [name for name, value in own.items() if trees.opaques(value)]
         job = module_job(
-            checkpoint, state, match_on, self.device, self.options, strict=self.strict, quantize=self.quantize
+            checkpoint,
+            state,
+            match_on,
+            self.device,
+            self.options,
+            strict=self.strict,
+            quantize=self.quantize,
+            adapters=self.adapters,
         )
         return replace(
             job,
@@ -207,6 +217,8 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
     device: Device = None
     #: As in ``ModuleRequest``.
     quantize: object = None
+    #: As in ``ModuleRequest``.
+    adapters: tuple[Adapter, ...] = ()
 
     verb: ClassVar[str] = "hf.from_pretrained"
 
@@ -214,7 +226,16 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
         """See ``LoadRequest.job``."""
         state = collect(self.model)
         match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
-        return module_job(checkpoint, state, match_on, self.device, self.options, strict=False, quantize=self.quantize)
+        return module_job(
+            checkpoint,
+            state,
+            match_on,
+            self.device,
+            self.options,
+            strict=False,
+            quantize=self.quantize,
+            adapters=self.adapters,
+        )
 
     def changed(self, change: Change) -> EntriesRequest:
         """See ``LoadRequest.changed``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -19,7 +20,11 @@ from sluice.quantizing.functions import quantize_function
 from sluice.quantizing.weights import QuantizedWeight, find_quantized
 from sluice.reading.transfer import Prepared
 from sluice.records import Finisher, Request
+from sluice.reports.load_figures import MergedAdapter
 from sluice.sharding.dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    from sluice.loading.adapted import MergedWeight
 
 __all__ = ["QuantizedMatch", "quantized", "with_transient"]
 
@@ -32,9 +37,11 @@ class QuantizedMatch(Struct, frozen=True, kw_only=True):
     #: The match, whose requests name what finishes them.
     match: Match
     #: The weights, by the positions of their requests.
-    weights: Mapping[int, QuantizedWeight]
+    weights: Mapping[int, QuantizedWeight | MergedWeight]
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...]
+    #: Adapters that are merged instead.
+    adapters: tuple[MergedAdapter, ...] = ()
 
 
 def quantized(state: ModuleState, matched: Match, quantize: object) -> QuantizedMatch:
@@ -145,8 +152,8 @@ def _untied_note(name: str) -> str:
     return f"{name!r} is not tied any more: it is quantized, and what it was tied to is not"
 
 
-def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -> Prepared:
-    """Return the plan whose predictions have the memory that quantizing one weight takes."""
+def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight | MergedWeight]) -> Prepared:
+    """Return the plan whose predictions have the memory that quantizing or merging one weight takes."""
     plan = prepared.plan
     more: dict[str, int] = {}
     for weight in weights.values():
