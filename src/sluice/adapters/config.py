@@ -69,7 +69,8 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
 
     def rank_of(self, path: str) -> int:
         """Return the rank for a module, as peft does."""
-        return _of_pattern(self.rank_pattern, path, self.rank)
+        rank: int = _of_pattern(self.rank_pattern, path, self.rank)
+        return rank
 
     def scale_of(self, path: str, rank: int, alpha: float | None) -> float:
         """Return the factor of an adapter of a module.
@@ -81,7 +82,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
         """
         if not self.method:
             return 1.0 if alpha is None else alpha / rank
-        own = _of_pattern(self.alpha_pattern, path, self.alpha)
+        own: float = _of_pattern(self.alpha_pattern, path, self.alpha)
         return own / math.sqrt(rank) if self.rslora else own / rank
 
 
@@ -157,7 +158,7 @@ def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
     for pattern in (*ranks, *alphas):
         if re.search(r"[)\]][+*{]", pattern) or len(pattern) > 1000:  # matching could take for ever
             raise UnsupportedError(f"the pattern {pattern[:80]!r} is not supported", file=path, advice=_ADVICE)
-    numbers = [values.get("r"), values.get("lora_alpha" if method == "LORA" else "alpha")]
+    numbers: list[Any] = [values.get("r"), values.get("lora_alpha" if method == "LORA" else "alpha")]
     numbers += [*ranks.values(), *alphas.values()]
     if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers) or numbers[0] <= 0:
         raise FormatError("r, alpha or a pattern of the adapter is not a positive number", file=path)

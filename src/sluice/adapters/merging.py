@@ -72,7 +72,8 @@ def merge(weight: torch.Tensor, step: Step, parts: Mapping[str, torch.Tensor]) -
 
 
 def _pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return weight.split(max(1, _PIECE * weight.shape[0] // max(1, weight.numel())))
+    rows = max(1, _PIECE * weight.shape[0] // max(1, weight.numel()))
+    return torch.split(weight, rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _delta(weight: torch.Tensor, step: Step, own: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 __all__ = ["ModulePaths", "by_module"]
 
@@ -69,8 +69,8 @@ class ModulePaths:
         ends = (plain.removeprefix(prefix) for prefix in _PREFIXES if plain.startswith(prefix))
         return next((path for path in ends if path in self._paths), None)
 
-    def near(self, names: Iterable[str]) -> Mapping[str, str]:
-        """Return the most similar path for names that mean none."""
-        from sluice._messages import nearest_names  # rarely needed
+    def near(self, name: str) -> str | None:
+        """Return the most similar path for a name that means none."""
+        from difflib import get_close_matches  # rarely needed
 
-        return nearest_names(dict.fromkeys(names, ""), ((path, "") for path in self._paths))
+        return next(iter(get_close_matches(name.removeprefix("base_model.model."), self._paths, 1)), None)

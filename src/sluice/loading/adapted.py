@@ -13,6 +13,7 @@ from torch import nn
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, SourceChangedError, UnsupportedError
 from sluice._threads import Workers
+from sluice._units import counted
 from sluice.adapters.config import Adapter, AdapterConfig, read_config
 from sluice.adapters.merging import Layout, Step, merge, shape_of_sum
 from sluice.adapters.names import ModulePaths, by_module
@@ -117,7 +118,7 @@ class MergedWeight(Struct, frozen=True, kw_only=True, eq=False):
         def finish(whole: torch.Tensor) -> torch.Tensor:
             while taken:
                 merge(whole, *taken.pop(0))
-            return torch.empty(0, dtype=whole.dtype, device=whole.device).set_(whole)
+            return whole.detach()
 
         return finish
 
@@ -214,7 +215,12 @@ def _kind_and_rank(file: _File, home: str, needed: set[str], parts: Mapping[str,
     halves = [
         sorted(part.removeprefix("lokr_") for part in needed if part.startswith(f"lokr_{w}")) for w in ("w1", "w2")
     ]
-    if config.method == "LOKR" and halves[0] in _FIRST and halves[1] in _SECOND and len(needed) == len(sum(halves, [])):
+    if (
+        config.method == "LOKR"
+        and halves[0] in _FIRST
+        and halves[1] in _SECOND
+        and len(needed) == len([*halves[0], *halves[1]])
+    ):
         return "LoKr", config.rank_of(home)
     raise UnsupportedError(
         f"the adapter of {home!r} has the tensors {sorted(needed)}, which are not merged",
@@ -260,10 +266,11 @@ def _check(file: _File, name: str, step: Step, state: ModuleState, requests: Map
 
 
 def _unmatched(file: _File, lost: Sequence[str], paths: ModulePaths) -> MismatchError:
-    near = paths.near(lost)
-    shown = [f"{name!r}" + (f" (similar: {near[name]!r})" if name in near else "") for name in lost[:5]]
+    near = {name: paths.near(name) for name in lost[:5]}
+    shown = [f"{name!r}" + (f" (similar: {other!r})" if other else "") for name, other in near.items()]
     more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-    what = f"{len(lost)} names fit nothing in the model: {', '.join(shown)}{more}" if lost else "it has no tensors"
+    count = counted(len(lost), "name")
+    what = f"{count} without a place in the model: {', '.join(shown)}{more}" if lost else "it has no tensors"
     error = MismatchError(f"the adapter cannot be merged: {what}", unexpected=tuple(lost), file=file.path)
     error.advice += " sluice.Adapter(path, prefix=...) merges a part of the file."
     return error
