@@ -1,4 +1,4 @@
-"""The argument ``adapters=``, and what ``adapter_config.json`` says on scales."""
+"""The argument ``adapters=``, and scales from ``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REFUSED = (
     *("arrow_config", "use_qalora", "monteclora_config", "kasa_config", "use_effective_conv2d"),
 )
 
-#: Ways to initialise an adapter that leave the base weights as they are.
+#: Ways to initialise an adapter that keep the base weights.
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 _ADVICE = "Merge it with peft's merge_and_unload(), save the model, and load that."
@@ -39,7 +39,8 @@ class Adapter:
     """An adapter to merge while base weights are read; ``adapters=`` also takes its path alone.
 
     Example:
-        >>> sluice.load_into(model, "base/", adapters=[sluice.Adapter("style/", weight=0.8), "task.safetensors"])
+        >>> sluice.Adapter("style/", weight=0.8)
+        Adapter(path='style/', weight=0.8, prefix='')
     """
 
     #: A directory that peft wrote, or a file of peft, kohya, diffusers or ComfyUI; also a URL or a ``Remote``.
@@ -55,9 +56,9 @@ Adapters: TypeAlias = "PathOrAddress | Adapter | Sequence[PathOrAddress | Adapte
 
 
 class AdapterConfig(Struct, frozen=True, kw_only=True):
-    """What decides scales; without a file each tensor ``alpha`` does, and the scale is 1 without one."""
+    """Scales; without a file each tensor ``alpha`` decides, and the scale is 1 without one."""
 
-    #: Method of peft: ``"LORA"``, ``"LOHA"``, ``"LOKR"``; empty without a file.
+    #: Method of peft: ``"LORA"``, ``"LOHA"``; empty without a file.
     method: str = ""
     rank: int = 0
     alpha: float = 0.0
@@ -73,13 +74,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
         return rank
 
     def scale_of(self, path: str, rank: int, alpha: float | None) -> float:
-        """Return the factor of an adapter of a module.
-
-        Args:
-            path: Path of the module.
-            rank: Rank of the adapter.
-            alpha: Value of its tensor ``alpha``; None if it has none.
-        """
+        """Return the factor for a module; ``alpha`` is the value of the tensor of this name, if there is one."""
         if not self.method:
             return 1.0 if alpha is None else alpha / rank
         own: float = _of_pattern(self.alpha_pattern, path, self.alpha)
@@ -96,8 +91,8 @@ def adapter_list(adapters: Adapters | None) -> tuple[Adapter, ...]:
     """Return the argument ``adapters=`` as a tuple.
 
     Raises:
-        TypeError: It is of another type.
-        ValueError: A weight is not finite.
+        TypeError: Its type is wrong.
+        ValueError: A weight is not a finite number.
     """
     if adapters is None:
         return ()
@@ -107,10 +102,8 @@ def adapter_list(adapters: Adapters | None) -> tuple[Adapter, ...]:
         if isinstance(each.path, (list, tuple)) or hasattr(each.path, "read"):
             raise TypeError(f"adapters= takes paths, URLs and sluice.Adapter, not {type_of(each.path)}")
         find_place(each.path)
-        if isinstance(each.weight, bool) or not isinstance(each.weight, (int, float)):
-            raise TypeError(f"the weight of an adapter is a number, not {type_of(each.weight)}")
-        if not math.isfinite(each.weight):
-            raise ValueError(f"the weight of an adapter must be finite, not {each.weight}")
+        if not isinstance(each.weight, (int, float)) or not math.isfinite(each.weight):
+            raise ValueError(f"the weight of an adapter is a finite number, not {each.weight!r}")
     return tuple(found)
 
 
@@ -145,7 +138,7 @@ def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
 def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
     """Return what a configuration says, if its kind of adapter is merged."""
     method = values.get("peft_type")
-    if method not in {"LORA", "LOHA", "LOKR"}:
+    if method not in {"LORA", "LOHA"}:
         raise UnsupportedError(f"adapters of the kind {method!r} are not merged", file=path, advice=_ADVICE)
     refused = next((name for name in _REFUSED if values.get(name)), None)
     if refused is not None:

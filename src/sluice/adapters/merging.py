@@ -1,6 +1,6 @@
 """Add adapters to whole weights, operation by operation as ``merge_and_unload`` of peft 0.21 does on the same device.
 
-peft holds the numbers of adapters in float32 beside weights of 16 bits, and rounds once, when it adds.
+peft holds adapters in float32, also for weights of 16 bits, and rounds once, when it adds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from msgspec import Struct
 
-__all__ = ["Layout", "Step", "merge", "shape_of_sum"]
+__all__ = ["Layout", "MergeStep", "merge", "shape_of_sum"]
 
 #: How a module uses its weight: outputs first, inputs first (``Conv1D`` of transformers), rows by token, or kernels.
 Layout: TypeAlias = Literal["linear", "transposed", "embedding", "conv"]
@@ -20,10 +20,10 @@ Layout: TypeAlias = Literal["linear", "transposed", "embedding", "conv"]
 _PIECE = 1 << 20
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class MergeStep(Struct, frozen=True, kw_only=True):
     """One change of a weight by one adapter."""
 
-    #: ``"LoRA"``, ``"DoRA"``, ``"LoHa"``, ``"LoKr"``, ``"bias"`` for an addition to a bias, ``"replaced"``.
+    #: ``"LoRA"``, ``"DoRA"``, ``"LoHa"``, ``"bias"`` for an addition to a bias, ``"replaced"``.
     kind: str
     #: Name of each tensor of the adapter by its part.
     parts: Mapping[str, str]
@@ -32,13 +32,15 @@ class Step(Struct, frozen=True, kw_only=True):
     layout: Layout = "linear"
 
 
-def shape_of_sum(step: Step, shapes: Mapping[str, tuple[int, ...]], weight: tuple[int, ...]) -> tuple[int, ...] | None:
+def shape_of_sum(
+    step: MergeStep, shapes: Mapping[str, tuple[int, ...]], weight: tuple[int, ...]
+) -> tuple[int, ...] | None:
     """Return the shape of what a step adds to a weight; None if its tensors do not fit each other."""
     one = {part: shapes[name] for part, name in step.parts.items()}
     if step.kind in {"bias", "replaced"}:
         return one[step.kind if step.kind == "bias" else "whole"]
     if step.kind not in {"LoRA", "DoRA"}:
-        return weight  # reshaped; ``merge`` checks the number of elements
+        return weight
     a, b = one["a"], one["b"]
     if len(a) != len(b) or len(a) < 2 or a[0] != b[1] or any(size != 1 for size in b[2:]):
         return None
@@ -47,14 +49,8 @@ def shape_of_sum(step: Step, shapes: Mapping[str, tuple[int, ...]], weight: tupl
     return (a[1], b[0]) if step.layout in {"transposed", "embedding"} else (b[0], *a[1:])
 
 
-def merge(weight: torch.Tensor, step: Step, parts: Mapping[str, torch.Tensor]) -> None:
-    """Change a weight in place.
-
-    Args:
-        weight: The whole weight, row-major.
-        step: What to do.
-        parts: The tensors of the adapter by part.
-    """
+def merge(weight: torch.Tensor, step: MergeStep, parts: Mapping[str, torch.Tensor]) -> None:
+    """Change a whole, row-major weight in place; ``parts`` has the tensors of the adapter by part."""
     if step.kind == "replaced":
         weight.copy_(parts["whole"])
         return
@@ -73,19 +69,14 @@ def merge(weight: torch.Tensor, step: Step, parts: Mapping[str, torch.Tensor]) -
 
 def _pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     rows = max(1, _PIECE * weight.shape[0] // max(1, weight.numel()))
-    return torch.split(weight, rows)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.split(weight, rows)
 
 
-def _delta(weight: torch.Tensor, step: Step, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _delta(weight: torch.Tensor, step: MergeStep, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return what an adapter adds to a weight."""
     if step.kind == "LoHa":
         delta = (own["hada_w1_a"] @ own["hada_w1_b"]).mul_(own["hada_w2_a"] @ own["hada_w2_b"])
         return delta.mul_(step.scale).reshape(weight.shape)
-    if step.kind == "LoKr":
-        first, second = (own[f"lokr_{w}"] if f"lokr_{w}" in own else _product(own, w) for w in ("w1", "w2"))
-        if second.dim() == 4:
-            first = first.unsqueeze(2).unsqueeze(2)
-        return torch.kron(first, second.contiguous()).mul_(step.scale).reshape(weight.shape)
     a, b = own["a"], own["b"]
     if step.layout != "conv":
         delta = b @ a
@@ -94,10 +85,6 @@ def _delta(weight: torch.Tensor, step: Step, own: Mapping[str, torch.Tensor]) ->
         return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).mul_(step.scale).unsqueeze(2).unsqueeze(3)
     convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[weight.dim() - 3]
     return convolve(a.transpose(0, 1), b).transpose(0, 1).mul_(step.scale)
-
-
-def _product(own: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    return own[f"lokr_{name}_a"] @ own[f"lokr_{name}_b"]
 
 
 def _add_dora(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor, layout: Layout) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 __all__ = ["ModulePaths", "by_module"]
 
@@ -23,10 +24,9 @@ _PARTS = {
     ".lora_linear_layer.up.weight": "b",
     ".alpha": "alpha",
     **{f".hada_{part}": f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b")},
-    **{f".lokr_{part}": f"lokr_{part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
 }
 
-#: What libraries write before the path of a module.
+#: Prefixes that libraries write before the path of a module.
 _PREFIXES = (
     *("", "base_model.model.", "base_model.", "unet.", "transformer.", "text_encoder.", "text_encoder_2."),
     *("diffusion_model.", "model.diffusion_model."),
@@ -71,6 +71,4 @@ class ModulePaths:
 
     def near(self, name: str) -> str | None:
         """Return the most similar path for a name that means none."""
-        from difflib import get_close_matches  # rarely needed
-
         return next(iter(get_close_matches(name.removeprefix("base_model.model."), self._paths, 1)), None)

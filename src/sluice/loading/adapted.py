@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -15,7 +15,7 @@ from sluice._errors import MismatchError, SourceChangedError, UnsupportedError
 from sluice._threads import Workers
 from sluice._units import counted
 from sluice.adapters.config import Adapter, AdapterConfig, read_config
-from sluice.adapters.merging import Layout, Step, merge, shape_of_sum
+from sluice.adapters.merging import Layout, MergeStep, merge, shape_of_sum
 from sluice.adapters.names import ModulePaths, by_module
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
 from sluice.engine.targets import Targets
@@ -34,10 +34,7 @@ __all__ = ["MergedWeight", "adapted"]
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 #: Tensors of the size of the weight that a kind holds at a time, if more than one.
-_SUMS = {"DoRA": 3, "LoHa": 2, "LoKr": 2}
-
-#: Tensors of the two factors of LoKr: whole, or each a product.
-_FIRST, _SECOND = (["w1"], ["w1_a", "w1_b"]), (["w2"], ["w2_a", "w2_b"])
+_SUMS = {"DoRA": 3, "LoHa": 2}
 
 #: Copies of pieces of two dtypes that are added.
 _PIECES_BYTES = 16 << 20
@@ -93,7 +90,7 @@ class MergedWeight(Struct, frozen=True, kw_only=True, eq=False):
     """A weight that adapters change when it has arrived; it takes the place of a ``QuantizedWeight``."""
 
     #: The adapters and what each does, in order.
-    steps: tuple[tuple[_File, Step], ...]
+    steps: tuple[tuple[_File, MergeStep], ...]
     #: Bytes of the weight, and of its numbers in the dtype of sums.
     nbytes: int
     sum_bytes: int
@@ -106,7 +103,7 @@ class MergedWeight(Struct, frozen=True, kw_only=True, eq=False):
         del cores
         sums = [
             0,
-            *({"DoRA": 3, "LoHa": 2, "LoKr": 2}.get(step.kind, 1) for _, step in self.steps if step.kind != "bias"),
+            *({"DoRA": 3, "LoHa": 2}.get(step.kind, 1) for _, step in self.steps if step.kind != "bias"),
         ]
         return self.adapter_bytes + max(sums) * self.sum_bytes + (8 << 20)
 
@@ -130,13 +127,12 @@ def adapted(state: ModuleState, matched: Match, adapters: Sequence[Adapter]) -> 
     """Return the match of a load that merges adapters; of these, names and scales are read.
 
     Raises:
-        MismatchError: A tensor of an adapter fits no weight of the model that the checkpoint fills.
+        MismatchError: A tensor of an adapter fits no whole weight that the checkpoint fills.
         UnsupportedError: An adapter is of a kind that is not merged.
-        ValueError: The model is divided over ranks.
     """
     names = {name: slot for slot, one in enumerate(state.outline.slots) for name in one.names}
     requests = dict(zip(matched.slots, matched.requests, strict=True))
-    found: dict[int, list[tuple[_File, Step]]] = {}
+    found: dict[int, list[tuple[_File, MergeStep]]] = {}
     records = []
     files = [_File(adapter) for adapter in adapters]
     for file in files:
@@ -144,7 +140,16 @@ def adapted(state: ModuleState, matched: Match, adapters: Sequence[Adapter]) -> 
         for name, step in changes:
             _check(file, name, step, state, requests, names[name])
             found.setdefault(names[name], []).append((file, step))
-        records.append(_record(file, changes))
+        steps = [each for _, each in changes]
+        records.append(
+            MergedAdapter(
+                source=file.path,
+                kinds=tuple(dict.fromkeys(each.kind for each in steps)),
+                weight=file.adapter.weight,
+                scales=tuple(sorted({each.scale for each in steps if each.kind != "replaced"})),
+                tensors=len(steps),
+            )
+        )
     adapter_bytes = sum(file.nbytes for file in files)
     positions = {slot: position for position, slot in enumerate(matched.slots)}
     weights, own = {}, list(matched.requests)
@@ -168,7 +173,7 @@ def adapted(state: ModuleState, matched: Match, adapters: Sequence[Adapter]) -> 
     return QuantizedMatch(state=state, match=merged, weights=weights, notes=(), adapters=tuple(records))
 
 
-def _steps(file: _File, state: ModuleState, names: Mapping[str, int]) -> Iterator[tuple[str, Step]]:
+def _steps(file: _File, state: ModuleState, names: Mapping[str, int]) -> Iterator[tuple[str, MergeStep]]:
     """Yield the names of the tensors that an adapter changes, in the order of the model, and how."""
     parts, others = by_module(file.entries)
     paths = ModulePaths(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
@@ -180,7 +185,7 @@ def _steps(file: _File, state: ModuleState, names: Mapping[str, int]) -> Iterato
         raise _unmatched(file, lost, whole if not parts else paths)
     for name, home in wholes.items():
         if home is not None:
-            yield home, Step(kind="replaced", parts={"whole": name})
+            yield home, MergeStep(kind="replaced", parts={"whole": name})
     order = {path: position for position, path in enumerate(names)}
     for path, home in sorted(homes.items(), key=lambda item: order[f"{item[1]}.weight"]):
         if home is not None:
@@ -188,16 +193,18 @@ def _steps(file: _File, state: ModuleState, names: Mapping[str, int]) -> Iterato
             yield from _module_steps(file, home, parts[path], module)
 
 
-def _module_steps(file: _File, home: str, parts: Mapping[str, str], module: nn.Module) -> Iterator[tuple[str, Step]]:
+def _module_steps(
+    file: _File, home: str, parts: Mapping[str, str], module: nn.Module
+) -> Iterator[tuple[str, MergeStep]]:
     """Yield what the adapter of one module changes."""
     needed = {part for part in parts if part not in {"alpha", "bias"}}
     alpha = file.alphas[parts["alpha"]] if "alpha" in parts else None
     kind, rank = _kind_and_rank(file, home, needed, parts)
     scale = file.config.scale_of(home, rank, alpha) * file.adapter.weight
     own = {part: parts[part] for part in sorted(needed)}
-    yield f"{home}.weight", Step(kind=kind, parts=own, scale=scale, layout=_layout(module))
+    yield f"{home}.weight", MergeStep(kind=kind, parts=own, scale=scale, layout=_layout(module))
     if "bias" in parts:
-        yield f"{home}.bias", Step(kind="bias", parts={"bias": parts["bias"]}, scale=scale)
+        yield f"{home}.bias", MergeStep(kind="bias", parts={"bias": parts["bias"]}, scale=scale)
 
 
 def _kind_and_rank(file: _File, home: str, needed: set[str], parts: Mapping[str, str]) -> tuple[str, int]:
@@ -212,16 +219,6 @@ def _kind_and_rank(file: _File, home: str, needed: set[str], parts: Mapping[str,
         return ("DoRA" if "magnitude" in needed else "LoRA"), rank
     if needed == {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}:
         return "LoHa", file.shapes[parts["hada_w1_b"]][0]
-    halves = [
-        sorted(part.removeprefix("lokr_") for part in needed if part.startswith(f"lokr_{w}")) for w in ("w1", "w2")
-    ]
-    if (
-        config.method == "LOKR"
-        and halves[0] in _FIRST
-        and halves[1] in _SECOND
-        and len(needed) == len([*halves[0], *halves[1]])
-    ):
-        return "LoKr", config.rank_of(home)
     raise UnsupportedError(
         f"the adapter of {home!r} has the tensors {sorted(needed)}, which are not merged",
         file=file.path,
@@ -237,23 +234,25 @@ def _layout(module: nn.Module) -> Layout:
     return "transposed" if type(module).__name__ == "Conv1D" else "linear"
 
 
-def _check(file: _File, name: str, step: Step, state: ModuleState, requests: Mapping[int, Request], slot: int) -> None:
+def _check(
+    file: _File, name: str, step: MergeStep, state: ModuleState, requests: Mapping[int, Request], slot: int
+) -> None:
     """Refuse a step whose weight cannot be changed while it is read."""
     one, request = state.outline.slots[slot], requests.get(slot)
-    if request is None:
-        raise MismatchError(f"adapters=: the base checkpoint does not fill {name!r}", file=file.path)
-    if is_dtensor(state.tensors[slot]):
-        raise ValueError(f"adapters=: {name!r} is a DTensor; merge first with sluice.load_into, save, and load that")
-    if slot in state.aliases:
-        raise ValueError(f"adapters=: {name!r} shares its memory with another tensor")
-    if request.dtype not in _FLOATS:
-        raise MismatchError(f"adapters=: {name!r} is {request.dtype}; merge before it is quantized", file=file.path)
     replaced = file.config.replaced if step.kind == "replaced" and len(one.names) > 1 else ()
-    if any(f".{name}".endswith((f".{part}.weight", f".{part}.bias")) for part in replaced):
-        raise MismatchError(f"adapters=: {name!r} is replaced, and tied to {one.names}: untie it first", file=file.path)
-    module = state.owners[slot][0].module
-    if getattr(module, "groups", 1) != 1 and step.kind != "replaced":
-        raise MismatchError(f"adapters=: {name!r} is a convolution with groups, which are not merged", file=file.path)
+    problem = ""
+    if request is None:
+        problem = "is not filled by the base checkpoint"
+    elif is_dtensor(state.tensors[slot]) or slot in state.aliases:
+        problem = "is a DTensor, or shares its memory with another tensor"
+    elif request.dtype not in _FLOATS:
+        problem = f"is {request.dtype}: merge before it is quantized"
+    elif any(f".{name}".endswith((f".{part}.weight", f".{part}.bias")) for part in replaced):
+        problem = f"is replaced, and tied to {one.names}: untie it first"
+    elif getattr(state.owners[slot][0].module, "groups", 1) != 1 and step.kind != "replaced":
+        problem = "belongs to a convolution with groups"
+    if problem:
+        raise MismatchError(f"the adapter cannot be merged: {name!r} {problem}", file=file.path)
     shape = shape_of_sum(step, file.shapes, one.shape)
     if shape != tuple(one.shape):
         raise MismatchError(
@@ -274,14 +273,3 @@ def _unmatched(file: _File, lost: Sequence[str], paths: ModulePaths) -> Mismatch
     error = MismatchError(f"the adapter cannot be merged: {what}", unexpected=tuple(lost), file=file.path)
     error.advice += " sluice.Adapter(path, prefix=...) merges a part of the file."
     return error
-
-
-def _record(file: _File, changes: Iterable[tuple[str, Step]]) -> MergedAdapter:
-    steps = [step for _, step in changes]
-    return MergedAdapter(
-        source=file.path,
-        kinds=tuple(dict.fromkeys(step.kind for step in steps)),
-        weight=file.adapter.weight,
-        scales=tuple(sorted({step.scale for step in steps if step.kind != "replaced"})),
-        tensors=len(steps),
-    )

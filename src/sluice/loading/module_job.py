@@ -157,9 +157,7 @@ def module_job(
         options=options,
     )
     if quantized is not None:
-        from sluice.loading.quantized import with_transient  # here, not above: few loads compute
-
-        prepared = with_transient(prepared, quantized.weights)
+        prepared = quantized.predicted(prepared)
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,
@@ -185,16 +183,14 @@ def _finished(
     """Return the match with the weights that are computed when they have arrived; None without any."""
     if adapters and quantize is not None:
         raise ValueError("adapters= and quantize= exclude each other: merge, save the model, and quantize that")
-    # Here, not above: most loads do neither.
-    if adapters:
-        from sluice.loading.adapted import adapted
-
-        return adapted(state, matched, adapters)
-    if quantize is None:
+    if not adapters and quantize is None:
         return None
-    from sluice.loading.quantized import quantized
+    # Here, not above: most loads do neither.
+    from sluice.loading import adapted, quantized
 
-    return quantized(state, matched, quantize)
+    if adapters:
+        return adapted.adapted(state, matched, adapters)
+    return quantized.quantized(state, matched, quantize)
 
 
 def _state(index: Index, requests: Sequence[Request], metadata: Mapping[str, str]) -> RefreshState:

@@ -54,6 +54,10 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 
     #: The module to load into.
     model: nn.Module
+    #: Quantizes weights; a configuration of torchao, or a function.
+    quantize: object = None
+    #: Adapters to merge.
+    adapters: tuple[Adapter, ...] = ()
 
     can_map: ClassVar[bool] = True
 
@@ -92,10 +96,6 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     allow_empty: bool = False
     #: Whether names of a different shape keep the module's values.
     ignore_mismatched: bool = False
-    #: Quantizes weights; a configuration of torchao, or a function.
-    quantize: object = None
-    #: Adapters to merge.
-    adapters: tuple[Adapter, ...] = ()
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
@@ -215,10 +215,6 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
     entries: Mapping[str, Entry]
     #: As in ``ModuleRequest``.
     device: Device = None
-    #: As in ``ModuleRequest``.
-    quantize: object = None
-    #: As in ``ModuleRequest``.
-    adapters: tuple[Adapter, ...] = ()
 
     verb: ClassVar[str] = "hf.from_pretrained"
 

@@ -43,6 +43,10 @@ class QuantizedMatch(Struct, frozen=True, kw_only=True):
     #: Adapters that are merged instead.
     adapters: tuple[MergedAdapter, ...] = ()
 
+    def predicted(self, prepared: Prepared) -> Prepared:
+        """Return the plan with the memory that computing one weight takes."""
+        return with_transient(prepared, self.weights)
+
 
 def quantized(state: ModuleState, matched: Match, quantize: object) -> QuantizedMatch:
     """Return the match of a load that quantizes.
