@@ -58,14 +58,12 @@ Adapters: TypeAlias = "PathOrAddress | Adapter | Sequence[PathOrAddress | Adapte
 class AdapterConfig(Struct, frozen=True, kw_only=True):
     """Scales; without a file each tensor ``alpha`` decides, and the scale is 1 without one."""
 
-    #: Method of peft: ``"LORA"``, ``"LOHA"``; empty without a file.
     method: str = ""
     rank: int = 0
     alpha: float = 0.0
     rank_pattern: Mapping[str, int] = {}
     alpha_pattern: Mapping[str, float] = {}
     rslora: bool = False
-    #: Modules that are replaced as a whole.
     replaced: tuple[str, ...] = ()
 
     def rank_of(self, path: str) -> int:
@@ -88,32 +86,21 @@ def _of_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def adapter_list(adapters: Adapters | None) -> tuple[Adapter, ...]:
-    """Return the argument ``adapters=`` as a tuple.
-
-    Raises:
-        TypeError: Its type is wrong.
-        ValueError: A weight is not a finite number.
-    """
+    """Return the argument ``adapters=`` as a tuple; raises ``TypeError`` and ``ValueError``."""
     if adapters is None:
         return ()
     several = isinstance(adapters, (list, tuple))
     found = [each if isinstance(each, Adapter) else Adapter(each) for each in (adapters if several else [adapters])]  # type: ignore[arg-type,union-attr]
     for each in found:
-        if isinstance(each.path, (list, tuple)) or hasattr(each.path, "read"):
+        if find_place(each.path).kind not in {"local", "remote"}:
             raise TypeError(f"adapters= takes paths, URLs and sluice.Adapter, not {type_of(each.path)}")
-        find_place(each.path)
         if not isinstance(each.weight, (int, float)) or not math.isfinite(each.weight):
             raise ValueError(f"the weight of an adapter is a finite number, not {each.weight!r}")
     return tuple(found)
 
 
 def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
-    """Return the configuration next to the tensors of an adapter; an empty one if there is none.
-
-    Raises:
-        FormatError: The file is not a configuration of an adapter.
-        UnsupportedError: The adapter is of a kind that is not merged.
-    """
+    """Return the configuration next to the tensors of an adapter; an empty one if there is none."""
     place = find_place(adapter.path)
     is_file = re.search(r"\.(safetensors|bin|pt|pth|ckpt)$", place.name)
     try:

@@ -63,13 +63,11 @@ def merge(weight: torch.Tensor, step: MergeStep, parts: Mapping[str, torch.Tenso
     if "magnitude" in own:
         _add_dora(weight, delta, own["magnitude"], step.layout)
         return
-    for piece, added in zip(_pieces(weight), _pieces(delta), strict=True):  # rounded once, or twice as by peft
-        piece.add_(added.to(weight.dtype) if step.layout == "embedding" else added)
-
-
-def _pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     rows = max(1, _PIECE * weight.shape[0] // max(1, weight.numel()))
-    return torch.split(weight, rows)
+    for piece, added in zip(
+        torch.split(weight, rows), torch.split(delta, rows), strict=True
+    ):  # rounded once, or twice as by peft
+        piece.add_(added.to(weight.dtype) if step.layout == "embedding" else added)
 
 
 def _delta(weight: torch.Tensor, step: MergeStep, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -79,8 +77,7 @@ def _delta(weight: torch.Tensor, step: MergeStep, own: Mapping[str, torch.Tensor
         return delta.mul_(step.scale).reshape(weight.shape)
     a, b = own["a"], own["b"]
     if step.layout != "conv":
-        delta = b @ a
-        return (delta if step.layout == "linear" else delta.T).mul_(step.scale)
+        return (b @ a if step.layout == "linear" else (b @ a).T).mul_(step.scale)
     if weight.shape[2:4] == (1, 1):
         return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).mul_(step.scale).unsqueeze(2).unsqueeze(3)
     convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[weight.dim() - 3]

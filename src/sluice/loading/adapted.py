@@ -14,7 +14,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, SourceChangedError, UnsupportedError
 from sluice._threads import Workers
 from sluice._units import counted
-from sluice.adapters.config import Adapter, AdapterConfig, read_config
+from sluice.adapters.config import Adapter, read_config
 from sluice.adapters.merging import Layout, MergeStep, merge, shape_of_sum
 from sluice.adapters.names import ModulePaths, by_module
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
@@ -30,14 +30,10 @@ from sluice.sharding.dtensors import is_dtensor
 
 __all__ = ["MergedWeight", "adapted"]
 
-#: Dtypes of weights to which adapters are added.
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
-#: Tensors of the size of the weight that a kind holds at a time, if more than one.
-_SUMS = {"DoRA": 3, "LoHa": 2}
-
-#: Copies of pieces of two dtypes that are added.
-_PIECES_BYTES = 16 << 20
+#: Tensors of the size of the weight that a kind holds at a time, if more than one, and bytes for pieces that are added.
+_SUMS, _PIECES_BYTES = {"DoRA": 3, "LoHa": 2}, 16 << 20
 
 
 class _File:
@@ -45,7 +41,6 @@ class _File:
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        self.path = str(getattr(adapter.path, "url", adapter.path))
         with borrow(adapter.path) as checkpoint:
             self.path = checkpoint.path
             self.config = read_config(adapter, checkpoint.limits)
@@ -91,10 +86,8 @@ class MergedWeight(Struct, frozen=True, kw_only=True, eq=False):
 
     #: The adapters and what each does, in order.
     steps: tuple[tuple[_File, MergeStep], ...]
-    #: Bytes of the weight, and of its numbers in the dtype of sums.
-    nbytes: int
+    #: Bytes of its numbers in the dtype of sums, and of all adapters.
     sum_bytes: int
-    #: Bytes of all adapters.
     adapter_bytes: int
     device: torch.device
 
@@ -140,14 +133,14 @@ def adapted(state: ModuleState, matched: Match, adapters: Sequence[Adapter]) -> 
         for name, step in changes:
             _check(file, name, step, state, requests, names[name])
             found.setdefault(names[name], []).append((file, step))
-        steps = [each for _, each in changes]
+        done = [each for _, each in changes]
         records.append(
             MergedAdapter(
                 source=file.path,
-                kinds=tuple(dict.fromkeys(each.kind for each in steps)),
+                kinds=tuple(dict.fromkeys(each.kind for each in done)),
                 weight=file.adapter.weight,
-                scales=tuple(sorted({each.scale for each in steps if each.kind != "replaced"})),
-                tensors=len(steps),
+                scales=tuple(sorted({each.scale for each in done if each.kind != "replaced"})),
+                tensors=len(done),
             )
         )
     adapter_bytes = sum(file.nbytes for file in files)
@@ -157,7 +150,6 @@ def adapted(state: ModuleState, matched: Match, adapters: Sequence[Adapter]) -> 
         request, count = requests[slot], prod(state.outline.slots[slot].shape)
         weight = MergedWeight(
             steps=tuple(steps),
-            nbytes=count * ITEM_BYTES[request.dtype],
             sum_bytes=count * max(4, ITEM_BYTES[request.dtype]),
             adapter_bytes=adapter_bytes,
             device=torch.device(request.device),
@@ -165,7 +157,9 @@ def adapted(state: ModuleState, matched: Match, adapters: Sequence[Adapter]) -> 
         weights[positions[slot]] = weight
         own[positions[slot]] = replace(
             request,
-            finisher=Finisher(name=request.name, shape=request.entry.shape, finished_sizes=(weight.nbytes,)),
+            finisher=Finisher(
+                name=request.name, shape=request.entry.shape, finished_sizes=(count * ITEM_BYTES[request.dtype],)
+            ),
             existing=False,
             replaces=request.existing or request.replaces,
         )
@@ -208,7 +202,7 @@ def _module_steps(
 
 
 def _kind_and_rank(file: _File, home: str, needed: set[str], parts: Mapping[str, str]) -> tuple[str, int]:
-    config: AdapterConfig = file.config
+    config = file.config
     if needed in ({"a", "b"}, {"a", "b", "magnitude"}):
         rank = file.shapes[parts["a"]][0] if file.shapes[parts["a"]] else 0
         if rank == 0 or (config.method and rank != config.rank_of(home)):
@@ -267,9 +261,7 @@ def _check(
 def _unmatched(file: _File, lost: Sequence[str], paths: ModulePaths) -> MismatchError:
     near = {name: paths.near(name) for name in lost[:5]}
     shown = [f"{name!r}" + (f" (similar: {other!r})" if other else "") for name, other in near.items()]
-    more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-    count = counted(len(lost), "name")
-    what = f"{count} without a place in the model: {', '.join(shown)}{more}" if lost else "it has no tensors"
+    what = f"{counted(len(lost), 'name')} without a place in the model: {', '.join(shown)}" if lost else "no tensors"
     error = MismatchError(f"the adapter cannot be merged: {what}", unexpected=tuple(lost), file=file.path)
     error.advice += " sluice.Adapter(path, prefix=...) merges a part of the file."
     return error

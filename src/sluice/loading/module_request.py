@@ -6,10 +6,10 @@ All that headers can show is settled here, before a byte of tensor data is read:
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec.structs import replace
 from torch import nn
@@ -24,7 +24,7 @@ from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, other_devices, parse_placement
 from sluice.loading.job import LoadRequest
 from sluice.loading.module_job import ModuleJob, module_job
-from sluice.matching.match import Outline, match
+from sluice.matching.match import Match, Outline, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
@@ -54,6 +54,8 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 
     #: The module to load into.
     model: nn.Module
+    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
+    device: Device = None
     #: Quantizes weights; a configuration of torchao, or a function.
     quantize: object = None
     #: Adapters to merge.
@@ -72,6 +74,12 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
             return None
         return group_of(tensors)
 
+    def _decide(
+        self, checkpoint: OpenCheckpoint, state: ModuleState, match_on: Callable[..., Match], *, strict: bool
+    ) -> ModuleJob:
+        own: dict[str, Any] = {"quantize": self.quantize, "adapters": self.adapters}
+        return module_job(checkpoint, state, match_on, self.device, self.options, strict=strict, **own)
+
     def meshes(self) -> tuple[tuple[int, ...], ...]:
         """See ``LoadRequest.meshes``."""
         return meshes_of(chain(self.model.parameters(), self.model.buffers()))
@@ -80,8 +88,6 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_into``."""
 
-    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
-    device: Device = None
     #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
     dtype: str | None = None
     #: Part of the checkpoint; None searches for the state dict.
@@ -158,16 +164,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         )
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
         skipped = [name for name, value in own.items() if trees.opaques(value)]
-        job = module_job(
-            checkpoint,
-            state,
-            match_on,
-            self.device,
-            self.options,
-            strict=self.strict,
-            quantize=self.quantize,
-            adapters=self.adapters,
-        )
+        job = self._decide(checkpoint, state, match_on, strict=self.strict)
         return replace(
             job,
             key=selection.key,
@@ -213,8 +210,6 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
 
     #: The entry of each parameter and persistent buffer, by name.
     entries: Mapping[str, Entry]
-    #: As in ``ModuleRequest``.
-    device: Device = None
 
     verb: ClassVar[str] = "hf.from_pretrained"
 
@@ -222,16 +217,7 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
         """See ``LoadRequest.job``."""
         state = collect(self.model)
         match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
-        return module_job(
-            checkpoint,
-            state,
-            match_on,
-            self.device,
-            self.options,
-            strict=False,
-            quantize=self.quantize,
-            adapters=self.adapters,
-        )
+        return self._decide(checkpoint, state, match_on, strict=False)
 
     def changed(self, change: Change) -> EntriesRequest:
         """See ``LoadRequest.changed``."""

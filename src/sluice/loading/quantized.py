@@ -26,7 +26,7 @@ from sluice.sharding.dtensors import is_dtensor
 if TYPE_CHECKING:
     from sluice.loading.adapted import MergedWeight
 
-__all__ = ["QuantizedMatch", "quantized", "with_transient"]
+__all__ = ["QuantizedMatch", "quantized"]
 
 
 class QuantizedMatch(Struct, frozen=True, kw_only=True):
@@ -45,7 +45,17 @@ class QuantizedMatch(Struct, frozen=True, kw_only=True):
 
     def predicted(self, prepared: Prepared) -> Prepared:
         """Return the plan with the memory that computing one weight takes."""
-        return with_transient(prepared, self.weights)
+        plan = prepared.plan
+        more: dict[str, int] = {}
+        for weight in self.weights.values():
+            place = str(weight.device)
+            more[place] = max(more.get(place, 0), weight.transient_bytes(plan.facts.cores))
+        devices = [
+            replace(device, working_bytes=device.working_bytes + more.get(device.device, 0)) for device in plan.devices
+        ]
+        host, peaks = more.get("cpu", 0), plan.predicted
+        peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
+        return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
 
 
 def quantized(state: ModuleState, matched: Match, quantize: object) -> QuantizedMatch:
@@ -154,21 +164,6 @@ def _with_finishers(requests: Iterable[Request], weights: Mapping[int, Quantized
 
 def _untied_note(name: str) -> str:
     return f"{name!r} is not tied any more: it is quantized, and what it was tied to is not"
-
-
-def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight | MergedWeight]) -> Prepared:
-    """Return the plan whose predictions have the memory that quantizing or merging one weight takes."""
-    plan = prepared.plan
-    more: dict[str, int] = {}
-    for weight in weights.values():
-        place = str(weight.device)
-        more[place] = max(more.get(place, 0), weight.transient_bytes(plan.facts.cores))
-    devices = [
-        replace(device, working_bytes=device.working_bytes + more.get(device.device, 0)) for device in plan.devices
-    ]
-    host, peaks = more.get("cpu", 0), plan.predicted
-    peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
-    return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
 
 
 def _description(weights: Mapping[int, QuantizedWeight]) -> str:
