@@ -54,22 +54,12 @@ FEATURES = {
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_torchao.py", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),
     "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
+    "adapters": ("adapters/*", "loading/adapted.py"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
     "advice on other loaders": ("planning/other_methods.py", "loading/read_probe.py"),
     "core": (
-        *(
-            "_*.py",
-            "api/*",
-            "checkpoint/*",
-            "cli/*",
-            "doctor.py",
-            "engine/*",
-            "entries/*",
-            "formats/*",
-            "loading/*",
-            "machine/*",
-        ),
-        *("matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*", "doctor.py"),
+        *("_*.py", "api/*", "checkpoint/*", "cli/*", "doctor.py", "engine/*", "entries/*", "formats/*", "loading/*"),
+        *("machine/*", "matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*"),
     ),
 }
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from sluice._options import Limits, MemoryLimits
     from sluice._progress import ProgressEvent
+    from sluice.adapters.config import Adapter
     from sluice.api.checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
     from sluice.api.convert import convert
     from sluice.api.diff import diff
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "Alternative",
     "BudgetError",
     "Checkpoint",
@@ -138,6 +140,7 @@ __all__ = [
 
 #: Where each public name lives; every exception is in ``_errors``.
 _HOMES = {
+    "Adapter": "adapters.config",
     "Checkpoint": "api.checkpoint",
     "LazyTensor": "api.checkpoint",
     "DiffReport": "reports.diff",

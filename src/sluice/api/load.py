@@ -14,6 +14,7 @@ from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.adapters.config import Adapters, adapter_list
 from sluice.api.shared import load_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
@@ -47,6 +48,7 @@ def load_into(
     ignore_mismatched: bool = False,
     place: LoadPlace = "copy",
     quantize: object = None,
+    adapters: Adapters | None = None,
     memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
@@ -94,6 +96,10 @@ def load_into(
             that library, or a function that quantizes the modules of a model in place: each weight is quantized when
             its last byte has arrived, with the result of ``quantize_`` on the loaded model. The model is on the meta
             device; each weight is quantized on the device where it stays.
+        adapters: Adapters to merge while the weights are read, with the bits of ``merge_and_unload`` of peft 0.21: the
+            path or URL of a directory of peft or of a file of peft, kohya, diffusers or ComfyUI, a ``sluice.Adapter``
+            with a weight, or a list of them, merged in order. Every tensor of an adapter is used, or is an error.
+            Weights that change get new memory. It excludes ``quantize``.
         memory: How much memory may grow, and the size of the staging buffers; or one size such as ``"2GiB"``, for
             host memory.
         limits: Bounds for hostile files.
@@ -156,6 +162,7 @@ def load_into(
         allow_empty=allow_empty,
         ignore_mismatched=ignore_mismatched,
         quantize=quantize,
+        adapters=adapter_list(adapters),
         options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)

@@ -13,6 +13,7 @@ from sluice._arguments import check_load, check_model, check_plan_without_model,
 from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
+from sluice.adapters.config import Adapters, adapter_list
 from sluice.api.shared import plan_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
@@ -53,6 +54,7 @@ def plan(
     ignore_mismatched: bool = False,
     place: LoadPlace = "copy",
     quantize: object = None,
+    adapters: Adapters | None = None,
     memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
@@ -82,6 +84,7 @@ def plan(
         ignore_mismatched: As in ``load_into``.
         place: As in ``load_into``.
         quantize: As in ``load_into``.
+        adapters: As in ``load_into``.
         memory: How much memory may grow, as in ``load_into``. Limits that are not given are detected: the control
             group, free memory, ``ulimit -v``, free memory of each accelerator.
         limits: Bounds for hostile files.
@@ -159,6 +162,7 @@ def plan(
             allow_empty=allow_empty,
             ignore_mismatched=ignore_mismatched,
             quantize=quantize,
+            adapters=adapter_list(adapters),
             options=options,
         )
     else:
@@ -167,6 +171,8 @@ def plan(
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)
     if stream and (model is None or mesh is not None):
         raise ValueError("plan(): stream=True needs a model, and no mesh")
+    if adapters is not None and (model is None or stream or mesh is not None):
+        raise ValueError("plan(): adapters= needs a model, and neither stream=True nor a mesh")
     layout = _layout(model, mesh, ranks_per_host, tp_plan)
     if stream and quantize is not None:
         raise ValueError(

@@ -31,6 +31,7 @@ from sluice._errors import UnsupportedError
 from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.adapters.config import Adapters, adapter_list
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
@@ -70,6 +71,7 @@ def from_pretrained(
     distributed_config: Any = None,
     tp_plan: Any = None,
     quantization_config: Any = None,
+    adapters: Adapters | None = None,
     strict: bool = True,
     allow_empty: bool = False,
     ignore_mismatched: bool = False,
@@ -99,6 +101,7 @@ def from_pretrained(
         tp_plan: Short for ``DistributedConfig(tp_plan=tp_plan)``, as in older code: ``"auto"`` or a dict.
         quantization_config: A ``TorchAoConfig`` or ``BitsAndBytesConfig`` of the library: each weight that it selects
             is quantized when its last byte has arrived, on its device.
+        adapters: Adapters to merge, as in ``sluice.load_into``.
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
@@ -139,7 +142,8 @@ def from_pretrained(
         progress=progress,
     )
     if place not in {"copy", "map"}:
-        raise ValueError(f"place={place!r} is for sluice.load_into; place=\x27map\x27 shares the pages of the files")
+        raise ValueError(f"place={place!r} is for sluice.load_into; place='map' shares the pages of the files")
+    merged = adapter_list(adapters)
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     dtype = _parsed(dtype)
     with find_model(directory, revision, limits) as files, ExitStack() as stack:
@@ -167,7 +171,9 @@ def from_pretrained(
         check(model, names, strict=strict, allow_empty=allow_empty)
         make_real(model, names.missing)
         quantize = quantizer.function(model)
-        request = EntriesRequest(model=model, entries=names.entries, device=device, quantize=quantize, options=options)
+        request = EntriesRequest(
+            model=model, entries=names.entries, device=device, quantize=quantize, adapters=merged, options=options
+        )
         loaded = load(request, nullcontext(checkpoint), progress=progress)
         _finish(model, names, path)
     quantizer.finish(model)

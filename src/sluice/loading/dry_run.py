@@ -95,6 +95,7 @@ def plan_report(
         missing=job.missing,
         unexpected=job.unexpected,
         mismatched=job.mismatched,
+        adapters=job.adapters,
         tied=job.tied,
         initialised=job.initialised,
         methods=methods,

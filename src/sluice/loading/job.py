@@ -33,7 +33,7 @@ from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.reports.load import LoadReport, RankReport
-from sluice.reports.load_figures import Subject
+from sluice.reports.load_figures import MergedAdapter, Subject
 from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
@@ -104,6 +104,8 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     unexpected: tuple[str, ...] = ()
     #: Names of a different shape that are ignored: the shape in the model, and in the checkpoint.
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    #: Adapters that are merged.
+    adapters: tuple[MergedAdapter, ...] = ()
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
     #: Missing names that ``reset_parameters`` of their modules fills.
@@ -281,6 +283,7 @@ def load_report(
         missing=loaded.missing,
         unexpected=loaded.unexpected,
         mismatched=job.mismatched,
+        adapters=job.adapters,
         tied=job.tied,
         cast=casts(job.requests),
         origins={request.name: request.entry.origin for request in job.requests if request.entry.origin},

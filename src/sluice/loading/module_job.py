@@ -32,6 +32,8 @@ from sluice.reports.table import TensorRow
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
+    from sluice.adapters.config import Adapter
+    from sluice.loading.adapted import MergedWeight
     from sluice.loading.quantized import QuantizedMatch
     from sluice.quantizing.weights import QuantizedWeight
 
@@ -51,8 +53,8 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
     extra_state: Mapping[str, object] = {}
     #: Tensors that become attributes of modules, neither parameters nor buffers, by the attributes' full names.
     attributes: Mapping[str, Entry] = {}
-    #: Weights that are quantized, by the positions of their requests.
-    quantized: Mapping[int, QuantizedWeight] = {}
+    #: Weights that are quantized, or that adapters change, by the positions of their requests.
+    quantized: Mapping[int, QuantizedWeight | MergedWeight] = {}
     #: Paths of the modules whose load_state_dict post-hooks run.
     receivers: tuple[str, ...] = ("",)
 
@@ -129,15 +131,12 @@ def module_job(
     *,
     strict: bool,
     quantize: object = None,
+    adapters: Sequence[Adapter] = (),
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
-    quantized: QuantizedMatch | None = None
-    if quantize is not None:
-        # Here, not above: most loads do not quantize.
-        from sluice.loading import quantized as quantizing
-
-        quantized = quantizing.quantized(state, matched, quantize)
+    quantized = _finished(state, matched, quantize, adapters)
+    if quantized is not None:
         state, matched = quantized.state, quantized.match
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
@@ -158,13 +157,14 @@ def module_job(
         options=options,
     )
     if quantized is not None:
-        prepared = quantizing.with_transient(prepared, quantized.weights)
+        prepared = quantized.predicted(prepared)
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,
         prepared=prepared,
         quantized={} if quantized is None else quantized.weights,
         notes=() if quantized is None else quantized.notes,
+        adapters=() if quantized is None else quantized.adapters,
         placement=placement,
         missing=matched.missing,
         unexpected=matched.unexpected,
@@ -175,6 +175,22 @@ def module_job(
         match=matched,
         strict=strict,
     )
+
+
+def _finished(
+    state: ModuleState, matched: Match, quantize: object, adapters: Sequence[Adapter]
+) -> QuantizedMatch | None:
+    """Return the match with the weights that are computed when they have arrived; None without any."""
+    if adapters and quantize is not None:
+        raise ValueError("adapters= and quantize= exclude each other: merge, save the model, and quantize that")
+    if not adapters and quantize is None:
+        return None
+    # Here, not above: most loads do neither.
+    from sluice.loading import adapted, quantized
+
+    if adapters:
+        return adapted.adapted(state, matched, adapters)
+    return quantized.quantized(state, matched, quantize)
 
 
 def _state(index: Index, requests: Sequence[Request], metadata: Mapping[str, str]) -> RefreshState:

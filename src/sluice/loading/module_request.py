@@ -6,10 +6,10 @@ All that headers can show is settled here, before a byte of tensor data is read:
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from torch import nn
 
 from sluice._errors import MismatchError
 from sluice._options import TransferOptions
+from sluice.adapters.config import Adapter
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
@@ -24,7 +25,7 @@ from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, other_devices, parse_placement
 from sluice.loading.job import LoadRequest
 from sluice.loading.module_job import ModuleJob, module_job
-from sluice.matching.match import Outline, match
+from sluice.matching.match import Match, Outline, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
@@ -50,6 +51,12 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
 
     #: The module to load into.
     model: nn.Module
+    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
+    device: Device = None
+    #: Quantizes weights; a configuration of torchao, or a function.
+    quantize: object = None
+    #: Adapters to merge.
+    adapters: tuple[Adapter, ...] = ()
 
     can_map: ClassVar[bool] = True
 
@@ -58,12 +65,16 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
         reshard(self.model)  # a gathered parameter is an ordinary tensor
         return chain(self.model.parameters(), self.model.buffers())
 
+    def _decide(
+        self, checkpoint: OpenCheckpoint, state: ModuleState, match_on: Callable[..., Match], *, strict: bool
+    ) -> ModuleJob:
+        own: dict[str, Any] = {"quantize": self.quantize, "adapters": self.adapters}
+        return module_job(checkpoint, state, match_on, self.device, self.options, strict=strict, **own)
+
 
 class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_into``."""
 
-    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
-    device: Device = None
     #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
     dtype: str | None = None
     #: Part of the checkpoint; None searches for the state dict.
@@ -78,8 +89,6 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     allow_empty: bool = False
     #: Whether names of a different shape keep the module's values.
     ignore_mismatched: bool = False
-    #: Quantizes weights; a configuration of torchao, or a function.
-    quantize: object = None
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
@@ -142,9 +151,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         )
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
         skipped = [name for name, value in own.items() if trees.opaques(value)]
-        job = module_job(
-            checkpoint, state, match_on, self.device, self.options, strict=self.strict, quantize=self.quantize
-        )
+        job = self._decide(checkpoint, state, match_on, strict=self.strict)
         return replace(
             job,
             key=selection.key,
@@ -190,10 +197,6 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
 
     #: The entry of each parameter and persistent buffer, by name.
     entries: Mapping[str, Entry]
-    #: As in ``ModuleRequest``.
-    device: Device = None
-    #: As in ``ModuleRequest``.
-    quantize: object = None
 
     verb: ClassVar[str] = "hf.from_pretrained"
 
@@ -201,7 +204,7 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
         """See ``LoadRequest.job``."""
         state = collect(self.model)
         match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
-        return module_job(checkpoint, state, match_on, self.device, self.options, strict=False, quantize=self.quantize)
+        return self._decide(checkpoint, state, match_on, strict=False)
 
     def changed(self, change: Change) -> EntriesRequest:
         """See ``LoadRequest.changed``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -19,9 +20,13 @@ from sluice.quantizing.functions import quantize_function
 from sluice.quantizing.weights import QuantizedWeight, find_quantized
 from sluice.reading.transfer import Prepared
 from sluice.records import Finisher, Request
+from sluice.reports.load_figures import MergedAdapter
 from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["QuantizedMatch", "quantized", "with_transient"]
+if TYPE_CHECKING:
+    from sluice.loading.adapted import MergedWeight
+
+__all__ = ["QuantizedMatch", "quantized"]
 
 
 class QuantizedMatch(Struct, frozen=True, kw_only=True):
@@ -32,9 +37,25 @@ class QuantizedMatch(Struct, frozen=True, kw_only=True):
     #: The match, whose requests name what finishes them.
     match: Match
     #: The weights, by the positions of their requests.
-    weights: Mapping[int, QuantizedWeight]
+    weights: Mapping[int, QuantizedWeight | MergedWeight]
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...]
+    #: Adapters that are merged instead.
+    adapters: tuple[MergedAdapter, ...] = ()
+
+    def predicted(self, prepared: Prepared) -> Prepared:
+        """Return the plan with the memory that computing one weight takes."""
+        plan = prepared.plan
+        more: dict[str, int] = {}
+        for weight in self.weights.values():
+            place = str(weight.device)
+            more[place] = max(more.get(place, 0), weight.transient_bytes(plan.facts.cores))
+        devices = [
+            replace(device, working_bytes=device.working_bytes + more.get(device.device, 0)) for device in plan.devices
+        ]
+        host, peaks = more.get("cpu", 0), plan.predicted
+        peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
+        return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
 
 
 def quantized(state: ModuleState, matched: Match, quantize: object) -> QuantizedMatch:
@@ -143,21 +164,6 @@ def _with_finishers(requests: Iterable[Request], weights: Mapping[int, Quantized
 
 def _untied_note(name: str) -> str:
     return f"{name!r} is not tied any more: it is quantized, and what it was tied to is not"
-
-
-def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -> Prepared:
-    """Return the plan whose predictions have the memory that quantizing one weight takes."""
-    plan = prepared.plan
-    more: dict[str, int] = {}
-    for weight in weights.values():
-        place = str(weight.device)
-        more[place] = max(more.get(place, 0), weight.transient_bytes(plan.facts.cores))
-    devices = [
-        replace(device, working_bytes=device.working_bytes + more.get(device.device, 0)) for device in plan.devices
-    ]
-    host, peaks = more.get("cpu", 0), plan.predicted
-    peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
-    return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
 
 
 def _description(weights: Mapping[int, QuantizedWeight]) -> str:

@@ -115,6 +115,7 @@ class LoadReport(LoadFigures):
         if self.prefix:
             yield f"prefix stripped: {self.prefix}"
         yield from cast_lines(self.cast)
+        yield from (each.describe() for each in self.adapters)
         yield from self.unmatched()
         labelled = {
             "tied": tuple(" = ".join(group) for group in self.tied),

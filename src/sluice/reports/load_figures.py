@@ -6,15 +6,36 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from sluice._messages import listed
+from sluice._messages import first_names, listed
 from sluice._units import counted, format_bytes
 from sluice.records import Peaks, RemoteReads
 from sluice.reports.document import Report, checkpoint_title
 
-__all__ = ["LoadFigures", "Subject"]
+__all__ = ["LoadFigures", "MergedAdapter", "Subject"]
 
 #: The object whose tensors a load counts.
 Subject: TypeAlias = Literal["model", "optimizer state", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedAdapter:
+    """An adapter that a load merges into the weights it reads."""
+
+    #: Path or address of its tensors.
+    source: str
+    #: What it is: ``"LoRA"``, ``"DoRA"``, ``"LoHa"``, ``"bias"``, ``"replaced"`` for whole tensors.
+    kinds: tuple[str, ...]
+    #: Factor that the caller gave.
+    weight: float
+    #: Factors of its sums, with ``weight``, each once.
+    scales: tuple[float, ...]
+    #: Number of changes of tensors of the model.
+    tensors: int
+
+    def describe(self) -> str:
+        """Return the adapter as one line."""
+        scales = f", scale {first_names([f'{scale:g}' for scale in self.scales])}" if self.scales else ""
+        return f"merged {self.source}: {', '.join(self.kinds)}, {counted(self.tensors, 'change')}{scales}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +85,8 @@ class LoadFigures(Report):
     unexpected: tuple[str, ...] = ()
     #: Names of a different shape, whose values the model keeps: the shape in the model, and in the checkpoint.
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    #: Adapters that are merged, in order.
+    adapters: tuple[MergedAdapter, ...] = ()
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
     #: Missing names that the modules' own ``reset_parameters`` fills.

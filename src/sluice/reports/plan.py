@@ -119,6 +119,7 @@ class PlanReport(LoadFigures):
         if self.remote is not None:
             yield self.remote.describe()
         yield from cast_lines(self.cast)
+        yield from (each.describe() for each in self.adapters)
         grown = {"host": self.predicted.total_bytes, **self.device_bytes}
         yield "predicted growth: at most " + ", ".join(
             f"{format_bytes(n)} of {where} memory" for where, n in grown.items()

@@ -1,0 +1,153 @@
+"""The argument ``adapters=``, and scales from ``adapter_config.json``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import Struct
+
+from sluice._errors import FormatError, UnsupportedError
+from sluice._messages import type_of
+from sluice._public import public
+from sluice.formats.strict_json import parse_strict_json
+from sluice.sources.opening import PathOrAddress, find_place
+
+if TYPE_CHECKING:
+    from sluice._options import Limits
+
+__all__ = ["Adapter", "AdapterConfig", "Adapters", "adapter_list", "read_config"]
+
+#: Options of peft with which an adapter is more than sums, or changes the base model; None, False and {} are accepted.
+_REFUSED = (
+    *("layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora"),
+    *("arrow_config", "use_qalora", "monteclora_config", "kasa_config", "use_effective_conv2d"),
+)
+
+#: Ways to initialise an adapter that keep the base weights.
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+
+_ADVICE = "Merge it with peft's merge_and_unload(), save the model, and load that."
+
+
+@public()
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter to merge while base weights are read; ``adapters=`` also takes its path alone.
+
+    Example:
+        >>> sluice.Adapter("style/", weight=0.8)
+        Adapter(path='style/', weight=0.8, prefix='')
+    """
+
+    #: A directory that peft wrote, or a file of peft, kohya, diffusers or ComfyUI; also a URL or a ``Remote``.
+    path: PathOrAddress
+    #: Factor of its scale.
+    weight: float = 1.0
+    #: Merge only tensors whose names begin with this, such as ``"lora_unet_"`` of a file for several models.
+    prefix: str = ""
+
+
+#: Types of ``adapters=``.
+Adapters: TypeAlias = "PathOrAddress | Adapter | Sequence[PathOrAddress | Adapter]"
+
+
+class AdapterConfig(Struct, frozen=True, kw_only=True):
+    """Scales; without a file each tensor ``alpha`` decides, and the scale is 1 without one."""
+
+    method: str = ""
+    rank: int = 0
+    alpha: float = 0.0
+    rank_pattern: Mapping[str, int] = {}
+    alpha_pattern: Mapping[str, float] = {}
+    rslora: bool = False
+    replaced: tuple[str, ...] = ()
+
+    def rank_of(self, path: str) -> int:
+        """Return the rank for a module, as peft does."""
+        rank: int = _of_pattern(self.rank_pattern, path, self.rank)
+        return rank
+
+    def scale_of(self, path: str, rank: int, alpha: float | None) -> float:
+        """Return the factor for a module; ``alpha`` is the value of the tensor of this name, if there is one."""
+        if not self.method:
+            return 1.0 if alpha is None else alpha / rank
+        own: float = _of_pattern(self.alpha_pattern, path, self.alpha)
+        return own / math.sqrt(rank) if self.rslora else own / rank
+
+
+def _of_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches a path, as ``get_pattern_key`` of peft finds it."""
+    found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
+    return next(found, default)
+
+
+def adapter_list(adapters: Adapters | None) -> tuple[Adapter, ...]:
+    """Return the argument ``adapters=`` as a tuple; raises ``TypeError`` and ``ValueError``."""
+    if adapters is None:
+        return ()
+    several = isinstance(adapters, (list, tuple))
+    found = [each if isinstance(each, Adapter) else Adapter(each) for each in (adapters if several else [adapters])]  # type: ignore[arg-type,union-attr]
+    for each in found:
+        if find_place(each.path).kind not in {"local", "remote"}:
+            raise TypeError(f"adapters= takes paths, URLs and sluice.Adapter, not {type_of(each.path)}")
+        if not isinstance(each.weight, (int, float)) or not math.isfinite(each.weight):
+            raise ValueError(f"the weight of an adapter is a finite number, not {each.weight!r}")
+    return tuple(found)
+
+
+def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
+    """Return the configuration next to the tensors of an adapter; an empty one if there is none."""
+    place = find_place(adapter.path)
+    is_file = re.search(r"\.(safetensors|bin|pt|pth|ckpt)$", place.name)
+    try:
+        directory = place.parent() if is_file else place.open()
+        source = directory.open("adapter_config.json")  # type: ignore[union-attr]
+    except (FileNotFoundError, AttributeError):
+        return AdapterConfig()
+    try:
+        nbytes = source.identity.nbytes
+        if nbytes > min(limits.header_bytes, 1 << 20):
+            raise FormatError("the configuration of the adapter is too large", file=source.path, found=nbytes)
+        values = parse_strict_json(source.read_at(0, nbytes))
+        if not isinstance(values, dict):
+            raise FormatError("the configuration of the adapter is not a JSON object", file=source.path)
+        return _checked(values, source.path)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the configuration of the adapter is damaged: {error}", file=source.path) from error
+    finally:
+        source.close()
+
+
+def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
+    """Return what a configuration says, if its kind of adapter is merged."""
+    method = values.get("peft_type")
+    if method not in {"LORA", "LOHA"}:
+        raise UnsupportedError(f"adapters of the kind {method!r} are not merged", file=path, advice=_ADVICE)
+    refused = next((name for name in _REFUSED if values.get(name)), None)
+    if refused is not None:
+        raise UnsupportedError(f"adapters with {refused} are not merged", file=path, advice=_ADVICE)
+    initial = values.get("init_lora_weights")
+    if method == "LORA" and initial not in _INITIAL:
+        advice = f"It changes the base weights: save it with path_initial_model_for_weight_conversion=. {_ADVICE}"
+        raise UnsupportedError(f"adapters with init_lora_weights={initial!r} are not merged", file=path, advice=advice)
+    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
+    for pattern in (*ranks, *alphas):
+        if re.search(r"[)\]][+*{]", pattern) or len(pattern) > 1000:  # matching could take for ever
+            raise UnsupportedError(f"the pattern {pattern[:80]!r} is not supported", file=path, advice=_ADVICE)
+    numbers: list[Any] = [values.get("r"), values.get("lora_alpha" if method == "LORA" else "alpha")]
+    numbers += [*ranks.values(), *alphas.values()]
+    if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers) or numbers[0] <= 0:
+        raise FormatError("r, alpha or a pattern of the adapter is not a positive number", file=path)
+    return AdapterConfig(
+        method=method,
+        rank=numbers[0],
+        alpha=numbers[1],
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        rslora=bool(values.get("use_rslora")),
+        replaced=tuple(values.get("modules_to_save") or ()),
+    )

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import sluice
+
+HALF = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.block = nn.ModuleDict({"conv": nn.Conv2d(3, 8, 3), "point": nn.Conv2d(8, 4, 1), "seq": nn.Conv1d(4, 6, 3)})
+        self.proj_in = nn.Linear(6, 9)
+        self.head = nn.Linear(9, 5)
+
+
+def low_rank(rank: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ones = (1,) * (len(shape) - 2)
+    return torch.randn(rank, *shape[1:]), torch.randn(shape[0], rank, *ones)
+
+
+def write_peft(path: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
+    path.mkdir()
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(named, path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "init_lora_weights": True} | config
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(5)
+    torch.save(Net().state_dict(), tmp_path / "base.pth")
+    return tmp_path / "base.pth"
+
+
+def merged(base: Path, adapters: Any, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], sluice.LoadReport]:
+    with sluice.empty_init():
+        model = Net()
+    report = sluice.load_into(model, base, dtype=dtype, adapters=adapters)
+    return model.state_dict(), report
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_lora_is_added_to_every_kind_of_layer_in_float32(base: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    conv, head = low_rank(2, 8, 3, 3, 3), low_rank(4, 5, 9)
+    tokens, bias = (torch.randn(2, 11), torch.randn(6, 2)), torch.randn(5)
+    tensors = {
+        "block.conv.lora_A.weight": conv[0],
+        "block.conv.lora_B.weight": conv[1],
+        "head.lora_A.weight": head[0].half(),
+        "head.lora_B.weight": head[1].half(),
+        "head.lora_B.bias": bias,
+        "tokens.lora_embedding_A": tokens[0],
+        "tokens.lora_embedding_B": tokens[1],
+        "proj_in.weight": torch.ones(9, 6),
+    }
+    path = write_peft(tmp_path / "a", tensors, rank_pattern={"head": 4}, alpha_pattern={"hea.": 7}, use_rslora=True)
+    want = {name: tensor.to(dtype) for name, tensor in torch.load(base).items()}
+    scale, head_scale = 3 / math.sqrt(2), 7 / math.sqrt(4)
+    want["block.conv.weight"] += torch.conv2d(conv[0].transpose(0, 1), conv[1]).transpose(0, 1) * scale
+    want["head.weight"] += head[1].half().float() @ head[0].half().float() * head_scale
+    want["head.bias"] += bias * head_scale
+    want["tokens.weight"] += ((tokens[1] @ tokens[0]).T * scale).to(dtype)
+    want["proj_in.weight"] = torch.ones(9, 6, dtype=dtype)
+
+    got, report = merged(base, path, dtype)
+
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+    [one] = report.adapters
+    assert (one.kinds, one.scales, one.tensors) == (("replaced", "LoRA", "bias"), (scale, head_scale), 5)
+    assert "merged " in str(report)
+
+
+def test_dora_gives_each_output_its_norm(base: Path, tmp_path: Path) -> None:
+    a, b = low_rank(2, 5, 9)
+    magnitude = torch.rand(5) + 1
+    tensors = {"head.lora_A.weight": a, "head.lora_B.weight": b, "head.lora_magnitude_vector": magnitude}
+    whole = torch.load(base)["head.weight"] + b @ a * 1.5
+
+    got, report = merged(base, write_peft(tmp_path / "a", tensors))
+
+    assert torch.equal(got["head.weight"], (magnitude / torch.linalg.norm(whole, dim=1)).view(-1, 1) * whole)
+    assert report.adapters[0].kinds == ("DoRA",)
+
+
+def test_adapters_are_merged_in_order_with_their_weights(base: Path, tmp_path: Path) -> None:
+    pairs = [low_rank(2, 5, 9), low_rank(2, 5, 9)]
+    paths = [
+        write_peft(tmp_path / str(i), {"head.lora_A.weight": a, "head.lora_B.weight": b})
+        for i, (a, b) in enumerate(pairs)
+    ]
+    want = torch.load(base)["head.weight"].bfloat16()
+    want += pairs[0][1] @ pairs[0][0] * 1.5
+    want += pairs[1][1] @ pairs[1][0] * (1.5 * 0.5)
+
+    got, _ = merged(base, [paths[0], sluice.Adapter(paths[1], weight=0.5)], torch.bfloat16)
+
+    assert torch.equal(got["head.weight"], want)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "down", "up"),
+    [
+        ("lora_unet_proj_in", "lora_down.weight", "lora_up.weight"),
+        ("diffusion_model.proj_in", "lora_down.weight", "lora_up.weight"),
+        ("unet.proj_in", "lora_A.weight", "lora_B.weight"),
+        ("unet.proj_in", "lora.down.weight", "lora.up.weight"),
+    ],
+)
+def test_files_of_image_models_have_alpha_for_each_layer(
+    base: Path, tmp_path: Path, prefix: str, down: str, up: str
+) -> None:
+    a, b = low_rank(2, 9, 6)
+    tensors = {f"{prefix}.{down}": a, f"{prefix}.{up}": b, "other.lora_up.weight": torch.ones(1)}
+    for alpha, scale in ((None, 1.0), (3.0, 1.5)):
+        more = {} if alpha is None else {f"{prefix}.alpha": torch.tensor(alpha)}
+        safetensors.torch.save_file(tensors | more, tmp_path / "a.safetensors")
+
+        got, _ = merged(base, sluice.Adapter(tmp_path / "a.safetensors", prefix=prefix[:4]))
+
+        assert torch.equal(got["proj_in.weight"], torch.load(base)["proj_in.weight"] + b @ a * scale)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "problem"),
+    [
+        (
+            {"heads.lora_A.weight": (2, 9), "heads.lora_B.weight": (5, 2)},
+            {},
+            "without a place in the model: '.*heads' .similar: 'head'",
+        ),
+        ({"head.lora_A.weight": (2, 9)}, {}, "which are not merged"),
+        ({"head.lora_A.weight": (3, 9), "head.lora_B.weight": (5, 3)}, {}, "rank of the adapter differs"),
+        ({"head.lora_A.weight": (2, 8), "head.lora_B.weight": (5, 2)}, {}, "does not fit 'head.weight'"),
+        ({"head.oft_r.weight": (2, 8)}, {"peft_type": "OFT"}, "kind 'OFT' are not merged"),
+        ({"head.lora_A.weight": (2, 9)}, {"layer_replication": [[0, 1]]}, "with layer_replication"),
+        ({"head.lora_A.weight": (2, 9)}, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"head.lora_A.weight": (2, 9)}, {"alpha_pattern": {"(a+)+": 1}}, "pattern"),
+        ({"head.lora_A.weight": (2, 9)}, {"r": "2"}, "not a positive number"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name_and_leaves_the_model(
+    base: Path, tmp_path: Path, tensors: dict[str, tuple[int, ...]], config: dict[str, Any], problem: str
+) -> None:
+    path = write_peft(tmp_path / "a", {name: torch.ones(shape) for name, shape in tensors.items()}, **config)
+    with sluice.empty_init():
+        model = Net()
+
+    with pytest.raises(sluice.SluiceError, match=problem):
+        sluice.load_into(model, base, adapters=path)
+
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_a_live_model_keeps_its_parameters_and_plans_what_it_does(base: Path, tmp_path: Path) -> None:
+    a, b = low_rank(2, 5, 9)
+    path = write_peft(tmp_path / "a", {"head.lora_A.weight": a, "head.lora_B.weight": b})
+    model = Net()
+    before = dict(model.named_parameters())
+
+    plan = sluice.plan(model, base, adapters=path)
+    report = sluice.load_into(model, base, adapters=path)
+
+    assert plan.adapters == report.adapters
+    assert plan.predicted.total_bytes > sluice.plan(model, base).predicted.total_bytes
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert torch.equal(model.head.weight, torch.load(base)["head.weight"] + b @ a * 1.5)
+    with pytest.raises(ValueError, match="exclude each other"):
+        sluice.load_into(model, base, adapters=path, quantize=print)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["head"]}, {"bias": "all"}, "LoHa"],
+)
+def test_the_result_is_that_of_peft(base: Path, tmp_path: Path, dtype: torch.dtype, kind: Any) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    if isinstance(kind, str):
+        config = getattr(peft, f"{kind}Config")(r=4, alpha=6, target_modules=["conv", "point", "proj_in"])
+    else:
+        layers = ["conv", "point", "seq", "proj_in", *([] if "lora_bias" in kind else ["tokens"])]
+        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=layers, **kind)
+    trained = peft.get_peft_model(Net(), config)
+    for name, parameter in trained.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn_like(parameter) * 0.1 + ("magnitude" in name)
+    trained.save_pretrained(tmp_path / "a")
+    model = Net().to(dtype)
+    model.load_state_dict(torch.load(base))
+    want = peft.PeftModel.from_pretrained(model, tmp_path / "a").merge_and_unload().state_dict()
+
+    got, _ = merged(base, tmp_path / "a", dtype)
+
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
