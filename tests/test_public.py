@@ -55,7 +55,7 @@ def test_signatures_are_explicit(verb: Callable[..., Any]) -> None:
         (sluice.diff, "key_b", "use other_key=$"),
         (sluice.open, "mode", "opened for reading"),
         (sluice.convert, "exist_ok", "use overwrite="),
-        (sluice.hf.from_pretrained, "revision", "snapshot_download"),
+        (sluice.hf.from_pretrained, "token", "HF_TOKEN"),
         (sluice.load_into, "revision", "write it in the source, as in 'hf://owner/name@revision'"),
         (sluice.load_into, "token", "'hf://owner/name' uses the settings of huggingface_hub: HF_TOKEN"),
         (sluice.open, "cache_dir", "HF_HUB_CACHE"),

@@ -62,7 +62,6 @@ _NOT_NEEDED = "leave it out: "
 _NO_PICKLE = f"{_NOT_NEEDED}sluice never runs code from a file, and always loads as weights_only=True does"
 _ITSELF = f"{_NOT_NEEDED}sluice decides it from the file and the machine"
 _ITS_PATH = f"{_NOT_NEEDED}pass the path of the file or subfolder"
-_LOCAL = f"{_NOT_NEEDED}from_pretrained reads local directories; huggingface_hub.snapshot_download makes them"
 _HUB = f"{_NOT_NEEDED}'hf://owner/name' uses the settings of huggingface_hub: HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE"
 
 #: Arguments of the functions that sluice replaces: the argument of sluice with that meaning, or what else to say. Of
@@ -175,8 +174,6 @@ def _wrong_arguments(
 
 def _hint(unknown: str, known: tuple[str, ...]) -> str:
     text = _HINTS.get(unknown, "")
-    if "directory" in known and unknown in {"revision", "token", "cache_dir", "local_files_only"}:
-        text = _LOCAL
     if text.startswith(_NOT_NEEDED):
         return text
     for argument in re.findall(r"(?:^| )([a-z_]+)=", text.partition("(")[0]):

@@ -146,7 +146,7 @@ def from_pretrained(
     merged = adapter_list(adapters)
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     dtype = _parsed(dtype)
-    with find_model(directory, revision, limits) as files, ExitStack() as stack:
+    with find_model(directory, revision, limits) as files:
         path = files.folder
         model_class, config = class_and_config(library, files, model_class, config, limits=limits)
         _choose(config, attn_implementation, experts_implementation)
@@ -155,27 +155,28 @@ def from_pretrained(
             config.distributed_config = ranks.config
             device = ranks.device if device is None else device
         quantizer = find_quantizer(library, config, quantization_config, path, divided=ranks is not None)
-        checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
-        chosen = settle_dtype(config, dtype, checkpoint.entries, path)
-        model = _build(library, model_class, config, chosen, quantizer)
-        checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
-        _refuse_unsupported(checkpoint, path)
-        names = MatchedWeights.of(library, model, checkpoint.entries, path)
-        quantizer.matched(model, names)
-        if ignore_mismatched:
-            missing_if_mismatched(model, names)
-        apply_dtype_plan(model, chosen, names.entries)
-        if ranks is not None:
-            model = ranks.divide(model)
-        notes = tie(model, names, checkpoint)
-        check(model, names, strict=strict, allow_empty=allow_empty)
-        make_real(model, names.missing)
-        quantize = quantizer.function(model)
-        request = EntriesRequest(
-            model=model, entries=names.entries, device=device, quantize=quantize, adapters=merged, options=options
-        )
-        loaded = load(request, nullcontext(checkpoint), progress=progress)
-        _finish(model, names, path)
+        with ExitStack() as stack:
+            checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
+            chosen = settle_dtype(config, dtype, checkpoint.entries, path)
+            model = _build(library, model_class, config, chosen, quantizer)
+            checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
+            _refuse_unsupported(checkpoint, path)
+            names = MatchedWeights.of(library, model, checkpoint.entries, path)
+            quantizer.matched(model, names)
+            if ignore_mismatched:
+                missing_if_mismatched(model, names)
+            apply_dtype_plan(model, chosen, names.entries)
+            if ranks is not None:
+                model = ranks.divide(model)
+            notes = tie(model, names, checkpoint)
+            check(model, names, strict=strict, allow_empty=allow_empty)
+            make_real(model, names.missing)
+            quantize = quantizer.function(model)
+            request = EntriesRequest(
+                model=model, entries=names.entries, device=device, quantize=quantize, adapters=merged, options=options
+            )
+            loaded = load(request, nullcontext(checkpoint), progress=progress)
+        _finish(model, names, path)  # of a model that is assembled again
     quantizer.finish(model)
     if report is not None:
         report(_reported(loaded, names, notes, time.perf_counter() - started))

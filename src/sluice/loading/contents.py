@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 
+from sluice.entries.tree import walk
 from sluice.formats.manifest import Manifest
 from sluice.records import Entry, Index, Request
 
@@ -75,9 +76,6 @@ def _storage_contents(index: Index, hashes: Mapping[int, str], *, of_index: bool
 
 def _by_storage(index: Index, manifest: Manifest) -> dict[int, str]:
     """Return the hash of each storage that one tensor of the manifest fills, in order."""
-    # Here, not above: few loads have a manifest.
-    from sluice.entries.tree import walk
-
     found = {}
     for name, entry in walk(index.tree):
         known = manifest.tensors.get(name)
