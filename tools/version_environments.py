@@ -45,7 +45,7 @@ FREE_BYTES = 8 << 30
 
 #: Packages of the group "dev" that the core profile does not use, and names that are not installed from here.
 _NOT_INSTALLED = frozenset({"ruff", "mypy", "import-linter", "types-psutil", "ipykernel", "nbclient", "playwright"})
-_NOT_INSTALLED |= {"torch", "lightning", "diffusers"}
+_NOT_INSTALLED |= {"torch", "lightning", "diffusers", "peft"}
 #: Packages that require torch, which another part has: they are installed alone, and the others bring the rest.
 ABOVE_TORCH = frozenset({"accelerate", "bitsandbytes"})
 #: CUDA packages and extras that torch loads on first use, and that it does not use at all on the CPU.
