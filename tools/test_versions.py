@@ -44,7 +44,7 @@ NOT_CORE = (
     *("tests/bench", "tests/benchmark", "tests/checking", "tests/checkpoint", "tests/cli", "tests/contracts"),
     *("tests/entries", "tests/formats/archives", "tests/gpu", "tests/machine", "tests/matching", "tests/measuring"),
     *("tests/planning", "tests/reports", "tests/rules", "tests/sources", "tests/support", "tests/testing"),
-    "tests/writing",
+    *("tests/integrations", "tests/writing"),
 )
 
 #: Seconds after which a run counts as hung.

@@ -183,6 +183,7 @@ def test_a_live_model_keeps_its_parameters_and_plans_what_it_does(base: Path, tm
         sluice.load_into(model, base, adapters=path, quantize=print)
 
 
+@pytest.mark.filterwarnings("ignore:Adapter .default:UserWarning")  # warned by peft
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(
     "kind",

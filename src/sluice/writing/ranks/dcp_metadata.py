@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Mapping, Sequence
 
@@ -55,6 +56,8 @@ def pickle_metadata(
             chunks=chunks,
         )
     own = {name: tuple(path) for name, path in paths.items()}
+    known = {field.name for field in dataclasses.fields(records.Metadata)}
+    version = {"version": _VERSION} if "version" in known else {}  # torch 2.6 writes none
     return pickle.dumps(
-        records.Metadata(described, planner_data=own, storage_data=places, version=_VERSION)  # type: ignore[arg-type]
+        records.Metadata(described, planner_data=own, storage_data=places, **version)  # type: ignore[arg-type]
     )
