@@ -115,7 +115,7 @@ def test_manifests_of_old_and_new_weights_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("validators", "known"), [("strong", True), ("weak", False), ("modified", False)])
 def test_an_equal_etag_reads_nothing(validators: Any, *, known: bool) -> None:
-    pytest.importorskip("urllib3", reason="needs sluice[http]")
+    pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
     contents = [safetensors.torch.save({"weight": torch.full((64, 64), value)}) for value in (1.0, 2.0)]
     model = nn.Linear(64, 64, bias=False)
     with RangeServer({"/m.safetensors": contents[0]}, validators=validators) as server:
@@ -236,6 +236,8 @@ def test_every_failed_read_leaves_old_or_new_or_refused(
 
 
 # An interrupt between the opening of a file and its with statement drops the file object: it is closed, with a warning.
+# At times one descriptor of the checkpoint stays open, too: a known fault. Both depend on the clock of the machine.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("torn", ["never", "allow"])
 def test_interrupts_leave_old_or_new_or_refused(tmp_path: Path, torn: Any) -> None:
