@@ -113,6 +113,11 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
     #: Held while live tensors change.
     lock: Lock
 
+    @property
+    def in_place(self) -> bool:
+        """Whether live tensors are read into directly, so that a failure may leave a part of them changed."""
+        return bool(self.requests) and self.requests[0].existing
+
     def state_maker(self) -> Callable[[], RefreshState]:
         """See ``LoadJob.state_maker``."""
         new = self.new
@@ -124,7 +129,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
 
     def fetch(self, progress: Progress) -> Any:
         """See ``LoadJob.fetch``; with ``torn="allow"``, live tensors change here."""
-        if self.requests and self.requests[0].existing:
+        if self.in_place:
             with self.lock("") if _is_function(self.lock) else _whole(self.lock):
                 return super().fetch(progress)
         extra = {name: read_tree(self.checkpoint, value) for name, value in self.extra_state.items()}
@@ -136,7 +141,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
         Raises:
             PartialLoadError: A lock, or the code of the model, failed after tensors began to change.
         """
-        if self.requests and self.requests[0].existing:
+        if self.in_place:
             return super().install(fetched)
         tensors: list[torch.Tensor]
         result: RunResult
@@ -184,7 +189,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
 
     def changed_by(self, fetched: Any) -> Any:
         """See ``LoadJob.changed_by``; nothing has changed if the tensors have memory of their own."""
-        return super().changed_by(fetched) if self.requests and self.requests[0].existing else None
+        return super().changed_by(fetched) if self.in_place else None
 
 
 def _is_function(lock: Lock) -> TypeGuard[Callable[[str], AbstractContextManager[object]]]:
