@@ -9,6 +9,7 @@ interpreter itself, or what is imported, starts ``sys.executable`` instead.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import itertools
@@ -36,6 +37,9 @@ _MESSAGE = 1 << 20
 
 #: False on systems that start an interpreter for each run.
 _FORKING = sys.platform.startswith("linux")
+
+#: Advice of madvise(2) to fault pages in for reading; the module mmap has no name for it.
+_MADV_POPULATE_READ = 22
 
 _server: socket.socket | None = None
 _numbers = itertools.count()
@@ -247,6 +251,7 @@ def _be(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     sys.argv[:] = request["argv"]
     sys.path[:] = request["path"]
     tempfile.tempdir = None  # from the environment, as in any fresh process
+    _map_loaded_code()
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     status = 0
@@ -263,6 +268,21 @@ def _be(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _map_loaded_code() -> None:
+    """Map all pages of the libraries that are loaded, so that their first use is not measured as growth.
+
+    A fork does not inherit these pages. How many a fault maps depends on how the library came into the page cache:
+    Linux 6.18 maps whole folios, 5 to 30 MiB in a small program after a fresh installation.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        span, permissions, _offset, _device, inode = line.split()[:5]
+        if permissions in {"r-xp", "r--p"} and inode != "0":
+            start, end = (int(address, 16) for address in span.split("-"))
+            size = ctypes.c_size_t(end - start)
+            madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_READ)  # Linux 5.14; without it, the noise stays
 
 
 def _import_everything() -> None:
