@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sluice
 from sluice import rules
@@ -267,26 +268,59 @@ def test_interrupts_leave_old_or_new_or_refused(tmp_path: Path, torn: Any) -> No
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_lock_that_fails_names_what_changed(tmp_path: Path, error: type[BaseException]) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_lock_that_fails_leaves_the_old_weights_or_names_the_new(
+    tmp_path: Path, error: type[BaseException], *, again: bool
+) -> None:
     (old, new), files = pair(tmp_path)
-    model = Tied()
+    model, asked = Tied(), list[str]()
     state = sluice.load_into(model, files[0]).state
 
     @contextlib.contextmanager
     def lock(path: str) -> Iterator[None]:
-        if path == "layers.0":
+        asked.append(path)
+        if path == "layers.0" or (again and "layers.0" in asked):
             raise error("planted")
         yield
 
-    with pytest.raises((sluice.PartialLoadError, KeyboardInterrupt)) as caught:
+    with pytest.raises((sluice.PartialLoadError, OSError, KeyboardInterrupt)) as caught:
         sluice.refresh(model, files[1], since=state, lock=lock)
+    assert holds(model, [old, new]) == [not again, False]
+    assert isinstance(caught.value, sluice.PartialLoadError if again and error is OSError else error)
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-    assert "1 done, 0 torn, 2 untouched" in text
-    assert holds(model, [old, new]) == [False, False]
+    assert ("1 done, 0 torn, 2 untouched" in text) == again
     with pytest.raises(OSError, match="busy"):
-        sluice.refresh(model, files[0], since=state, lock=busy())  # before anything changes
-    assert sluice.refresh(model, files[0], since=state).changed
+        sluice.refresh(model, files[1], since=state, lock=busy())  # before anything changes
+    assert sluice.refresh(model, files[0], since=state).changed or not again
     assert holds(model, [old]) == [True]
+
+
+def test_an_interrupt_between_any_two_copies_leaves_the_old_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    (old, new) = versions = [nn.Linear(3000, 3000), nn.Linear(3000, 3000)]  # several pieces
+    files = [written(each, tmp_path / f"{i}.pth") for i, each in enumerate(versions)]
+    model, interrupted = nn.Linear(3000, 3000), 0
+    state = sluice.load_into(model, files[0]).state
+
+    class Interrupt(TorchDispatchMode):
+        left = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in {torch.ops.aten.copy_.default, torch.ops.aten.clone.default}:
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt
+            return function(*args, **(kwargs or {}))
+
+    for interrupted in range(1, 100):
+        with Interrupt() as mode, contextlib.suppress(KeyboardInterrupt):
+            mode.left = interrupted
+            sluice.refresh(model, files[1], since=state)
+        if mode.left > 0:
+            break
+        assert same(model, old)
+    assert interrupted > 20
+    assert same(model, new)
 
 
 @contextlib.contextmanager
@@ -360,7 +394,7 @@ def test_a_lock_for_each_module_covers_its_own_tensors(tmp_path: Path) -> None:
     assert dict(held)["embedding"] == dict(held)["head"] == {"embedding.weight"}  # tied: both are held
 
 
-def divided(old: Path, new: Path, fail: bool) -> tuple[bool, str]:
+def divided(old: Path, new: Path, fail: str) -> tuple[bool, str]:
     """Refresh a divided model on each rank; return whether it has the new weights, and the error."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -369,15 +403,15 @@ def divided(old: Path, new: Path, fail: bool) -> tuple[bool, str]:
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     state = sluice.load_into(model, old).state
     error = ""
-    progress: Any = False
-    if fail and torch.distributed.get_rank() == 1:
 
-        def progress(event: Any) -> None:
-            raise OSError("planted")
+    def planted(_: Any) -> Any:
+        raise OSError("planted")
+
+    failing = {fail: planted} if torch.distributed.get_rank() == 1 else {}
 
     known = state if torch.distributed.get_rank() == 0 else None  # what changed may differ between ranks
     try:
-        sluice.refresh(model, new, since=known, progress=progress)
+        sluice.refresh(model, new, since=known, progress=failing.get("read", False), lock=failing.get("lock"))
     except sluice.RankError as caught:
         error = str(caught)
     weight = model.get_parameter("layers.1.weight").full_tensor()  # type: ignore[attr-defined]
@@ -385,11 +419,11 @@ def divided(old: Path, new: Path, fail: bool) -> tuple[bool, str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("fail", [False, True])
-def test_ranks_change_together_or_not_at_all(tmp_path: Path, two_ranks: Ranks, *, fail: bool) -> None:
+@pytest.mark.parametrize("fail", ["", "read", "lock"])
+def test_ranks_change_together_or_not_at_all(tmp_path: Path, two_ranks: Ranks, fail: str) -> None:
     model = Tied()
     old = written(model, tmp_path / "a.pth")
     new = written(changed_copy(model, "layers.1.weight"), tmp_path / "b.pth")
     outcomes = two_ranks.run(divided, old, new, fail)
     assert [done for done, _ in outcomes] == [not fail, not fail]
-    assert all(("planted" in error) == fail for _, error in outcomes)
+    assert all(("planted" in error and "nothing was changed" in error) == bool(fail) for _, error in outcomes)

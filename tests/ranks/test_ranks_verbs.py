@@ -34,6 +34,7 @@ def _stream(model: Any, folder: str) -> None:
 #: Functions in which all ranks take part.
 VERBS: dict[str, Callable[[Any, str], object]] = {
     "load_into": lambda model, folder: sluice.load_into(model, f"{folder}/model.pth"),
+    "refresh": lambda model, folder: sluice.refresh(model, f"{folder}/model.pth"),
     "save": lambda model, folder: sluice.save(model, f"{folder}/other.pth", overwrite=True),
     "load_optimizer": lambda model, folder: sluice.load_optimizer(
         _optimizer(model), f"{folder}/optimizer.pth", model=model

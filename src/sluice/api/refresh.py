@@ -57,9 +57,9 @@ def refresh(
         source: The new weights, as in ``load_into``.
         since: The state that an earlier refresh returned, or ``report.state`` of a load; or the manifest of the weights
             that the model has, to be compared with ``manifest``; None if they are unknown.
-        torn: ``"never"`` and ``"undo"`` read into memory of their own, as large as what changed, and copy when all of
-            it is there; a ``BudgetError`` if that does not fit. ``"allow"`` reads straight into the weights: a failure
-            may leave them in part, as in ``load_into``.
+        torn: ``"never"`` and ``"undo"`` read into memory of their own, as large as what changed, and exchange values
+            when all of it is there, so that any failure puts the old ones back; a ``BudgetError`` if that does not
+            fit. ``"allow"`` reads straight into the weights: a failure may leave them in part, as in ``load_into``.
         lock: A context manager that is held while weights change; or a function that returns one for the path of a
             module, whose own tensors change while it is held (tied tensors, while those of all their modules are).
             Modules for which it returns the same object, such as those of a block, change together. With
@@ -81,8 +81,8 @@ def refresh(
     Raises:
         MismatchError: Checkpoint and model disagree, or a tensor cannot be filled in place; nothing was touched.
         BudgetError: What changed does not fit into memory together with the model; nothing was read.
-        PartialLoadError: Weights began to change, and ``torn="allow"`` met a failure, or a lock or a hook raised. Until
-            it is loaded or refreshed again, the model refuses calls; then all is read.
+        PartialLoadError: Weights began to change, and ``torn="allow"`` met a failure, or a hook of the model raised, or
+            the lock raised twice. Until it is loaded or refreshed again, the model refuses calls; then all is read.
         StreamError: The model is streamed.
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         ReadError: The operating system failed a read.

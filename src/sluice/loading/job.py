@@ -151,6 +151,14 @@ class LoadJob(Struct, frozen=True, kw_only=True):
         """Put every tensor in its place; what can fail has been done before."""
         raise NotImplementedError
 
+    @property
+    def reversible(self) -> bool:
+        """Whether ``undo`` puts back what ``install`` changes, and a failed ``install`` has done so."""
+        return False
+
+    def undo(self) -> None:
+        """Put back what ``install`` has changed, because a different rank failed in it."""
+
     def changed_by(self, fetched: Any) -> PartialLoadError | None:
         """Return an error that names the live tensors that ``fetch`` changed, if ``install`` will not be called."""
         del fetched

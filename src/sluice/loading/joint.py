@@ -82,7 +82,8 @@ def load_together(
             msgspec.json.encode(own),
             _collect_figures,
             last=True,
-            state="torn" if loaded is None else "changed",
+            state=None if job.reversible else "torn" if loaded is None else "changed",
+            undo=job.undo,
         )
         assert loaded is not None
         loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=requests.measured())

@@ -1,22 +1,27 @@
 """Refresh live weights in place: only what changed is read, and it is installed as a whole or not at all.
 
 A refresh is a load into a module whose requests are those of changed tensors. They are read into memory of their own
-first, so that nothing that can fail happens while the live tensors change: then each is copied into place, under the
-lock of the caller. ``torn="allow"`` reads straight into the live tensors, without that memory.
+first; then the values are exchanged with those of the live tensors, under the lock of the caller. So what was read
+holds the old values, which a failure or a different rank's puts back. ``torn="allow"`` reads straight into the live
+tensors, without that memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, TypeAlias, TypeGuard, cast
 
 import torch
+from msgspec import field
 from msgspec.structs import asdict, replace
 
-from sluice._errors import MismatchError, StreamError, UnsupportedError
+from sluice._errors import MismatchError, PartialLoadError, StreamError, UnsupportedError
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.exchange import Exchange
 from sluice.engine.running_plan import RunResult
 from sluice.formats.manifest import Manifest
 from sluice.loading.contents import request_contents, version_of
@@ -37,10 +42,6 @@ Torn: TypeAlias = Literal["never", "undo", "allow"]
 
 #: A lock, or a function that returns the lock of a module by its path.
 Lock: TypeAlias = "AbstractContextManager[object] | Callable[[str], AbstractContextManager[object]] | None"
-
-
-#: Locks, and positions of the requests that change while they are held.
-_Group: TypeAlias = "tuple[tuple[AbstractContextManager[object], ...], Sequence[int]]"
 
 
 class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
@@ -112,6 +113,8 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
     new: RefreshState
     #: Held while live tensors change.
     lock: Lock
+    #: What ``install`` has changed, with the old values.
+    exchanges: list[Exchange] = field(default_factory=list)
 
     @property
     def in_place(self) -> bool:
@@ -146,45 +149,90 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
         tensors: list[torch.Tensor]
         result: RunResult
         tensors, result, extra = fetched
-        live = replace(self, requests=tuple(replace(each, existing=True) for each in self.requests))
-        touched, finished = set[int](), set[int]()
-        with naming_partial(lambda: partial_load(live, touched, finished)), _whole(self.lock):
-            for locks, positions in self._groups():
-                with ExitStack() as held:
-                    for lock in locks:
-                        held.enter_context(lock)
-                    for position in positions:
-                        touched.add(position)
-                        self._copy(self.match.slots[position], tensors[position])
-                        finished.add(position)
-            tensors.clear()
+        with naming_partial(self._partial), _whole(self.lock):
+            try:
+                for positions in self._groups():
+                    with self._held(positions):
+                        self.exchanges.append(Exchange(positions))
+                        for position in positions:
+                            self._exchange(position, tensors[position])
+            except BaseException:
+                self._put_back()
+                raise
             missing, unexpected = finish_loading(
                 self.state, self.match, extra, strict=self.strict, receivers=self.receivers
             )
         return Loaded(result=result, missing=missing, unexpected=unexpected)
 
-    def _groups(self) -> Iterable[_Group]:
-        """Return the locks of modules, and the positions of the tensors that change while they are held.
+    @property
+    def reversible(self) -> bool:
+        """See ``LoadJob.reversible``."""
+        return not self.in_place
 
-        A tied tensor needs the locks of all its modules. Modules with one lock, such as those of a block, change
-        together.
+    def undo(self) -> None:
+        """See ``LoadJob.undo``.
+
+        Raises:
+            PartialLoadError: The lock failed.
         """
+        if self.exchanges:
+            with naming_partial(self._partial), _whole(self.lock):
+                self._put_back()
+
+    def _put_back(self) -> None:
+        while self.exchanges:
+            with self._held(self.exchanges[-1].positions):
+                self.exchanges[-1].undo()
+                for position in self.exchanges[-1].positions:
+                    self._note_written(position)
+            self.exchanges.pop()
+
+    def _partial(self) -> PartialLoadError | None:
+        """Return an error that names the tensors that have new values; None if there are none."""
+        live = replace(self, requests=tuple(replace(each, existing=True) for each in self.requests))
+        touched, finished = (
+            {position for exchange in self.exchanges for position in found(exchange)}
+            for found in (attrgetter("begun"), attrgetter("complete"))
+        )
+        return partial_load(live, touched, finished)
+
+    def _groups(self) -> Iterable[Sequence[int]]:
+        """Return the positions of the tensors that change together: those whose modules have the same locks."""
         if not _is_function(self.lock):
-            return [((), range(len(self.requests)))]
-        locks: dict[str, AbstractContextManager[object]] = {}
-        groups: dict[tuple[int, ...], _Group] = {}
-        for position, slot in enumerate(self.match.slots):
-            paths = dict.fromkeys(name.rpartition(".")[0] for name in self.state.outline.slots[slot].names)
-            locks.update({path: self.lock(path) for path in paths if path not in locks})
-            own = {id(locks[path]): locks[path] for path in paths}
-            groups.setdefault(tuple(own), (tuple(own.values()), []))[1].append(position)  # type: ignore[attr-defined]
+            return [range(len(self.requests))]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        lock = lru_cache(maxsize=None)(self.lock)
+        for position in range(len(self.requests)):
+            groups.setdefault(tuple(dict.fromkeys(id(lock(path)) for path in self._paths(position))), []).append(
+                position
+            )
         return groups.values()
 
-    def _copy(self, slot: int, tensor: torch.Tensor) -> None:
-        target = local_of(self.state.tensors[slot])
+    def _paths(self, position: int) -> Iterable[str]:
+        """Return the paths of the modules of a tensor; a tied one has several."""
+        names = self.state.outline.slots[self.match.slots[position]].names
+        return dict.fromkeys(name.rpartition(".")[0] for name in names)
+
+    @contextmanager
+    def _held(self, positions: Sequence[int]) -> Iterator[None]:
+        """Hold the locks of the modules of some tensors, each once."""
+        with ExitStack() as held:
+            if _is_function(self.lock):
+                paths = dict.fromkeys(path for position in positions for path in self._paths(position))
+                locks = [self.lock(path) for path in paths]
+                for lock in {id(lock): lock for lock in locks}.values():
+                    held.enter_context(lock)
+            yield
+
+    def _exchange(self, position: int, tensor: torch.Tensor) -> None:
+        target = local_of(self.state.tensors[self.match.slots[position]])
         with torch.inference_mode(mode=target.is_inference()), torch.no_grad():
-            target.copy_(tensor)
-            for holding in self.state.holdings(slot):
+            self.exchanges[-1].swap(position, target, tensor)
+        self._note_written(position)
+
+    def _note_written(self, position: int) -> None:
+        for holding in self.state.holdings(self.match.slots[position]):
+            with torch.inference_mode(mode=holding.tensor.is_inference()), torch.no_grad():
                 note_written(holding.tensor)
 
     def changed_by(self, fetched: Any) -> Any:

@@ -110,6 +110,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         after: Callable[[Mapping[int, str]], str] | None = None,
         changed: Callable[[], PartialLoadError | None] = lambda: None,
         state: State | None = None,
+        undo: Callable[[], None] = lambda: None,
     ) -> bytes:
         """Return the decision of a step if every rank succeeded.
 
@@ -121,6 +122,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             after: Returns what holds after failures of ranks as a clause; None for the state of the model on each rank.
             changed: Returns an error that names what changed on this rank, or None.
             state: State of the model on this rank; None for what the error of this rank says.
+            undo: Called if a rank failed, before the error is raised.
 
         Raises:
             RankError: A rank failed; the same on every rank. Its cause is the error of this rank.
@@ -133,6 +135,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             if last and self.group.interrupted:
                 raise KeyboardInterrupt
             return verdict.value
+        undo()
         if self.group.interrupted and failure is None:
             failure = KeyboardInterrupt()
         if failure is not None and not isinstance(failure, Exception):

@@ -1,0 +1,53 @@
+"""Exchange the values of live tensors with new ones, so that the old values can be put back without other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+__all__ = ["Exchange"]
+
+#: Bytes that are exchanged at a time, and held once more in that time.
+_PIECE_BYTES = 4 << 20
+
+
+class Exchange:
+    """A group of live tensors that change together, by their positions."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+        #: Positions of the tensors that have begun to change, and of those that are complete.
+        self.begun: set[int] = set()
+        self.complete: set[int] = set()
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def swap(self, position: int, live: torch.Tensor, new: torch.Tensor) -> None:
+        """Exchange the values of two tensors of one shape and dtype."""
+        self.begun.add(position)
+        for target, source in zip(_pieces(live), _pieces(new), strict=True):
+            old = target.clone()
+            self._pieces.append((target, old))  # until the memory of the new values has them
+            target.copy_(source)
+            source.copy_(old)
+            self._pieces[-1] = (target, source)
+        self.complete.add(position)
+
+    def undo(self) -> None:
+        """Put the old values back, those first that were exchanged last: tensors may overlap."""
+        self.complete.clear()
+        while self._pieces:
+            target, old = self._pieces[-1]
+            with torch.inference_mode(mode=target.is_inference()), torch.no_grad():
+                target.copy_(old)
+            self._pieces.pop()
+        self.begun.clear()
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of a tensor along its first dimension."""
+    if tensor.nbytes <= _PIECE_BYTES:
+        yield tensor
+        return
+    rows = max(1, _PIECE_BYTES * tensor.shape[0] // tensor.nbytes)
+    yield from tensor.split(rows)
