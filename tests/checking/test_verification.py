@@ -318,9 +318,8 @@ def test_files_other_than_checkpoints_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(sluice.CheckpointError, match="does not exist"):
         sluice.verify(tmp_path / "nowhere")
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
-        archive.writestr("script/data.pkl", b"x")
-        archive.writestr("script/constants.pkl", b"x")
-    with pytest.raises(sluice.UnsupportedError, match="TorchScript"):
+        archive.writestr("serialized_exported_program.json", b"x")
+    with pytest.raises(sluice.UnsupportedError, match="exported program of torch before"):
         sluice.verify(tmp_path / "script.pt")
     (tmp_path / "text").write_text("hello, this is text", encoding="utf-8")
     (problem,) = sluice.verify(tmp_path / "text").problems  # it may once have been a checkpoint

@@ -158,11 +158,6 @@ def test_an_unknown_file_shows_its_first_bytes(tmp_path: Path) -> None:
 
 
 ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
-    "program": (
-        archive_bytes("x/data/weights/weight_0", "x/models/model.json", "x/archive_format", "x/byteorder"),
-        UnsupportedError,
-        "exported program .* torch.export.load",
-    ),
     "older program": (
         archive_bytes("serialized_exported_program.json", "version"),
         UnsupportedError,
@@ -210,9 +205,6 @@ def test_other_archives_are_named(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.long  # torch.export takes seconds to import
 def test_archives_of_torch_other_than_torch_save(tmp_path: Path) -> None:
-    torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "x.pt2")
-    with pytest.raises(UnsupportedError, match="exported program"):
-        sluice.open(tmp_path / "x.pt2")
     package = import_module("torch.package").PackageExporter
     with package(str(tmp_path / "x.pt")) as exporter:
         exporter.save_pickle("a", "b.pkl", {"step": 3})

@@ -143,7 +143,8 @@ class OpenCheckpoint:
     def format(self) -> str:
         """Name of the format.
 
-        ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"`` or ``"gguf"`` for a file;
+        ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"`` or ``"gguf"`` for a file; ``"torch-script"`` or
+        ``"torch-export"`` for a program;
         ``"huggingface-safetensors"`` or ``"huggingface-bin"`` for a Hugging Face directory or a shard index;
         ``"safetensors-parts"``, ``"torch-parts"`` or ``"gguf-parts"`` for parts without an index;
         ``"safetensors-chunks"`` for shards of torch's ``HuggingFaceStorageWriter``; ``"per-parameter"`` for one file

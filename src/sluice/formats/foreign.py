@@ -213,10 +213,10 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
     parts = [name.split("/") for name in names]
     last = {part[-1] for part in parts}
     below = {"/".join(part[1:]) for part in parts}
-    if not names or "data.pkl" in below:
+    if not names or {"data.pkl", "archive_format"} & below:
         return None
-    if "archive_format" in below or "serialized_exported_program.json" in names:
-        what = "an exported program (torch.export.save)"
+    if "serialized_exported_program.json" in names:
+        what = "an exported program of torch before 2.8 (torch.export.save)"
         return _unread_archive(what, file, "Load it with torch.export.load, and save its state_dict with torch.save.")
     if ".data/extern_modules" in below:
         advice = "If you trust it, import it with torch.package, and save the state dict of the model inside."

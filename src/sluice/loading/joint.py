@@ -145,7 +145,7 @@ def _samples(checkpoint: OpenCheckpoint) -> str:
     ends = _ends_of_data(checkpoint)
     digest = hashlib.blake2b(digest_size=16)
     count = max(1, _SAMPLES // len(checkpoint.sources))
-    zipped = checkpoint.index.format == "torch-zip"
+    zipped = checkpoint.index.zipped
     for file, source, end in zip(checkpoint.index.files, checkpoint.sources, ends, strict=True):
         nbytes = file.identity.nbytes
         if file.identity.version is not None:  # compared by ``judge_proposals``

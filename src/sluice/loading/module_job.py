@@ -106,7 +106,7 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
 
     def state_maker(self) -> Callable[[], RefreshState]:
         """See ``LoadJob.state_maker``."""
-        metadata = {} if self.checkpoint.format == "torch-zip" else dict(self.checkpoint.metadata)
+        metadata = {} if self.checkpoint.index.zipped else dict(self.checkpoint.metadata)
         return partial(_state, self.checkpoint.index, self.requests, metadata)
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:

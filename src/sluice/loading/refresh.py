@@ -80,7 +80,7 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
         if self.torn != "allow":
             whole = replace(whole, requests=tuple(replace(each, existing=False) for each in whole.requests))
         part = whole.part(changed, self.options)
-        version = version_of({} if checkpoint.format == "torch-zip" else checkpoint.metadata, contents)
+        version = version_of({} if checkpoint.index.zipped else checkpoint.metadata, contents)
         state = RefreshState(
             version=version,
             contents=contents,

@@ -287,7 +287,7 @@ class UnsupportedValue(Opaque):
 class Index(Struct, frozen=True, kw_only=True):
     """Every tensor of a checkpoint, without any tensor data."""
 
-    #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``, ``"gguf"``.
+    #: Name of the format, such as ``"torch-zip"`` or ``"safetensors"``; see ``OpenCheckpoint.format``.
     format: str
     #: Files that contain tensor data or metadata.
     files: tuple[FileRecord, ...]
@@ -310,3 +310,8 @@ class Index(Struct, frozen=True, kw_only=True):
     end: int | None = None
     #: End of the record of storages that are not followed by another one, by the offset of the local header.
     record_ends: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def zipped(self) -> bool:
+        """Whether it is that of a zip file of torch, whose metadata describes only the archive."""
+        return self.format in {"torch-zip", "torch-script", "torch-export"}

@@ -184,7 +184,17 @@ BAD: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "long record": (torch_archive({"w": W}, {"0": bytes(17)}), sluice.FormatError, "does not match"),
     "no record": (torch_archive({"w": W}, {}), sluice.FormatError, "no record for storage '0'"),
     "no pickle": (torch_archive({"w": W}, DATA, records={"data.pkl": None}), sluice.FormatError, "no data.pkl"),
-    "program": (torch_archive({"w": W}, DATA, records={"constants.pkl": b""}), sluice.UnsupportedError, "TorchScript"),
+    "program": (torch_archive({"w": W}, DATA, records={"constants.pkl": b""}), sluice.FormatError, "not hold a module"),
+    "program bomb": (
+        zipped(ArchiveRecord(name=b"a/constants.pkl"), ArchiveRecord(name=b"a/code/x.py", method=8, nbytes=2**31)),
+        sluice.CheckpointError,
+        "not hold a module|more than 100000000 bytes",
+    ),
+    "exported program": (
+        torch_archive({}, records={"archive_format": b"pt2", "data/weights/m_weights_config.json": b"{}"}),
+        sluice.FormatError,
+        "no object 'config'",
+    ),
     "byte order": (
         torch_archive({"w": W}, DATA, records={"byteorder": b"middle"}),
         sluice.UnsupportedError,

@@ -6,7 +6,6 @@ import io
 import warnings
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,6 @@ def test_the_valid_file_that_other_tests_change() -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "problem"),
     [
-        (torch_archive(W, DATA, records={"constants.pkl": b""}), UnsupportedError, "TorchScript"),
         (torch_archive(W, DATA, records={"data.pkl": None}), FormatError, "no data.pkl"),
         (torch_archive(W, {}), FormatError, "no record for storage '0'"),
         (torch_archive(W, {"0": bytes(15)}), FormatError, "does not match the pickle"),
@@ -169,16 +167,6 @@ def test_a_whole_module(protocol: int) -> None:
         index_of(content)
     leaf = tree_of(saved({"model": torch.nn.Linear(2, 2), "step": 1}, protocol))
     assert leaf == {"model": Opaque(qualified_name="torch.nn.modules.linear.Linear"), "step": 1}
-
-
-def test_a_torch_script_program(tmp_path: Path) -> None:
-    path = tmp_path / "program.pt"
-    with warnings.catch_warnings():
-        # The category and the wording depend on the versions of torch and Python.
-        warnings.filterwarnings("ignore", r"`torch\.jit\.(script|save)\w*` is (deprecated|not supported)")
-        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), str(path))
-    with pytest.raises(UnsupportedError, match="TorchScript"):
-        index_of(path.read_bytes())
 
 
 def test_an_archive_of_something_else() -> None:

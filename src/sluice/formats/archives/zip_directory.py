@@ -16,7 +16,8 @@ Limits: ``Limits.entries`` records and ``Limits.header_bytes`` of central direct
 Refused, because readers disagree on them or no writer needs them: a comment; bytes before the first record or after the
 end record; records that overlap or are out of order; two names that differ only in case; names that are not plain
 relative paths under one common directory; directories with data; several disks. Entries of directories, which packers
-add, are skipped. Compressed and encrypted records are unsupported, because their data cannot be read in place.
+add, are skipped. Compressed and encrypted records are unsupported, because their data cannot be read in place, except
+those of code and further files, which ``torch.jit.save`` compresses.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sluice.formats.archives.zip64 import zip64_fields
 from sluice.sources.protocol import Source
 
 __all__ = [
+    "DEFLATED",
     "KNOWN_FLAGS",
     "LOCAL_HEADER_BYTES",
     "CentralDirectory",
@@ -47,6 +49,9 @@ LOCAL_HEADER_BYTES = 30
 
 #: Flag bits that do not affect stored data: sizes follow the data (bit 3), names are UTF-8 (bit 11).
 KNOWN_FLAGS = 0x0808
+
+#: Compression of the records of code.
+DEFLATED = 8
 
 #: Escape values: the actual value is in the zip64 field.
 _IN_ZIP64_16, _IN_ZIP64_32 = 0xFFFF, 0xFFFFFFFF
@@ -81,6 +86,10 @@ _ADDED = "torch.save never writes this: remove what was added to the archive, or
 _NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+")
 
 
+#: Names of compressed records: the code of a program, and files that users add.
+_OF_CODE = re.compile(rb"[^/]+/(?:code|extra)/")
+
+
 class ZipRecord(Struct, frozen=True, kw_only=True):
     """One record of a zip archive, as described by the central directory."""
 
@@ -94,6 +103,8 @@ class ZipRecord(Struct, frozen=True, kw_only=True):
     limit: int
     #: CRC-32 of the data; 0 if the writer did not compute it.
     crc: int = 0
+    #: Size of the data of a compressed record after unpacking, in bytes; None for stored data.
+    unpacked: int | None = None
 
 
 class CentralDirectory(Struct, frozen=True, kw_only=True):
@@ -111,6 +122,8 @@ class CentralDirectory(Struct, frozen=True, kw_only=True):
     crcs: array[int]
     #: Offset of the central directory in the file, in bytes.
     start: int
+    #: Size of the data of each compressed record of code after unpacking, in bytes, by position.
+    unpacked: dict[int, int]
     #: Original spelling of the names that are not in lower case, by their key in ``positions``.
     spelled: dict[str, str]
     #: Error for the first compressed or encrypted record. Callers raise it, unless they have a more specific reason.
@@ -130,6 +143,7 @@ class CentralDirectory(Struct, frozen=True, kw_only=True):
             nbytes=self.sizes[position],
             limit=self.limit(position),
             crc=self.crcs[position],
+            unpacked=self.unpacked.get(position),
         )
 
     def records(self) -> Iterator[ZipRecord]:
@@ -265,6 +279,7 @@ class _DirectoryParser:
         self._file = file
         self._prefix = b""
         self._spelled: dict[str, str] = {}
+        self._unpacked: dict[int, int] = {}
         self._unsupported: UnsupportedError | LimitError | None = None
 
     def parse(self) -> CentralDirectory:
@@ -272,7 +287,7 @@ class _DirectoryParser:
         headers, sizes, crcs = array("Q"), array("Q"), array("I")
         at = free = 0
         for position in range(self._end.entries):
-            following, name, header, nbytes, crc = self._entry(at)
+            following, name, header, nbytes, crc = self._entry(at, position)
             if not free <= header <= free + (_MAX_SLACK_BYTES if position else 0):
                 raise self._error("records overlap or leave a gap", at, expected=free, found=header)
             is_directory = name.endswith(b"/") and not nbytes
@@ -295,11 +310,12 @@ class _DirectoryParser:
             sizes=sizes,
             crcs=crcs,
             start=self._end.offset,
+            unpacked=self._unpacked,
             spelled=self._spelled,
             unsupported=self._unsupported,
         )
 
-    def _entry(self, at: int) -> tuple[int, bytes, int, int, int]:
+    def _entry(self, at: int, position: int) -> tuple[int, bytes, int, int, int]:
         try:
             signature, flags, method, crc, packed, nbytes, *lengths, disk, attributes, header = _ENTRY.unpack_from(
                 self._raw, at
@@ -320,7 +336,9 @@ class _DirectoryParser:
             nbytes, packed, header = fields
         if attributes & _IS_DIRECTORY and (nbytes or not name.endswith(b"/")):
             raise self._error(f"record {_printable(name)} has data, but is marked as a directory", at)
-        if flags & ~KNOWN_FLAGS or method:
+        if method == DEFLATED and not flags & ~KNOWN_FLAGS and _OF_CODE.match(name):
+            self._unpacked[position] = nbytes
+        elif flags & ~KNOWN_FLAGS or method:
             self._note_unsupported(name, flags, method, nbytes, at)
         if packed != nbytes and not method:
             raise self._error(

@@ -28,6 +28,7 @@ from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitEr
 from sluice._options import Limits
 from sluice.formats.archives.zip64 import zip64_fields
 from sluice.formats.archives.zip_directory import (
+    DEFLATED,
     KNOWN_FLAGS,
     LOCAL_HEADER_BYTES,
     ZipRecord,
@@ -135,22 +136,23 @@ def _check_offset(source: Source, record: ZipRecord, offset: int, header: bytes)
 
 
 def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int, bytes]:
-    """Read a small record and check its CRC-32; return its offset in the file and its bytes.
+    """Read a small record and check its CRC-32; return its offset in the file and its bytes, unpacked.
 
     Raises:
         LimitError: The record has more than ``max_bytes`` bytes.
         FormatError: See ``locate_records``.
         IntegrityError: The CRC-32 does not match the central directory.
     """
-    if record.nbytes > max_bytes:
-        raise LimitError(
-            f"record {record.name!r} has more than {max_bytes} bytes", file=source.path, found=record.nbytes
-        )
+    largest = max(record.nbytes, record.unpacked or 0)
+    if largest > max_bytes:
+        raise LimitError(f"record {record.name!r} has more than {max_bytes} bytes", file=source.path, found=largest)
     located = _locate(source, record, source.read_at(record.header, _header_bytes(record)))
     offset = located.offset
-    if not record.crc:
+    if not record.crc and record.unpacked is None:
         _check_ends(source, [record], [located], [], [])
     data = source.read_at(offset, record.nbytes)
+    if record.unpacked is not None:
+        data = _unpack(data, record.unpacked)
     # torch writes a CRC of 0 if checksums are disabled.
     if record.crc and zlib.crc32(data) != record.crc:
         raise IntegrityError(
@@ -163,9 +165,22 @@ def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int,
     return offset, data
 
 
+def _unpack(data: bytes, nbytes: int) -> bytes:
+    """Return deflated data of a declared size; anything else if it is damaged, which its CRC-32 shows."""
+    try:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, max(1, nbytes))
+    except zlib.error:
+        return b""
+
+
 def record_checksums(source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
-    """Return the CRC-32 of every record in file order, unused records included; the error for a damaged header."""
-    records = list(read_directory(source, limits).records())
+    """Return the CRC-32 of every record in file order, unused records included; the error for a damaged header.
+
+    Compressed records are checked at once.
+    """
+    every = list(read_directory(source, limits).records())
+    records = [record for record in every if record.unpacked is None]
+    damaged = [_error_of(source, record, limits) for record in every if record.unpacked is not None]
     try:
         offsets: list[int | CheckpointError] = list(locate_records(source, records))
     except CheckpointError:  # locate the records one by one, to find the damaged ones
@@ -175,7 +190,15 @@ def record_checksums(source: Source, limits: Limits) -> list[Checksum | Checkpoi
         if isinstance(offset, int)
         else offset
         for record, offset in zip(records, offsets, strict=True)
-    ]
+    ] + [error for error in damaged if error is not None]
+
+
+def _error_of(source: Source, record: ZipRecord, limits: Limits) -> CheckpointError | None:
+    try:
+        read_record(source, record, limits.header_bytes)
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def _offset_or_error(source: Source, record: ZipRecord) -> int | CheckpointError:
@@ -266,7 +289,8 @@ def _header_bytes(record: ZipRecord) -> int:
 def _locate(source: Source, record: ZipRecord, header: bytes) -> _LocatedData:
     signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
     name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes]
-    plain = signature == b"PK\3\4" and not method and not flags & ~KNOWN_FLAGS
+    expected = DEFLATED if record.unpacked is not None else 0
+    plain = signature == b"PK\3\4" and method == expected and not flags & ~KNOWN_FLAGS
     if not plain or name_bytes != len(name) or name != record.name.encode():
         raise FormatError(
             f"the local header of record {record.name!r} does not match the central directory",
@@ -280,7 +304,8 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> _LocatedData:
         field = known if len(known) == extra_bytes else source.read_at(extra, extra_bytes)
         nbytes, packed = zip64_fields(field, (nbytes, packed)) or (-1, -1)
     follow = flags & _SIZES_FOLLOW and (nbytes, packed) == (0, 0)
-    if not follow and (nbytes, packed) != (record.nbytes, record.nbytes):
+    unpacked = record.nbytes if record.unpacked is None else record.unpacked
+    if not follow and (nbytes, packed) != (unpacked, record.nbytes):
         raise FormatError(
             f"the sizes in the local header of record {record.name!r} do not match the central directory",
             file=source.path,

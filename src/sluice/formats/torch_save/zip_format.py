@@ -18,7 +18,9 @@ of storages that are followed by a record outside the index, in the same way.
 Limits: those of the central directory (``archives.zip_directory``) and of the inert unpickler (``pickles.unpickler``);
 ``Limits.header_bytes`` for data.pkl.
 
-Refused: TorchScript archives; a storage whose record is missing or does not have the size that the pickle declares; a
+TorchScript archives and exported programs are of this format too; ``script`` and ``export`` have their state dicts.
+
+Refused: a storage whose record is missing or does not have the size that the pickle declares; a
 pickle followed by more bytes; a pickled object of an arbitrary class instead of plain data.
 """
 
@@ -39,6 +41,8 @@ from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.export import read_exported
+from sluice.formats.torch_save.script import ScriptAllowlist, declared_tensors
 from sluice.formats.torch_save.storages import StorageReference
 from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
@@ -60,6 +64,9 @@ _MAX_ALIGNMENT = 1 << 16
 
 #: Maximum size of a cached pickle, in bytes. The pickle of a tensor takes about 200.
 _MAX_CACHED_BYTES = 1024
+
+#: Names of the formats of programs.
+_SCRIPTED, _EXPORTED = "torch-script", "torch-export"
 
 #: Immutable types, which files can share.
 _IMMUTABLE = frozenset({Entry, bool, int, float, str, type(None)})
@@ -105,13 +112,18 @@ class TorchZipFormat:
         except (FormatError, UnsupportedError) as error:
             raise recognise_archive(first_names(source, limits), source.path) or error from None
         big_endian = metadata["byteorder"] == "big"
-        tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
+        kind = _kind(directory)
+        if kind == _EXPORTED:
+            tree, allowlist, notes = read_exported(source, directory, limits, big_endian=big_endian)
+            references: Sequence[StorageReference] = allowlist.storages
+        else:
+            tree, references, notes = self._unpickle(source, directory, limits, kind, big_endian=big_endian)
         positions = _positions(references, directory, source.path)
         last = _records_before_unused_ones(references, positions, directory)
         if not checks_with_data(source):
             locate_records(source, last)
         return Index(
-            format=self.name,
+            format=kind,
             files=(FileRecord(path=source.path, identity=source.identity),),
             storages=tuple(_storages(references, positions, directory, big_endian=big_endian)),
             tree=tree,
@@ -143,7 +155,7 @@ class TorchZipFormat:
         return record_checksums(source, limits)
 
     def _unpickle(
-        self, source: Source, directory: CentralDirectory, limits: Limits, *, big_endian: bool
+        self, source: Source, directory: CentralDirectory, limits: Limits, kind: str, *, big_endian: bool
     ) -> _ParsedObject:
         record = directory.record("data.pkl")
         assert record is not None  # checked by _read_metadata
@@ -151,13 +163,16 @@ class TorchZipFormat:
         cached = self._cache.get((data, big_endian)) if self._max_cached else None
         if cached is not None:
             return cached
-        allowlist = TorchAllowlist(limits, len(data), big_endian=big_endian)
+        allowlist = (ScriptAllowlist if kind == _SCRIPTED else TorchAllowlist)(limits, len(data), big_endian=big_endian)
         unpickler = Unpickler(data, allowlist, limits=limits, file=source.path, offset=offset, encoding=self._encoding)
         tree = unpickler.load()
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
         whole_objects = self._whole_objects
         tree, notes = check_object(tree, unpickler, allowlist, limits, source.path, whole_objects=whole_objects)
+        if isinstance(allowlist, ScriptAllowlist):
+            tree, more = allowlist.state_dict(tree, declared_tensors(source, directory, limits), source.path)
+            notes = (*notes, *more)
         parsed = _ParsedObject(tree, allowlist.storages, notes)
         if type(tree) in _IMMUTABLE and len(self._cache) < self._max_cached and len(data) <= _MAX_CACHED_BYTES:
             self._cache[data, big_endian] = parsed
@@ -170,14 +185,15 @@ def _record_limits(index: Index, file_bytes: int) -> dict[int, int]:
     return {**dict(zip(headers, [*headers[1:], file_bytes], strict=True)), **index.record_ends}
 
 
+def _kind(directory: CentralDirectory) -> str:
+    """Return the name of the format of an archive."""
+    if "archive_format" in directory:
+        return _EXPORTED
+    return _SCRIPTED if "constants.pkl" in directory else TorchZipFormat.name
+
+
 def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) -> dict[str, str]:
-    if "constants.pkl" in directory:
-        raise UnsupportedError(
-            "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint",
-            file=source.path,
-            advice="If you trust it, load it with torch.jit.load, and save its state_dict with torch.save.",
-        )
-    if "data.pkl" not in directory:
+    if "data.pkl" not in directory and _kind(directory) != _EXPORTED:
         problem = "this zip archive was not written by torch.save: it has no data.pkl"
         raise FormatError(problem, file=source.path, advice=CheckpointError.advice)
     if directory.unsupported is not None:
