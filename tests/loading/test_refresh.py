@@ -237,8 +237,6 @@ def test_every_failed_read_leaves_old_or_new_or_refused(
 
 
 # An interrupt between the opening of a file and its with statement drops the file object: it is closed, with a warning.
-# At times one descriptor of the checkpoint stays open, too: a known fault. Both depend on the clock of the machine.
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("torn", ["never", "allow"])
 def test_interrupts_leave_old_or_new_or_refused(tmp_path: Path, torn: Any) -> None:

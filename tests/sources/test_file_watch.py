@@ -87,7 +87,7 @@ def test_a_lost_watch_closes_its_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"x")
     watch = opened(path)
-    descriptor = watch._descriptor
+    descriptor = watch._file.fileno()
     del watch
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

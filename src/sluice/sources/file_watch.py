@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import struct
-import weakref
 from typing import Self
 
+from sluice.sources.descriptors import OwnedFile
 from sluice.sources.page_counts import cached_bytes
 
 __all__ = ["FileWatch"]
@@ -30,19 +30,16 @@ class FileWatch:
     Every method answers "no" if the system does not support the question.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, file: OwnedFile) -> None:
         """Own and mark an open file."""
-        self._descriptor = descriptor
-        # An interrupt may keep the owner from closing it.
-        self._finalizer = weakref.finalize(self, _unmark, descriptor)
-        self._finalizer.atexit = False
-        _command(descriptor, "F_OFD_SETLK", "F_RDLCK")
+        self._file = file
+        _command(file, "F_OFD_SETLK", "F_RDLCK")
 
     @classmethod
     def open(cls, path: str) -> Self | None:
         """Mark a file; None if it cannot be opened."""
         try:
-            return cls(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)))
+            return cls(OwnedFile.open(path))
         except OSError:
             return None
 
@@ -50,7 +47,7 @@ class FileWatch:
         """Return whether another process, or another load of this one, has marked the file."""
         import fcntl
 
-        found = _command(self._descriptor, "F_OFD_GETLK", "F_WRLCK")
+        found = _command(self._file, "F_OFD_GETLK", "F_WRLCK")
         if found is None:
             return False
         kind, _, start, nbytes, _ = found
@@ -58,24 +55,20 @@ class FileWatch:
 
     def cached_share(self, offset: int, nbytes: int) -> float:
         """Return the cached share of a range, from 0 to 1."""
-        return min(1.0, cached_bytes(self._descriptor, offset, nbytes) / nbytes)
+        return min(1.0, cached_bytes(self._file.fileno(), offset, nbytes) / nbytes)
 
     def close(self) -> None:
         """Remove the mark, also from descriptors that children inherited."""
-        self._finalizer()
+        _command(self._file, "F_OFD_SETLK", "F_UNLCK")
+        self._file.close()
 
 
-def _unmark(descriptor: int) -> None:
-    _command(descriptor, "F_OFD_SETLK", "F_UNLCK")
-    os.close(descriptor)
-
-
-def _command(descriptor: int, command: str, kind: str) -> tuple[int, int, int, int, int] | None:
+def _command(file: OwnedFile, command: str, kind: str) -> tuple[int, int, int, int, int] | None:
     """Run a lock command, which never waits for a lock; return the resulting lock, or None if the system refuses."""
     try:
         import fcntl
 
         lock = _FLOCK.pack(getattr(fcntl, kind), os.SEEK_SET, _MARK, 1, 0)
-        return _FLOCK.unpack(fcntl.fcntl(descriptor, getattr(fcntl, command), lock))
+        return _FLOCK.unpack(fcntl.fcntl(file, getattr(fcntl, command), lock))
     except (ImportError, AttributeError, OSError):
         return None

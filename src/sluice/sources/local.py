@@ -28,7 +28,7 @@ from sluice._errors import (
 )
 from sluice._messages import read_error
 from sluice.records import AccessFacts, FileIdentity, local_access
-from sluice.sources.descriptors import DESCRIPTORS, Lease
+from sluice.sources.descriptors import DESCRIPTORS, OwnedFile
 from sluice.sources.file_watch import FileWatch
 from sluice.sources.mapping import map_privately
 from sluice.sources.protocol import DirectIOUnavailable
@@ -58,6 +58,9 @@ def _identity(status: os.stat_result) -> FileIdentity:
 
 class LocalFile:
     """A regular file; see ``Source``."""
+
+    #: Replaced first: an interrupt may end the constructor.
+    _key: object = None
 
     def __init__(self, path: str | os.PathLike[str], *, expected: FileIdentity | None = None) -> None:
         """Examine the file without reading it.
@@ -177,36 +180,29 @@ class LocalFile:
             ReadError: The file cannot be opened.
             SourceChangedError: The path now names a different file.
         """
-        lease = Lease()
         try:
-            try:
-                descriptor = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct), lease)
-            except OSError as error:
-                raise read_error("the file cannot be opened", error, file=self.path) from error
-            yield descriptor.number
+            opened = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct))
+        except OSError as error:
+            raise read_error("the file cannot be opened", error, file=self.path) from error
+        try:
+            yield opened.fileno()
         finally:
-            try:
-                DESCRIPTORS.give_back(lease)
-            except BaseException:  # an interrupt
-                DESCRIPTORS.give_back(lease)
-                raise
+            del opened  # a traceback keeps the frame
 
-    def _open(self, opened: list[int], *, direct: bool) -> None:
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-        if direct:
-            if not hasattr(os, "O_DIRECT"):
-                raise DirectIOUnavailable(self._path)
-            flags |= os.O_DIRECT
+    def _open(self, *, direct: bool) -> OwnedFile:
+        if direct and not hasattr(os, "O_DIRECT"):
+            raise DirectIOUnavailable(self._path)
         try:
-            # One step: an interrupt during the call cannot separate it from the list.
-            opened.extend(map(os.open, (self._path,), (flags,)))
+            opened = OwnedFile.open(self._path, os.O_DIRECT if direct else 0)
         except OSError as error:
             if direct and error.errno in _REFUSED_DIRECT:
                 raise DirectIOUnavailable(self._path) from error
             raise
-        found = _identity(os.fstat(opened[0]))
+        found = _identity(os.fstat(opened.fileno()))
         if found != self._identity:
+            opened.close()
             raise self._changed(found)
+        return opened
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         with self.lend() as descriptor:
@@ -251,7 +247,7 @@ class LocalFile:
         # the system closes files, and globals, unlike defaults, may be None already.
         if not ending():
             for direct in (False, True):
-                DESCRIPTORS.forsake((self._key, direct))
+                DESCRIPTORS.drop((self._key, direct))
 
     def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
         return SourceChangedError(
