@@ -28,6 +28,7 @@ from sluice._options import Limits
 from sluice.checkpoint.chunks import ChunkFile, alone, assemble_chunks, plain_metadata
 from sluice.checkpoint.layout import PARAMETER_SUFFIX, PLACES, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.rank_directories import RANK_FILES, rank_tensors
 from sluice.checkpoint.tied_names import Declaration, find_ties, linked_names, one_file
 from sluice.entries import tree as trees
 from sluice.formats.shard_index import ShardIndex
@@ -88,7 +89,7 @@ def merge(
         return _merge_chunks(layout, list(found.values()), limits)
     if any(PLACES in file.index.metadata for file in found.values()):  # of an index file, or next to missing files
         found = {name: replace(file, index=alone(file.index, limits)) for name, file in found.items()}
-    parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
+    parts = {name: _part(layout, name, file.index.tree, limits) for name, file in found.items()}
     tied, tied_notes = _find_ties(layout, found, parts.values(), problems, limits)
     parts = _with_tied(parts, tied) if tied else parts
     notes = _compare(layout, parts, problems)
@@ -123,7 +124,7 @@ def _merge_chunks(
     layout: CheckpointLayout, files: Sequence[OpenFile], limits: Limits
 ) -> tuple[Index, tuple[OpenFile, ...]]:
     """Return the index of files that hold chunks of tensors; two files may have the same name."""
-    parts = [_part(layout, file.index.files[0].path, file.index.tree) or {} for file in files]
+    parts = [_part(layout, file.index.files[0].path, file.index.tree, limits) or {} for file in files]
     unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
     joined, values = _join(files, unique, {})
     chunk_files = [
@@ -194,8 +195,10 @@ def _add_missing(problems: _Problems, layout: CheckpointLayout, missing: Sequenc
         problems[_MISSING].append(f"{name!r}, tensors: {counts[name]}" if counts else repr(name))
 
 
-def _part(layout: CheckpointLayout, name: str, tree: object) -> dict[str, object] | None:
+def _part(layout: CheckpointLayout, name: str, tree: object, limits: Limits) -> dict[str, object] | None:
     """Return the state dict that a file contributes, or None if it holds something else."""
+    if layout.kind == "ranks":
+        return rank_tensors(name, tree, limits)
     if layout.kind == "parameters":
         one = isinstance(tree, (Entry, UnsupportedValue))
         return {name.removesuffix(PARAMETER_SUFFIX): tree} if one else None
@@ -333,6 +336,10 @@ def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
 
 def _format_name(layout: CheckpointLayout, files: Sequence[OpenFile]) -> str:
     pickled = any(file.index.format != "safetensors" for file in files)
+    if layout.kind == "ranks":
+        return "torch-ranks"
+    if layout.kind == "whole" and layout.files[0] in RANK_FILES:
+        return files[0].index.format
     if layout.kind == "parts":
         if all(file.index.format == "gguf" for file in files):
             return "gguf-parts"

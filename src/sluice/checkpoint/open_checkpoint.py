@@ -148,14 +148,15 @@ class OpenCheckpoint:
         ``"huggingface-safetensors"`` or ``"huggingface-bin"`` for a Hugging Face directory or a shard index;
         ``"safetensors-parts"``, ``"torch-parts"`` or ``"gguf-parts"`` for parts without an index;
         ``"safetensors-chunks"`` for shards of torch's ``HuggingFaceStorageWriter``; ``"per-parameter"`` for one file
-        per parameter; ``"torch-distributed"`` for a directory of torch.distributed.checkpoint.
+        per parameter; ``"torch-ranks"`` for directories with a file of each rank;
+        ``"torch-distributed"`` for a directory of torch.distributed.checkpoint. In a tar archive after ``"tar-"``.
         """
         return self.outline.format
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths of the files that hold its data."""
-        return tuple(file.path for file in self.outline.files)
+        return tuple(dict.fromkeys(file.path for file in self.outline.files))
 
     @property
     def nbytes(self) -> int:

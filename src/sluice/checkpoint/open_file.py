@@ -33,6 +33,8 @@ class OpenFile(Struct, frozen=True, kw_only=True):
     first_storage: int = 0
     #: First byte of the checkpoint in the source: the offsets of ``index`` count from there.
     start: int = 0
+    #: Its bytes from there on; None for all that follow. A member of an archive is not the only checkpoint in it.
+    nbytes: int | None = None
     #: Reads the headers that opening left out, because each is a request, and returns the complete index of the
     #: checkpoint and its files; None if nothing was left out.
     settle: Callable[[], tuple[Index, tuple[OpenFile, ...]]] | None = None
@@ -63,10 +65,11 @@ class OpenFile(Struct, frozen=True, kw_only=True):
     @property
     def end(self) -> int:
         """First byte after the checkpoint in the source: that of the next object in legacy files."""
-        return self.source.identity.nbytes if self.index.end is None else self.start + self.index.end
+        last = self.source.identity.nbytes if self.nbytes is None else self.start + self.nbytes
+        return last if self.index.end is None else self.start + self.index.end
 
     def _section(self) -> Source:
-        left = self.source.identity.nbytes - self.start
+        left = self.source.identity.nbytes - self.start if self.nbytes is None else self.nbytes
         return Section(self.source, self.start, left) if self.start else self.source
 
 

@@ -11,10 +11,15 @@ from msgspec.structs import replace
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile, open_alone
+from sluice.formats.archives.tar import TarDirectory, is_tar
 from sluice.records import Index
-from sluice.sources.opening import Location, PathOrAddress, SourceLocation, find_place
+from sluice.sources.directory import Directory
+from sluice.sources.opening import Location, PathOrAddress, Place, SourceLocation, find_place
+from sluice.sources.protocol import Source
 
 __all__ = ["classify", "open_layout"]
+
+_TAR_HEADER_BYTES = 512
 
 #: End of the name of the first of several parts of a GGUF file; of one part, the file is whole.
 _FIRST_PART = re.compile(r"-00001-of-(?!0000[01])([0-9]{5})\.gguf$")
@@ -39,14 +44,32 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
     if divided is not None:
         place = find_place(_parts(place.location, place.name, int(divided[1])))
     described = place.name.endswith(".json") or place.name == METADATA_FILE
-    found = None if place.kind == "list" or described else place.open()
+    found = None if place.kind == "list" or described else _unpacked(place, limits)
     if found is None or hasattr(found, "entries"):
         # Here, and below: most checkpoints are one file.
         from sluice.checkpoint.survey import layout_of_several
 
-        return replace(layout_of_several(place, found, limits), place=asked)
+        try:
+            return replace(layout_of_several(place, found, limits), place=asked)
+        except BaseException:
+            if isinstance(found, TarDirectory):
+                found.close()
+            raise
     start = None if place.stream is None else place.stream.tell()
     return CheckpointLayout(path=place.title or found.path, place=place, kind="file", source=found, start=start)
+
+
+def _unpacked(place: Place, limits: Limits) -> Source | Directory:
+    """Return the file or directory at a place; of a tar archive, its members."""
+    found = place.open()
+    if hasattr(found, "entries") or (place.stream is not None and place.stream.tell()):
+        return found
+    try:
+        packed = is_tar(found.read_at(0, min(_TAR_HEADER_BYTES, found.identity.nbytes)))
+        return TarDirectory(found, limits) if packed else found
+    except BaseException:
+        found.close()
+        raise
 
 
 def _parts(path: Location, name: str, count: int) -> list[Location]:

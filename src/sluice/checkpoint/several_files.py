@@ -13,6 +13,7 @@ from sluice._errors import CheckpointError, LimitError
 from sluice._options import Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.layout import CheckpointLayout
+from sluice.checkpoint.members import in_archives
 from sluice.checkpoint.merging import incomplete, merge
 from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.checkpoint.survey import open_member
@@ -24,6 +25,10 @@ __all__ = ["open_files"]
 
 def open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open the files of a layout and merge them; see ``opening.open_layout``."""
+    return in_archives(*_open_files(layout, limits, encoding))
+
+
+def _open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
     if layout.kind == "distributed":
         # Here, not above: few directories are distributed checkpoints.
         from sluice.checkpoint.distributed import open_distributed

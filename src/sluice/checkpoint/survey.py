@@ -16,13 +16,14 @@ The rules are tried in this order; the first that applies decides:
    without a variant, and only one variant. Other files next to them are not part of the model; training states are
    named in a note.
 2. The only other ``*.index.json``.
-3. ``.metadata``: a torch.distributed.checkpoint directory, or the remains of one that was never completed.
-4. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist. Parts may
+3. A file or a directory for each rank, as Megatron and NeMo write them (``rank_directories``).
+4. ``.metadata``: a torch.distributed.checkpoint directory, or the remains of one that was never completed.
+5. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist. Parts may
    hold chunks of tensors (``chunks``).
-5. Parameters: every ``*.pt``, each one tensor, named after the file without ``.pt``.
+6. Parameters: every ``*.pt``, each one tensor, named after the file without ``.pt``.
 
-The directory is listed once and its entries are not examined: their kinds come with the listing. Subdirectories are
-not searched. FIFOs, sockets and devices are skipped, with a note if their names match.
+The directory is listed once and its entries are not examined: their kinds come with the listing. Other subdirectories
+are not searched. FIFOs, sockets and devices are skipped, with a note if their names match.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from itertools import filterfalse
 from typing import Any, Literal, NamedTuple, cast
 
@@ -46,10 +48,11 @@ from sluice._errors import (
 from sluice._messages import first_names, listed
 from sluice._options import Limits
 from sluice.checkpoint.layout import METADATA_FILE, PARAMETER_SUFFIX, CheckpointLayout
+from sluice.checkpoint.rank_directories import RANK_DIRECTORY, RANK_FILES, rank_layout
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
 from sluice.formats.shard_index import read_shard_index
-from sluice.sources.directory import Directory, DirectoryEntry
+from sluice.sources.directory import Directory, DirectoryEntry, Subdirectory
 from sluice.sources.opening import Place, missing_advice
 from sluice.sources.protocol import Source
 
@@ -94,7 +97,11 @@ _RANK_SHARD = re.compile(r"shard-\d{5}-.+\.safetensors")
 _DISTRIBUTED_PARTS = (".distcp", METADATA_FILE, f"{METADATA_FILE}.tmp")
 
 #: Suffixes of all names that can matter.
-_SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", *_DISTRIBUTED_PARTS)
+_SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", *_DISTRIBUTED_PARTS, *RANK_FILES)
+
+#: Directory of a distributed checkpoint in NeMo's archives.
+_DISTRIBUTED_DIRECTORY = "model_weights"
+_DISTRIBUTED_METADATA = f"{_DISTRIBUTED_DIRECTORY}/{METADATA_FILE}"
 
 #: Most names that a message lists.
 _SHOWN = 8
@@ -209,7 +216,7 @@ def survey(directory: Directory, limits: Limits) -> CheckpointLayout:
     chosen, notes = _choose_model(path, listing.names)
     notes = (*listing.notes, *notes)
     if chosen is None:
-        chosen = _only_index(path, listing.names)
+        chosen = _only_index(path, listing.names) or next(filter(listing.names.__contains__, RANK_FILES), None)
     if chosen is not None:
         if chosen.endswith(".json"):
             if not limits.symlinks_outside:
@@ -217,7 +224,12 @@ def survey(directory: Directory, limits: Limits) -> CheckpointLayout:
             with closing(directory.open(chosen)) as index_file:
                 return index_layout(index_file, directory, limits, notes=notes)
         return CheckpointLayout(path=path, directory=directory, kind="whole", files=(chosen,), notes=notes)
-    if METADATA_FILE in listing.names:
+    ranks = rank_layout(directory, listing.ranks, partial(_exists, directory), limits, notes) if listing.ranks else None
+    if ranks is not None:
+        return ranks
+    if METADATA_FILE in listing.names or (listing.has_weights and _exists(directory, _DISTRIBUTED_METADATA)):
+        if METADATA_FILE not in listing.names:
+            directory = Subdirectory(directory, _DISTRIBUTED_DIRECTORY)
         files: tuple[str, ...] = (METADATA_FILE,)
         return CheckpointLayout(path=path, directory=directory, kind="distributed", files=files, notes=notes)
     _check_distributed_parts(path, listing.names)
@@ -290,6 +302,10 @@ class _Listing(NamedTuple):
     notes: tuple[str, ...]
     #: Names of files and directories that hint at the kind of a directory without matching names.
     hints: list[str]
+    #: Names of directories of ranks.
+    ranks: list[str]
+    #: Whether there is a directory of NeMo's weights.
+    has_weights: bool
 
 
 def _list(directory: Directory) -> _Listing:
@@ -297,6 +313,8 @@ def _list(directory: Directory) -> _Listing:
     first: list[str] = []
     special: list[str] = []
     hints: list[str] = []
+    ranks: list[str] = []
+    has_weights = False
     total = 0
     for entry in directory.entries():
         total += 1
@@ -305,6 +323,9 @@ def _list(directory: Directory) -> _Listing:
             first.append(name)
         if len(hints) < _HINTS and HINTING_NAME.fullmatch(name):
             hints.append(name)
+        if RANK_DIRECTORY.fullmatch(name) and entry.kind in {"directory", "link"}:
+            ranks.append(name)
+        has_weights |= name == _DISTRIBUTED_DIRECTORY
         if not name.endswith(_SUFFIXES):
             continue
         kind = entry.kind
@@ -313,7 +334,7 @@ def _list(directory: Directory) -> _Listing:
         elif kind != "directory":
             names.add(name)
     notes = (f"{listed('Skipped, because they are not regular files', sorted(special))}.",) if special else ()
-    return _Listing(names, first, total, notes, hints)
+    return _Listing(names, first, total, notes, hints, ranks, has_weights)
 
 
 def _check_distributed_parts(directory: str, names: set[str]) -> None:

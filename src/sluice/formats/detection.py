@@ -6,9 +6,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
-from sluice._errors import CheckpointError, FormatError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, TruncatedError, UnsupportedError
 from sluice._options import TEXT_ENCODING
-from sluice.formats.archives.tar import is_tar, refuse_tar
+from sluice.formats.archives.tar import is_tar
 from sluice.formats.first_bytes import is_gguf, is_safetensors, is_torch_legacy, is_torch_zip
 from sluice.formats.foreign import recognise, recognise_npz
 from sluice.formats.protocol import Format
@@ -88,7 +88,9 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
 
 def _foreign(source: Source, head: bytes) -> CheckpointError:
     """Return the error for a file that is of none of the formats."""
-    error = refuse_tar(source) if is_tar(head) else recognise(head, source.path)
+    error = recognise(head, source.path)
+    if is_tar(head):
+        error = UnsupportedError("this is a tar archive inside another file", file=source.path)
     if error is not None:
         return error
     problem = "not a recognized checkpoint format"

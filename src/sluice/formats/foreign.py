@@ -99,7 +99,11 @@ _KINDS = (
     ),
     _unread(rb"lmgg|tjgg|fmgg|algg", "a GGML file", "Get the model in the format that it was converted from."),
     _unread(rb"\x93NUMPY", "a numpy .npy file", "Load it with numpy, and save it with safetensors.numpy.save_file."),
-    _unread(rb"\x1f\x8b", "a gzip-compressed file", "Unpack it with gunzip, or with tar -xzf if it is a .tar.gz."),
+    _unread(
+        rb"\x1f\x8b",
+        "a gzip-compressed file",
+        "Unpack it: gunzip -c FILE > FILE.tar; a tar is read in place.",
+    ),
     _unread(rb"\x28\xb5\x2f\xfd", "a zstd-compressed file", "Unpack it with zstd -d."),
     _unread(rb"BZh[1-9]1AY&SY|\xfd7zXZ\x00", "a bzip2- or xz-compressed file", "Unpack it with bunzip2 or unxz."),
     _unread(rb"\x04\x22\x4d\x18", "an lz4-compressed file", "Unpack it with lz4 -d."),

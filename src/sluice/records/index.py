@@ -314,4 +314,4 @@ class Index(Struct, frozen=True, kw_only=True):
     @property
     def zipped(self) -> bool:
         """Whether it is that of a zip file of torch, whose metadata describes only the archive."""
-        return self.format in {"torch-zip", "torch-script", "torch-export"}
+        return self.format.removeprefix("tar-") in {"torch-zip", "torch-script", "torch-export"}

@@ -37,6 +37,7 @@ from sluice._dtypes import ITEM_BYTES, parse_dtype
 from sluice.entries.patterns import NamePattern
 from sluice.entries.rules import EachRule, Rule
 from sluice.rules import _kinds as kinds
+from sluice.rules import _megatron as ranks
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,7 @@ __all__ = [
     "concatenate",
     "copy",
     "drop",
+    "megatron",
     "permute",
     "rename",
     "reshape",
@@ -236,6 +238,30 @@ def resize(pattern: NamePattern, rows: int, *, fill: float = 0.0, dim: int = 0, 
     if rows < 0:
         raise ValueError(f"a tensor cannot have {rows} rows")
     return kinds.changing("resize", pattern, kinds.resized, rows, dim, fill, optional=optional)
+
+
+def megatron(layout: ranks.Layout, *, heads: int | None = None, vocabulary: int | None = None) -> Rule:
+    """Join the tensors of Megatron's tensor and pipeline ranks, and name them as another library does.
+
+    It takes the names of a directory of ``mp_rank_*`` directories, and of ``.nemo`` archives with those: rows and
+    columns are concatenated, gates and queries regrouped, and the layers of pipeline stages counted on. Of what every
+    rank repeats, the first rank's counts. Other names are left out.
+
+    Args:
+        layout: Names of the result: ``"core"`` for those of a whole model of Megatron-core, ``"gpt"`` for GPT-2 and
+            ``"llama"`` for Llama in transformers.
+        heads: Attention heads of the whole model, which the files do not tell; not needed for ``"core"``. The number of
+            groups follows from shapes.
+        vocabulary: Rows of embeddings without Megatron's padding; None keeps it.
+
+    Example:
+        >>> joined = megatron("llama", heads=32, vocabulary=32000)
+    """
+    if layout not in ("core", "gpt", "llama"):
+        raise ValueError(f"layout is {layout!r}; write 'core', 'gpt' or 'llama'")
+    if layout != "core" and (heads is None or heads < 1):
+        raise ValueError(f"layout {layout!r} needs heads=, the number of attention heads of the model")
+    return ranks.MegatronRule(pattern=ranks.PREFIX, layout=layout, heads=heads, vocabulary=vocabulary)
 
 
 def _join(patterns: NamePattern | Sequence[NamePattern], into: str, dim: int, *, optional: bool, new_dim: bool) -> Rule:

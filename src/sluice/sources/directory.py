@@ -12,7 +12,7 @@ from sluice._messages import read_error
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 
-__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory"]
+__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory", "Subdirectory"]
 
 #: ``link``: a symbolic link to anything, which was not followed. ``special``: a FIFO, a socket or a device.
 EntryKind: TypeAlias = Literal["file", "directory", "link", "special"]
@@ -96,6 +96,22 @@ class LocalDirectory:
         real = Path(os.path.realpath(path))
         if not real.is_relative_to(os.path.realpath(self.path)):
             raise PathEscapeError("a symbolic link leads out of the checkpoint directory", file=path, found=str(real))
+
+
+class Subdirectory:
+    """A directory in a directory, whose files are opened by name; it is not listed. See ``Directory``."""
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        self.path, self._directory, self._name = f"{directory.path}/{name}", directory, name
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        return iter(())
+
+    def open(self, name: str) -> Source:
+        return self._directory.open(f"{self._name}/{name}")
+
+    def check_inside(self, name: str) -> None:
+        self._directory.check_inside(f"{self._name}/{name}")
 
 
 class _LocalEntry:

@@ -291,12 +291,13 @@ BAD: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "tar device": (tar(member("pickle", tarfile.CHRTYPE)), sluice.FormatError, "a link, a device or sparse"),
     "tar sparse": (tar(member("storages", tarfile.GNUTYPE_SPARSE)), sluice.FormatError, "a link, a device or sparse"),
     "tar size": (huge_member(), sluice.FormatError, "past the end of the file; found 4611686018427387904 bytes"),
-    "tar without pickle": (
-        tar(member("sys_info"), member("storages")),
+    "tar of one name": (
+        tar(member("m.bin"), member("./m.bin")),
         sluice.FormatError,
-        "without the member 'pickle'",
+        "have the name 'm.bin'",
     ),
-    "other tar": (tar(member("model.pt")), sluice.UnsupportedError, "a tar archive, .* Unpack it"),
+    "tar without a checkpoint": (tar(member("readme.md")), sluice.FormatError, "holds no recognized checkpoint"),
+    "tar garbage": (tar(member("a"))[:512] + b"x" * 1024, sluice.FormatError, "a damaged header"),
     # safetensors
     "header of 2^62": (safetensors_file({}, length=2**62), sluice.TruncatedError, "inside its header"),
     "hole": (safetensors_file(field(data_offsets=[4, 20]), bytes(20)), sluice.FormatError, "belong to no tensor"),

@@ -1,0 +1,182 @@
+"""Checkpoints inside tar archives are read where they lie, with every verb."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tarfile
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice
+from sluice import CheckpointError, FormatError, LimitError, MissingFileError, PathEscapeError, UnsupportedError
+from sluice.formats.archives.tar import TarDirectory, is_tar
+from sluice.testing import MemorySource
+from support.range_server import RangeServer
+
+STATE = {"a.weight": torch.arange(300_000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def packed(path: Path, files: Iterable[Path], form: int = tarfile.PAX_FORMAT, prefix: str = "./") -> Path:
+    with tarfile.open(path, "w", format=form) as archive:
+        for file in files:
+            archive.add(file, prefix + file.name)
+    return path
+
+
+def nemo(tmp_path: Path, form: int = tarfile.PAX_FORMAT, prefix: str = "./") -> Path:
+    torch.save(STATE, tmp_path / "model_weights.ckpt")
+    (tmp_path / "model_config.yaml").write_text("x: 1\n", encoding="utf-8")
+    members = (tmp_path / "model_config.yaml", tmp_path / "model_weights.ckpt")
+    return packed(tmp_path / "m.nemo", members, form, prefix)
+
+
+def equal(found: dict[str, object]) -> None:
+    assert found.keys() == STATE.keys()
+    for name, tensor in STATE.items():
+        value = found[name]
+        assert isinstance(value, torch.Tensor)
+        assert torch.equal(value, tensor)
+
+
+@pytest.mark.parametrize("prefix", ["", "./", "one/directory/", "long" * 40 + "/"], ids=["", "dot", "below", "long"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_nemo_archives(tmp_path: Path, form: int, prefix: str) -> None:
+    if form == tarfile.USTAR_FORMAT and len(prefix) > 100:
+        pytest.skip("its names are short")
+    path = nemo(tmp_path, form, prefix)
+    equal(dict(sluice.load_state_dict(path)))
+    with sluice.open(path) as checkpoint:
+        assert checkpoint.format == "tar-torch-zip"
+        assert checkpoint.files == (str(path),)
+        assert checkpoint["a.weight"][7:9].read().tolist() == [7.0, 8.0]
+
+
+def test_every_verb(tmp_path: Path) -> None:
+    path = nemo(tmp_path)
+    report = sluice.verify(path, hashes="sha256")
+    assert report.ok
+    report.write_manifest(tmp_path / "manifest.json")
+    assert sluice.verify(path, manifest=tmp_path / "manifest.json").ok
+    sluice.convert(path, tmp_path / "m.safetensors")
+    assert sluice.diff(path, tmp_path / "m.safetensors").same
+    model = torch.nn.Module()
+    model.a = torch.nn.Linear(1, 1, bias=False, device="meta")
+    model.a.weight = torch.nn.Parameter(torch.empty(300_000, device="meta"))
+    model.b = torch.nn.Parameter(torch.empty(3, dtype=torch.bfloat16, device="meta"))
+    assert sluice.plan(model, path).read_bytes
+    sluice.load_into(model, path, place="map")
+    equal({name: tensor.detach() for name, tensor in model.state_dict().items()})
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert [problem.kind for problem in sluice.verify(path).problems] == ["checksum"]
+
+
+def test_other_checkpoints_in_archives(tmp_path: Path) -> None:
+    sluice.save(STATE, tmp_path / "model", max_shard_size="1MB")
+    path = packed(tmp_path / "m.tar", sorted((tmp_path / "model").iterdir()))
+    equal(dict(sluice.load_state_dict(path)))
+    assert sluice.verify(path).ok
+    equal(dict(sluice.load_state_dict(io.BytesIO(path.read_bytes()))))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nemo_archives_of_distributed_checkpoints(tmp_path: Path) -> None:
+    import_module("torch.distributed.checkpoint").save(
+        {**STATE, "step": 3}, checkpoint_id=str(tmp_path / "model_weights"), no_dist=True
+    )
+    with tarfile.open(tmp_path / "m.nemo", "w") as archive:
+        archive.add(tmp_path / "model_weights", "./model_weights")
+    found = dict(sluice.load_state_dict(tmp_path / "m.nemo"))
+    assert found.pop("step") == 3
+    equal(found)
+    assert sluice.verify(tmp_path / "m.nemo").ok
+
+
+def test_over_http(tmp_path: Path) -> None:
+    with RangeServer({"/m.nemo": nemo(tmp_path).read_bytes()}) as server:
+        equal(dict(sluice.load_state_dict(server.url("/m.nemo"))))
+        with sluice.open(server.url("/m.nemo")) as checkpoint:
+            assert checkpoint["a.weight"][7:9].read().tolist() == [7.0, 8.0]
+
+
+def test_gzip_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "m.nemo").write_bytes(gzip.compress(b"x" * 2000))
+    with pytest.raises(UnsupportedError, match=r"gzip-compressed file.* gunzip -c FILE > FILE\.tar"):
+        sluice.open(tmp_path / "m.nemo")
+
+
+def header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def attributes(record: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    return header("x", len(record), kind) + record.ljust(512, b"\0")
+
+
+END = bytes(1024)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "problem"),
+    [
+        (header("../x") + END, PathEscapeError, "outside the target directory"),
+        (header("/etc/x") + END, PathEscapeError, "outside the target directory"),
+        (header("a\\b") + END, PathEscapeError, "outside the target directory"),
+        (attributes(b"16 path=../../x\n") + header("x") + END, PathEscapeError, "outside the target directory"),
+        (attributes(b"/x\0", tarfile.GNUTYPE_LONGNAME) + header("x") + END, PathEscapeError, "outside the target"),
+        (header("x", 2**62) + END, FormatError, "extends past the end of the file; found 4611686018427387904"),
+        (attributes(b"23 size=9999999999999\n") + header("x") + END, FormatError, "attributes .* are damaged"),
+        (attributes(b"22 size=9999999999999\n") + header("x") + END, FormatError, "extends past the end"),
+        (attributes(b"99999999 path=x\n") + header("x") + END, FormatError, "attributes .* are damaged"),
+        (attributes(b"0 path=x\n") + header("x") + END, FormatError, "attributes .* are damaged"),
+        (header("x", -5) + END, FormatError, "a damaged header"),
+        (header("a") + b"x" * 512 + END, FormatError, "a damaged header"),
+        (header("a") + header("./a") + END, FormatError, "two members of this tar archive have the name 'a'"),
+        (
+            header("x", 2**21, tarfile.GNUTYPE_LONGNAME) + bytes(2**21) + END,
+            LimitError,
+            "name .* is too long",
+        ),
+        (header("pickle") + header("storages") + END, UnsupportedError, "torch.save before 0.2"),
+        (header("pickle") + header("storages", kind=tarfile.SYMTYPE) + END, FormatError, "a link, a device or sparse"),
+    ],
+)
+def test_hostile_archives(content: bytes, kind: type[CheckpointError], problem: str) -> None:
+    assert is_tar(content)
+    with pytest.raises(kind, match=problem):
+        TarDirectory(MemorySource(content), sluice.Limits())
+
+
+def test_a_million_members_meet_the_limit() -> None:
+    with pytest.raises(LimitError, match="exceeds the limit 'files'"):
+        TarDirectory(MemorySource(header("a", kind=tarfile.DIRTYPE) * 12), sluice.Limits(files=10))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE])
+def test_members_that_are_not_files_are_not_opened(tmp_path: Path, kind: bytes) -> None:
+    (tmp_path / "m.nemo").write_bytes(header("model_weights.ckpt", kind=kind) + END)
+    with pytest.raises(FormatError):
+        sluice.open(tmp_path / "m.nemo")
+    directory = TarDirectory(MemorySource((tmp_path / "m.nemo").read_bytes()), sluice.Limits())
+    with pytest.raises(FormatError, match="a link, a device"):
+        directory.open("model_weights.ckpt")
+    with pytest.raises(MissingFileError):
+        directory.open("x")
+
+
+def test_a_link_out_of_the_archive_is_not_followed(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "secret.ckpt")
+    os.symlink(tmp_path / "secret.ckpt", tmp_path / "model_weights.ckpt")
+    path = packed(tmp_path / "m.nemo", [tmp_path / "model_weights.ckpt"])
+    with pytest.raises(FormatError, match="holds no recognized checkpoint"):
+        sluice.open(path)
