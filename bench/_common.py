@@ -12,15 +12,22 @@ import click
 import torch
 
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import SIZES
+from sluice.benchmark.gpt2 import SIZES, write_checkpoint
+from sluice.benchmark.machine import temporary_folder
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_tasks
 from sluice.benchmark.records import BenchTask, Outcome
-from sluice.benchmark.results import show_document
-from sluice.benchmark.table import TableSection, console_for_tables
-from sluice.benchmark.writing import write_checkpoint
+from sluice.benchmark.results import write_document
+from sluice.benchmark.table import TableSection, console_for_tables, print_section
 
-__all__ = ["options", "run_alone", "show", "working_folder", "write_shards"]
+__all__ = [
+    "options",
+    "refuse_wrong_weights",
+    "run_alone",
+    "show",
+    "show_document",
+    "working_folder",
+    "write_shards",
+]
 
 _Command = Callable[..., Any]
 
@@ -83,7 +90,23 @@ def show(out: Path, name: str, packages: Sequence[str], sections: Sequence[Table
     ]
     command = " ".join([f"python -m bench.{name}", *given])
     document = {"command": command, "machine": _machine.describe(Path.cwd(), packages), **results}
-    show_document(console_for_tables(), out, name, document, sections)
+    show_document(out, name, document, sections)
+
+
+def show_document(out: Path, name: str, document: Mapping[str, Any], sections: Sequence[TableSection]) -> None:
+    """Write a document as ``write_document``, and print the tables and the paths."""
+    console = console_for_tables()
+    write_document(out, name, document, sections)
+    for section in sections:
+        print_section(console, section)
+    console.print(f"written: {out}/{name}.md, {out}/{name}.json", highlight=False, soft_wrap=True)
+
+
+def refuse_wrong_weights(document: Mapping[str, Any]) -> None:
+    """Fail if a method of a comparison loaded wrong weights."""
+    rows = (row for scenario in document["scenarios"] for row in scenario["rows"])
+    if wrong := [row["method"] for row in rows if row["right"] is False]:
+        raise click.ClickException(f"wrong weights: {', '.join(wrong)}")
 
 
 def write_shards(state: Mapping[str, torch.Tensor], folder: Path, count: int) -> None:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from bench._common import write_shards
-from sluice.benchmark.gpt2 import random_weight
-from sluice.benchmark.writing import write_checkpoint
+from sluice.benchmark.gpt2 import random_weight, write_checkpoint
 
 __all__ = ["LLAMA_1B", "LLAMA_TINY", "LlamaShape", "llama", "write_directory"]
 

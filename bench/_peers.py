@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 
-import torch
 from torch import nn
 
-from sluice.benchmark.methods import METHODS
+from sluice.benchmark.methods import METHODS, on_meta
 from sluice.benchmark.records import HUGGING_FACE, SAFETENSORS, MethodJob, method
-from sluice.benchmark.subjects import build
 
 __all__ = ["instanttensor_load", "transformers_load"]
-
-
-def _on_meta(job: MethodJob) -> nn.Module:
-    with torch.device("meta"):
-        return build(job)
 
 
 @method("transformers", reads=(HUGGING_FACE,), imports=("transformers:AutoModelForCausalLM", "bench._peers"))
@@ -28,7 +21,7 @@ def transformers_load(job: MethodJob) -> nn.Module:
     return loaded.to(job.device)
 
 
-@method("instanttensor", build=_on_meta, reads=(SAFETENSORS,), imports=("instanttensor:safe_open", "bench._peers"))
+@method("instanttensor", build=on_meta, reads=(SAFETENSORS,), imports=("instanttensor:safe_open", "bench._peers"))
 def instanttensor_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Cast each tensor as it arrives and assign it; since version 0.2 tensors belong to the caller."""
     open_file = import_module("instanttensor").safe_open

@@ -164,13 +164,6 @@ def _runai(model: nn.Module, checkpoint: Checkpoint) -> None:
         _assign(model, {name: tensor.to(dtype) for name, tensor in streamer.get_tensors()})
 
 
-def _tensorizer(model: nn.Module, checkpoint: Checkpoint) -> None:
-    deserializer = import_module("tensorizer").TensorDeserializer
-    dtype = next(model.parameters()).dtype
-    with deserializer(f"{checkpoint.endpoint}/{BUCKET}/model.tensors", device="cpu", dtype=dtype) as loaded:
-        _assign(model, dict(loaded.items()))
-
-
 def _s3torch(model: nn.Module, checkpoint: Checkpoint) -> None:
     library = import_module("s3torchconnector")
     config = library.S3ClientConfig(force_path_style=True)
@@ -195,7 +188,6 @@ METHODS: Mapping[str, Method] = {
     "Run:ai streamer": Method(
         load=_runai, reads=(SAFETENSORS, SHARDS), imports=("runai_model_streamer", "runai_model_streamer_s3", "boto3")
     ),
-    "tensorizer (own format)": Method(load=_tensorizer, reads=(SAFETENSORS,), imports=("tensorizer",)),
     "s3torchconnector": Method(load=_s3torch, reads=_ALL, imports=("s3torchconnector", "safetensors.torch")),
 }
 

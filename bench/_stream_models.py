@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from bench._llama import LLAMA_1B, write_directory
-from sluice.benchmark.gpt2 import SIZES, GPTModel, config, gpt2, random_weight
-from sluice.benchmark.writing import write_checkpoint
+from sluice.benchmark.gpt2 import SIZES, GPTModel, config, gpt2, random_weight, write_checkpoint
 
 __all__ = ["EXPERTS", "LLAMA", "MODELS", "empty_state", "file_dtype", "model_of", "write_model"]
 

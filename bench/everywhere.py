@@ -26,7 +26,7 @@ from bench._reads import METHODS, Job, measure
 from bench.places import PLACES, Place, Spot, Unavailable, own_mounts
 from sluice._units import parse_bytes
 from sluice.benchmark.cache import make_cold
-from sluice.benchmark.folder import temporary_folder
+from sluice.benchmark.machine import temporary_folder
 from sluice.benchmark.table import TableSection
 from sluice.measuring import memory_limit_refusal
 

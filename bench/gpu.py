@@ -1,10 +1,11 @@
-"""``python3 -m bench.gpu``: the tutorial's methods, sluice and its peers on a CUDA device, with raw limits and goals.
+"""``python3 -m bench.gpu``: the tutorial's methods, sluice and its peers on a CUDA device, with raw limits.
 
 The command is bounded in time: the most important runs come first, and runs that do not fit get a row with the reason.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import time
@@ -17,21 +18,18 @@ from rich.console import Console
 
 from bench import _peers as _registers_methods
 from bench import _puzzle as puzzles
-from bench._common import run_alone
-from bench._gpu_goals import Figures, goals_section, judge, limits_section, puzzle_section
+from bench._common import refuse_wrong_weights, run_alone, show_document
 from bench._puzzle import Puzzle
 from sluice._units import format_bytes
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.cache import make_cold
-from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
+from sluice.benchmark.machine import temporary_folder
+from sluice.benchmark.methods import STRATEGIES
 from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Work
-from sluice.benchmark.report import write_report
-from sluice.benchmark.results import write_results
+from sluice.benchmark.results import as_document, write_report
 from sluice.benchmark.runner import run_with_progress
-from sluice.benchmark.strategies import STRATEGIES
-from sluice.benchmark.summary import raw_seconds, summarise
-from sluice.benchmark.table import TableSection, console_for_tables, print_section, print_tables
+from sluice.benchmark.table import TableSection, console_for_tables, section_of
 
 __all__ = ["main", "pinned_copy", "scenarios_for"]
 
@@ -150,36 +148,55 @@ def _solve_puzzle(
     return size, run_alone("bench._puzzle:solve", arguments, timeout_seconds=left), ""
 
 
-def _figures(scenario: Scenario, runs: Sequence[MethodRun]) -> Figures:
-    grown: dict[str, int] = {}
-    for run in runs:
-        trace = run.outcome.trace
-        if run.scenario == scenario.title and run.outcome.status == "ok" and trace is not None and trace.device:
-            grown[run.method] = max(grown.get(run.method, 0), *trace.device)
-    rows = summarise(scenario, runs)
-    return Figures(title=scenario.title, final_bytes=scenario.final_bytes, rows=rows, device_growth_bytes=grown)
+def _limits_section(file_bytes: int, pinned: Outcome, runs: Sequence[MethodRun]) -> TableSection:
+    """Return the raw limits of the machine for the bytes of the file."""
+    outcomes = {"copy from page-locked memory": pinned}
+    outcomes |= {f"{run.method}, {run.state}": run.outcome for run in runs if run.method.startswith("raw-")}
+    rows = []
+    for name, outcome in outcomes.items():
+        # The copy is repeated in one process, which returns the fastest.
+        seconds = outcome.facts.get("seconds", outcome.seconds)
+        good = outcome.status == "ok" and seconds
+        speed = f"{file_bytes / seconds / 1e9:.2f}" if good else "-"
+        rows.append((name, f"{seconds:.3f}" if good else outcome.reason, speed))
+    title = f"Raw limits: the {format_bytes(file_bytes)} of the fp32 file"
+    return TableSection(title=title, headings=("what", "seconds", "GB/s"), rows=tuple(rows))
+
+
+def _puzzle_section(puzzle: Puzzle | None, solved: Outcome | None, reason: str) -> TableSection:
+    """Return the result of the puzzle; ``reason`` is why it was not tried."""
+    rows = []
+    if puzzle is not None:
+        rows += [
+            ("scale", f"{puzzle.share:.2f} of the full puzzle"),
+            ("file, fp32", format_bytes(puzzle.file_bytes)),
+            ("model, bf16 (F)", format_bytes(puzzle.final_bytes)),
+            ("cap of the device", format_bytes(puzzle.device_limit_bytes)),
+        ]
+    if solved is None or solved.status != "ok":
+        rows.append(("result", reason if solved is None else solved.reason))
+    else:
+        facts = solved.facts
+        rows += [
+            ("reserved on the device", format_bytes(facts["device_reserved_bytes"])),
+            ("allocated on the device", format_bytes(facts["device_allocated_bytes"])),
+            ("growth of the host", format_bytes(solved.total_bytes)),
+            ("seconds, cold", f"{solved.seconds:.1f}"),
+            ("GB/s", f"{facts['read_bytes'] / solved.seconds / 1e9:.2f}"),
+            ("wrong matrices", str(facts["wrong_matrices"])),
+            ("computes", "yes" if facts["computes"] else "NO"),
+        ]
+    return TableSection(title="The puzzle of pytorch issue 75242", headings=("what", "figure"), rows=tuple(rows))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--size", type=click.Choice(SIZES), default="xl", show_default=True, help="Size of GPT-2.")
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "sim"]),
-    default="cuda",
-    show_default=True,
-    help="sim: the simulated device of the tests; memory only, without a time limit and files.",
-)
 @click.option("--minutes", type=click.FloatRange(min=1), default=7.5, show_default=True, help="When to end.")
 @click.option("--directory", type=click.Path(path_type=Path), help="For the checkpoints; else the temp folder.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("gpu-out"), show_default=True, help="Results.")
-def main(size: str, device: str, minutes: float, directory: Path | None, out: Path) -> None:
-    """Compare loaders on a CUDA device: memory of device and host, seconds cold and cached, and goals."""
+def main(size: str, minutes: float, directory: Path | None, out: Path) -> None:
+    """Compare loaders on a CUDA device: memory of device and host, seconds cold and cached."""
     console = console_for_tables()
-    if device == "sim":
-        from bench import simulated
-
-        simulated.run(console, [size], directory)
-        return
     if not torch.cuda.is_available():
         click.echo(f"bench.gpu needs a CUDA device, and torch {torch.__version__} finds none here.", err=True)
         raise SystemExit(2)
@@ -198,42 +215,13 @@ def main(size: str, device: str, minutes: float, directory: Path | None, out: Pa
         left = end - time.monotonic()
         puzzle, solved, reason = _solve_puzzle(console, folder, seconds=left, bytes_per_second=speed)
     of_pth = [run for run in runs if run.scenario == scenarios[0].title]
-    goals = judge(
-        [_figures(scenario, runs) for scenario in scenarios],
-        pinned_copy_seconds=pinned.facts.get("seconds"),
-        raw_read_seconds=raw_seconds(of_pth, "cold"),
-        puzzle=puzzle,
-        solved=solved,
-    )
-    sections = [
-        limits_section(nbytes, pinned, of_pth),
-        puzzle_section(puzzle, solved, reason),
-        goals_section(goals),
-    ]
     command = f"python3 -m bench.gpu --size {size} --minutes {minutes:g}"
-    _present(console, out, scenarios, runs, sections, machine=machine, command=command)
-    wrong = [row.method for scenario in scenarios for row in summarise(scenario, runs) if row.right is False]
-    if wrong:
-        raise click.ClickException(f"wrong weights or logits: {', '.join(wrong)}")
-
-
-def _present(
-    console: Console,
-    out: Path,
-    scenarios: Sequence[Scenario],
-    runs: Sequence[MethodRun],
-    sections: Sequence[TableSection],
-    *,
-    machine: dict[str, str],
-    command: str,
-) -> None:
-    print_tables(console, scenarios, runs)
-    for section in sections:
-        print_section(console, section)
-    write_results(out, "gpu", machine=machine, command=command, scenarios=scenarios, runs=runs, sections=sections)
-    title = f"GPT-2 {scenarios[0].model}, on a GPU"
-    write_report(out / "gpu.html", title=title, machine=machine, command=command, scenarios=scenarios, runs=runs)
-    console.print(f"written: {out}/gpu.md, {out}/gpu.json, {out}/gpu.html", soft_wrap=True)
+    document = as_document(machine=machine, command=command, scenarios=scenarios, runs=runs)
+    more = [_limits_section(nbytes, pinned, of_pth), _puzzle_section(puzzle, solved, reason)]
+    document["sections"] = [dataclasses.asdict(section) for section in more]
+    show_document(out, "gpu", document, [*(section_of(each, runs) for each in scenarios), *more])
+    write_report(out / "gpu.html", document, scenarios, runs)
+    refuse_wrong_weights(document)
 
 
 if __name__ == "__main__":

@@ -12,31 +12,26 @@ import click
 import torch
 from rich.console import Console
 
-from bench._common import options, working_folder
+from bench._common import options, refuse_wrong_weights, show_document, working_folder
 from bench._llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
 from bench._peers import transformers_load
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.gpt2 import make_checkpoint
-from sluice.benchmark.methods import absence
-from sluice.benchmark.peers import PEERS
+from sluice.benchmark.gpt2 import FORMATS, make_checkpoint
+from sluice.benchmark.methods import PEERS, absence
 from sluice.benchmark.records import (
-    DCP,
     HUGGING_FACE,
     PTH,
     SAFETENSORS,
     SHARDS,
     SHORT_DTYPES,
-    TENSORS,
     Kind,
     Precision,
     Scenario,
 )
-from sluice.benchmark.results import write_results
+from sluice.benchmark.results import as_document
 from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.subjects import final_bytes
-from sluice.benchmark.summary import summarise
-from sluice.benchmark.table import console_for_tables, print_tables
-from sluice.benchmark.writing import FORMATS
+from sluice.benchmark.table import console_for_tables, section_of
 
 __all__ = ["CASES", "main"]
 
@@ -48,13 +43,12 @@ _PACKAGES = (
     "transformers",
     "runai-model-streamer",
     "fastsafetensors",
-    "tensorizer",
 )
 
-#: Kinds of checkpoints in the table of a kind: a format of a peer's own is compared with safetensors.
+#: Kinds of checkpoints in the table of a kind.
 _KINDS: dict[Kind, tuple[Kind, ...]] = {
     PTH: (PTH,),
-    SAFETENSORS: (SAFETENSORS, TENSORS, DCP),
+    SAFETENSORS: (SAFETENSORS,),
     SHARDS: (SHARDS, HUGGING_FACE),
 }
 
@@ -182,15 +176,12 @@ def main(
             settle_seconds=_settling_seconds(),
             end_seconds=math.inf if minutes is None else 60 * minutes,
         )
-    print_tables(console, scenarios, done)
     selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods)]
     command = " ".join(["python -m bench.load", f"--size {size}", f"--runs {runs}", *selection])
     command += f" --minutes {minutes:g}" if minutes is not None else ""
-    write_results(out, "load", machine=machine, command=command, scenarios=scenarios, runs=done)
-    console.print(f"written: {out}/load.md, {out}/load.json", highlight=False, soft_wrap=True)
-    wrong = [row.method for scenario in scenarios for row in summarise(scenario, done) if row.right is False]
-    if wrong:
-        raise click.ClickException(f"wrong weights or logits: {', '.join(wrong)}")
+    document = as_document(machine=machine, command=command, scenarios=scenarios, runs=done)
+    show_document(out, "load", document, [section_of(each, done) for each in scenarios])
+    refuse_wrong_weights(document)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -21,16 +22,16 @@ import click
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from bench._common import options, show, working_folder, write_shards
 from bench._rank_methods import DCP, FILE, METHODS, SHARDS
 from bench._stream_methods import fetched_bytes
 from sluice.benchmark.cache import make_cold, make_warm
-from sluice.benchmark.gpt2 import CausalAttention, gpt2, random_weight
+from sluice.benchmark.gpt2 import CausalAttention, gpt2, random_weight, write_checkpoint
 from sluice.benchmark.process import run_tasks
 from sluice.benchmark.records import BenchTask, Work
 from sluice.benchmark.table import TableSection
-from sluice.benchmark.writing import write_checkpoint
 
 __all__ = ["Cell", "empty_model", "main", "section", "work"]
 
@@ -110,7 +111,9 @@ def _write(folder: Path, size: str) -> dict[str, Path]:
     if not paths[SHARDS].exists():
         state = {name: random_weight(name, shape) for name, shape in shapes.items()}
         write_checkpoint(state, paths[FILE], "torch")
-        write_checkpoint(state, paths[DCP], "dcp")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that one process saves
+            save_distributed(state, checkpoint_id=paths[DCP], no_dist=True)
         write_shards(state, paths[SHARDS], _SHARD_COUNT)
         os.sync()
     return paths

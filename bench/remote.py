@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from bench._common import options, run_alone, working_folder, write_shards
+from bench._common import options, run_alone, show_document, working_folder, write_shards
 from bench._raw_http import serving, taken_counts
 from bench._remote_methods import (
     BUCKET,
@@ -46,11 +45,9 @@ from bench._remote_methods import (
 from bench.ranks import empty_model
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.cache import make_warm
-from sluice.benchmark.gpt2 import random_weight
+from sluice.benchmark.gpt2 import random_weight, write_checkpoint
 from sluice.benchmark.records import Work
-from sluice.benchmark.results import show_document
-from sluice.benchmark.table import TableSection, console_for_tables
-from sluice.benchmark.writing import write_checkpoint
+from sluice.benchmark.table import TableSection
 
 __all__ = ["Cell", "Run", "default_cells", "main", "missing", "section", "work"]
 
@@ -62,7 +59,7 @@ _KINDS = (PTH, SAFETENSORS, SHARDS)
 _DTYPES = ("float32", "bfloat16")
 _LATENCIES, _GBITS = (0.0, 5.0, 50.0), (1.0, 10.0)
 _LIBRARIES = ("torch", "sluice", "urllib3", "obstore", "fsspec", "aiohttp")
-_PACKAGES = (*_LIBRARIES, "runai-model-streamer", "tensorizer", "s3torchconnector")
+_PACKAGES = (*_LIBRARIES, "runai-model-streamer", "s3torchconnector")
 
 
 def work(method: str, checkpoint: dict[str, Any], size: str, dtype: str, folder: str) -> Work:
@@ -159,15 +156,12 @@ def missing(
 def _write(folder: Path, size: str) -> None:
     """Write the checkpoints in fp32, unless they are there, and the sums of their bits."""
     bucket = folder / BUCKET
-    own = bucket / "model.tensors"  # of tensorizer
-    if (folder / "sums.json").exists() and (own.exists() or find_spec("tensorizer") is None):
+    if (folder / "sums.json").exists():
         return
     bucket.mkdir(parents=True, exist_ok=True)
     state = {name: random_weight(name, tensor.shape) for name, tensor in empty_model(size).named_parameters()}
     write_checkpoint(state, bucket / "model.pth", "torch")
     write_checkpoint(state, bucket / "model.safetensors", "safetensors")
-    if find_spec("tensorizer") is not None:
-        write_checkpoint(state, own, "tensorizer")
     write_shards(state, bucket / SHARDS, _SHARD_COUNT)
     (folder / "sums.json").write_text(json.dumps(sums_of(state)), encoding="utf-8")
     os.sync()
@@ -181,7 +175,7 @@ def _checkpoint(bucket: Path, kind: str, port: int) -> Checkpoint:
 
 def _run(cell: Cell, method: str, folder: Path, size: str, port: int) -> Run:
     checkpoint = _checkpoint(folder / BUCKET, cell.kind, port)
-    for name, _ in checkpoint.files if "own format" not in method else (("model.tensors", 0),):
+    for name, _ in checkpoint.files:
         make_warm(folder / BUCKET / name)
     needed = sum(parameter.numel() for parameter in empty_model(size).parameters()) * 4
     finished = needed if cell.dtype == "float32" else needed // 2
@@ -297,7 +291,7 @@ def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
             done.append(run)
             click.echo(" | ".join(section([run]).rows[-1]))
             _save(out, size, described, done)
-    show_document(console_for_tables(), out, "remote", _save(out, size, described, done), [section(done)])
+    show_document(out, "remote", _save(out, size, described, done), [section(done)])
     if late:
         click.echo(f"{late} loads are left: call the command again")
     wrong = [run.method for run in done if "wrong weights" in run.problem]

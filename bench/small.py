@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sluice
-from sluice.benchmark.folder import temporary_folder
+from sluice.benchmark.machine import temporary_folder
 from sluice.benchmark.table import console_for_tables
 
 __all__ = ["Row", "main"]

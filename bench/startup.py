@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 from safetensors.torch import save_file
 
-from sluice.benchmark.folder import temporary_folder
+from sluice.benchmark.machine import temporary_folder
 from sluice.benchmark.table import console_for_tables
 
 __all__ = ["main"]

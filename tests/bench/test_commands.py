@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench import load
-from sluice.benchmark.folder import temporary_folder
+from sluice.benchmark.machine import temporary_folder
 from support.comparisons import FakeRunner
 
 

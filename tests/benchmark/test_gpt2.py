@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from sluice.benchmark.gpt2 import (
     SIZES,
+    CheckpointFormat,
     GPTConfig,
     GPTModel,
     config,
@@ -19,7 +20,6 @@ from sluice.benchmark.gpt2 import (
     make_checkpoint,
     random_weight,
 )
-from sluice.benchmark.writing import CheckpointFormat
 
 _BOOK_BLOCK = {
     *(f"att.{layer}.{kind}" for layer in ("W_query", "W_key", "W_value", "out_proj") for kind in ("weight", "bias")),

@@ -23,7 +23,8 @@ from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import DeviceFacts, FileRecord, LoadPlan, MachineFacts, Request
 from sluice.sources.local import LocalFile
-from sluice.testing import FakeAccelerator, _accelerator
+from support import fake_accelerator as _accelerator
+from support.fake_accelerator import FakeAccelerator
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
 from support.running import execute
 

@@ -14,7 +14,8 @@ import sluice
 from sluice.engine.running_plan import TargetMemory
 from sluice.engine.session import Session
 from sluice.records import DeviceFacts, LoadPlan
-from sluice.testing import FakeAccelerator, record_reads
+from sluice.testing import record_reads
+from support.fake_accelerator import FakeAccelerator
 
 MIB = 1 << 20
 

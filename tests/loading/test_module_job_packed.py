@@ -14,7 +14,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.reading import transfer
 from sluice.records import DeviceFacts, Request
-from sluice.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 from support.gguf_files import packed, plain, write
 from support.oracles import bits
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from array import array
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +133,14 @@ def test_kinds_are_distinguished(tmp_path: Path) -> None:
 
 
 def test_the_report_is_plain_data_rows_a_table_and_a_picture() -> None:
-    with sluice.measure(pss=True) as memory:
+    with sluice.measure() as memory:
         touch(32 * MIB)
         memory.mark("done")
     report = memory.report
     assert json.loads(json.dumps(report.to_json()))["marks"][0]["name"] == "done"
     rows = list(report.timeline.rows())
     assert len(rows) == len(report.timeline) >= 2  # the helper samples at its start and at its end
-    assert {"seconds", "anon_bytes", "file_bytes", "shmem_bytes", "peak_bytes", "pss_bytes"} <= rows[0].keys()
-    assert report.pss_bytes is not None
+    assert {"seconds", "anon_bytes", "file_bytes", "shmem_bytes", "peak_bytes"} <= rows[0].keys()
     assert [row[0] for row in report.lines()][:2] == ["host, total", "  anonymous"]
     assert report.table().row_count == len(list(report.lines())) + 1
     assert "host, total" in str(report)
@@ -298,9 +296,6 @@ class FakeModule:
     def max_memory_reserved(self, _: int) -> int:
         return 24 * MIB
 
-    def get_device_properties(self, _: int) -> object:
-        return type("Properties", (), {"uuid": "b"})
-
 
 class FakeAccelerators:
     @staticmethod
@@ -326,92 +321,11 @@ def test_accelerators_in_use_are_queried(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sampler, "MOST_SAMPLES", 64)
-    sampler = _sampler.Sampler(os.getpid(), pss=False, cgroup="", devices=_sampler.Devices(enabled=False))
+    sampler = _sampler.Sampler(os.getpid(), cgroup="")
     for _ in range(64):
         sampler.take()
-    assert len(sampler.columns[0]) == 32
-    sampler.columns[1][0:2] = array("q", [3, 7])
+    assert len(sampler.columns["time_ns"]) == 32
+    sampler.columns["anon"][:] = array("q", [3, 7, 8])
     sampler.thin()
     sampler.close()
-    assert sampler.columns[1][0] == 7
-
-
-@pytest.fixture
-def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a fake ``pynvml`` of two devices for the helper process; return the file of the second one's use."""
-    used = tmp_path / "used"
-    used.write_text(str(7 * MIB))
-    (tmp_path / "pynvml.py").write_text(f"""
-import pathlib
-
-class NVMLError(Exception):
-    pass
-
-class Info:
-    def __init__(self, used):
-        self.used = used
-
-def nvmlInit():
-    if not pathlib.Path({str(used)!r}).exists():
-        raise NVMLError("driver not loaded")
-
-def nvmlDeviceGetCount():
-    return 2
-
-def nvmlDeviceGetHandleByIndex(number):
-    return number
-
-def nvmlDeviceGetUUID(handle):
-    return f"GPU-{{'ab'[handle]}}"
-
-def nvmlDeviceGetMemoryInfo(handle):
-    if not handle:
-        raise NVMLError("GPU is lost")
-    found = pathlib.Path({str(used)!r}).read_text()
-    pathlib.Path({str(used)!r} + ".seen").write_text(found)
-    return Info(int(found))
-""")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    start = subprocess.Popen
-
-    def start_with_the_fake(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        return start([word for word in command if word != "-I"], env=environment, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", start_with_the_fake)
-    return used
-
-
-def holds(path: Path, text: str) -> bool:
-    return path.read_text() == text
-
-
-def test_nvml_reports_the_whole_device_under_any_name_of_torch(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = {"accelerator": FakeAccelerators, "cuda": FakeModule()}
-    monkeypatch.setitem(sys.modules, "torch", type("Torch", (), fake))
-    with sluice.measure() as memory:
-        for used in (47, 17):
-            nvml.with_suffix(".new").write_text(str(used * MIB))
-            nvml.with_suffix(".new").replace(nvml)  # never empty, not even for a moment
-            wait_until(partial(holds, nvml.with_name("used.seen"), str(used * MIB)), "the helper looks at the device")
-    report = memory.report
-    assert report.separate_process
-    [device] = report.devices
-    assert device.device == "cuda:0"
-    assert (device.whole_device_bytes, device.whole_device_final_bytes) == (40 * MIB, 10 * MIB)
-    assert "cuda:0 all processes" in [row[0] for row in report.lines()]
-    assert "device0" not in report.timeline.columns  # it did not answer
-    assert max(report.timeline.columns["device1"]) == 47 * MIB
-    assert "device1_bytes" in next(report.timeline.rows())
-    pytest.importorskip("matplotlib")
-    [line] = report.figure().axes[0].get_lines()
-    assert line.get_label() == "GPU 1, all processes"
-
-
-def test_a_machine_without_a_driver_is_measured_without_devices(nvml: Path) -> None:
-    nvml.unlink()
-    with sluice.measure() as memory:
-        pass
-    assert memory.report.separate_process
-    assert len(memory.report.timeline) >= 2  # the helper samples at its start and at its end
-    assert not [name for name in memory.report.timeline.columns if name.startswith("device")]
+    assert list(sampler.columns["anon"]) == [7, 8]

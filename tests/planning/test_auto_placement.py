@@ -19,7 +19,7 @@ from sluice.modules.collect import undivided
 from sluice.planning.auto_placement import Member, Room, auto_placement
 from sluice.planning.cuda_allocator import plan_reservation
 from sluice.records import DeviceFacts
-from sluice.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 
 MIB = 1 << 20
 

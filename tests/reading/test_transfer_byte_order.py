@@ -18,7 +18,7 @@ from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
-from sluice.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
 from support.loaded_requests import load_to_fake
 from support.oracles import bits, same

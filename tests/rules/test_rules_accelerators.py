@@ -15,7 +15,7 @@ from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import Entry, FileRecord, LoadPlan
 from sluice.sources.local import LocalFile
-from sluice.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
 from support.running import execute
 

@@ -20,7 +20,8 @@ from sluice.benchmark.cache import make_cold
 from sluice.modules.parked import ParkedParameter
 from sluice.records import DeviceFacts
 from sluice.streaming.stream import Stream
-from sluice.testing import FakeAccelerator, record_reads
+from sluice.testing import record_reads
+from support.fake_accelerator import FakeAccelerator
 from support.streamed_models import WIDTH, Experts, Layers, Repeated, block_bytes, empty, saved
 
 MIB = 1 << 20

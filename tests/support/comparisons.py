@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Trace, Verdict
+from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Trace
 
 MIB = 1 << 20
 
-TRUTH = Verdict(weights="abc", logits=(1.0,))
+TRUTH = "abc"
 
 #: Bytes of the finished model.
 FINAL_BYTES = 500 * MIB
@@ -91,7 +91,7 @@ def runs_of(each: Scenario) -> list[MethodRun]:
 class FakeRunner:
     """A fake runner: records the scenarios and returns a successful run for each method and state."""
 
-    def __init__(self, found: Verdict = TRUTH) -> None:
+    def __init__(self, found: str = TRUTH) -> None:
         self.scenarios: Sequence[Scenario] = ()
         self.files: set[str] = set()
         self.end_seconds = 0.0

@@ -11,7 +11,7 @@ from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, Index, Request
 from sluice.sources.local import LocalFile
-from sluice.testing import FakeAccelerator
+from support.fake_accelerator import FakeAccelerator
 from support.plans import MIB, facts, index_of, write_storages
 from support.running import execute
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from sluice.benchmark.gpt2 import make_checkpoint
-from sluice.benchmark.records import DCP, PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSORS, Kind
+from sluice.benchmark.records import PARAMETERS, PTH, SAFETENSORS, SHARDS, Kind
 from support.directories import SAFETENSORS_INDEX, save_sharded
 
 
@@ -27,13 +26,8 @@ def write_checkpoints(folder: Path) -> dict[Kind, Path]:
     make_checkpoint(made[PTH], "tiny", torch.float32, "torch")
     make_checkpoint(made[SAFETENSORS], "tiny", torch.float32, "safetensors")
     make_checkpoint(made[PARAMETERS], "tiny", torch.float32, "per-parameter")
-    made[DCP] = folder / "tiny.dcp"
-    make_checkpoint(made[DCP], "tiny", torch.float32, "dcp")
     items = list(load_file(made[SAFETENSORS]).items())
     save_sharded(
         made[SHARDS], SAFETENSORS_INDEX, {"1.safetensors": dict(items[::2]), "2.safetensors": dict(items[1::2])}
     )
-    if find_spec("tensorizer"):
-        made[TENSORS] = folder / "tiny.tensors"
-        make_checkpoint(made[TENSORS], "tiny", torch.float32, "tensorizer")
     return made

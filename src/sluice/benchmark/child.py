@@ -60,9 +60,9 @@ def _serve(task: dict[str, Any], say: Callable[..., None], answers: IO[str], imp
     next(steps)
     say("built", build_seconds=time.perf_counter() - begin, import_seconds=import_seconds)
     answers.readline()
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     next(steps)
-    say("ok", seconds=time.perf_counter() - begin)
+    say("ok", seconds=time.perf_counter() - begin, cpu_seconds=time.process_time() - cpu_begin)
     answers.readline()
     facts: dict[str, Any] = {}
     try:

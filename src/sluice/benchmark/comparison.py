@@ -1,9 +1,10 @@
-"""Plan a comparison: its subject, the checkpoint that each method reads, and its tables."""
+"""Plan a comparison: its model, its size on this machine, the checkpoint that each method reads, and its tables."""
 
 from __future__ import annotations
 
 import errno
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +13,41 @@ import torch
 
 from sluice._errors import UnsupportedError
 from sluice._units import format_bytes
-from sluice.benchmark import subjects as _subjects
-from sluice.benchmark.gpt2 import final_bytes, make_checkpoint
-from sluice.benchmark.methods import METHODS, absence
+from sluice.benchmark import gpt2, subjects
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.cache import make_cold
+from sluice.benchmark.gpt2 import FORMATS
+from sluice.benchmark.loads import run_job
+from sluice.benchmark.methods import METHODS, STRATEGIES, absence
 from sluice.benchmark.records import (
     OTHER,
     PARAMETERS,
+    REFERENCE,
     SHORT_DTYPES,
     Kind,
+    MethodJob,
     Precision,
     Scenario,
     State,
 )
-from sluice.benchmark.strategies import STRATEGIES
-from sluice.benchmark.writing import FORMATS, write_checkpoint
 
-__all__ = ["Checkpoints", "ComparedModel", "builtin_subject", "default_methods", "own_subject", "scenario"]
+__all__ = ["ComparedModel", "checkpoint_for", "default_methods", "fitting_size", "own_model", "scenario"]
+
+#: Longest estimate of a comparison, including the creation of its checkpoints.
+_BUDGET_SECONDS = 120.0
+
+#: How often the bytes of the checkpoint are handled: by each process, with its preparation, and when the checkpoints
+#: are made. Measured over the tutorial's methods in two precisions.
+_HANDLINGS_PER_PROCESS, _HANDLINGS_AT_FIRST = 1.0, 1.75
+
+#: Needed memory: the largest method holds 2 F (fp32), and warm runs need the file in the page cache as well.
+_MEMORY_IN_FINALS, _MEMORY_BESIDE_BYTES = 3.2, 1 << 30
+
+#: Needed disk space in F: a checkpoint in one file, and one with a file per parameter.
+_DISK_IN_FINALS = 2.1
+
+#: Size of the probe file in bytes: large enough for a disk to reach its speed.
+_PROBE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,84 +58,59 @@ class ComparedModel:
     model: str
     model_args: str = "{}"
     key: str | None = None
-    #: Name in the tables.
-    title: str
     #: The user's checkpoint; None for a built-in model, whose checkpoints are generated.
     original: Path | None = None
     #: Kind of the user's checkpoint.
     kind: Kind | None = None
 
+    @property
+    def title(self) -> str:
+        """Name in the tables."""
+        if self.original is None:
+            return f"GPT-2 {self.model}, fp32 checkpoint"
+        return f"{self.model} from {self.original.name or self.original}"
 
-def builtin_subject(size: str) -> ComparedModel:
-    """Return a GPT-2 of a built-in size, whose checkpoints are generated in fp32."""
-    return ComparedModel(model=size, title=f"GPT-2 {size}, fp32 checkpoint")
 
-
-def own_subject(original: Path, model: str, model_args: str, key: str | None) -> ComparedModel:
+def own_model(original: Path, model: str, model_args: str, key: str | None) -> ComparedModel:
     """Return a user's model and checkpoint.
 
     Raises:
         CheckpointError: sluice does not recognize the checkpoint.
     """
-    return ComparedModel(
-        model=model,
-        model_args=model_args,
-        key=key,
-        title=f"{model} from {original.name or original}",
-        original=original,
-        kind=_subjects.kind_of(original),
-    )
+    kind = subjects.kind_of(original)
+    return ComparedModel(model=model, model_args=model_args, key=key, original=original, kind=kind)
 
 
-class Checkpoints:
-    """The checkpoints of a subject: the original, and copies in the formats of methods that cannot read it.
+def checkpoint_for(method: str, subject: ComparedModel, folder: Path) -> Path:
+    """Return a checkpoint that a method reads: the original, or a copy in the folder, created on first use.
 
-    Args:
-        subject: Model and checkpoint.
-        folder: Directory for the copies.
+    Raises:
+        UnsupportedError: None can be created.
+        OSError: There is no room for it, with ``errno.ENOSPC``.
     """
-
-    def __init__(self, subject: ComparedModel, folder: Path) -> None:
-        self._subject = subject
-        self._folder = folder
-
-    def path_for(self, method: str) -> Path:
-        """Return a checkpoint that a method reads; it is created on first use.
-
-        Raises:
-            UnsupportedError: None can be created.
-            OSError: There is no room for it, with ``errno.ENOSPC``.
-        """
-        subject, reads = self._subject, METHODS[method].reads
-        # Methods without keys get a copy with the weights only.
-        if subject.original is not None and subject.kind in reads and (METHODS[method].takes_key or not subject.key):
-            return subject.original
-        kind = reads[0]
-        path = self._folder / (f"model{kind}" if kind else "parameters")
-        if not path.exists():
-            self._make(path, kind)
+    reads = METHODS[method].reads
+    # Methods without keys get a copy with the weights only.
+    if subject.original is not None and subject.kind in reads and (METHODS[method].takes_key or not subject.key):
+        return subject.original
+    kind = reads[0]
+    path = folder / (f"model{kind}" if kind else "parameters")
+    if path.exists():
         return path
-
-    def _make(self, path: Path, kind: Kind) -> None:
-        subject = self._subject
-        if subject.original is None:
-            _check_room(self._folder, final_bytes(subject.model, torch.float32))
-            make_checkpoint(path, subject.model, torch.float32, FORMATS[kind])
-            return
-        if subject.kind == OTHER:
-            raise UnsupportedError(
-                "cannot convert: neither torch nor safetensors reads this checkpoint", file=str(subject.original)
-            )
-        state_dict = _subjects.read_state_dict(subject.original, subject.key, device="cpu", mapped=True)
-        tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
-        _check_room(self._folder, sum(value.nbytes for value in tensors.values()))
-        if kind == PARAMETERS:
-            for name, value in tensors.items():  # one at a time, to save memory
-                write_checkpoint({name: value.clone()}, path, FORMATS[kind])
-            return
-        # Copies: safetensors refuses tensors that share memory, and torch would save the whole storage of each view.
-        copies = {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
-        write_checkpoint(copies, path, FORMATS[kind])
+    if subject.original is None:
+        _check_room(folder, gpt2.final_bytes(subject.model, torch.float32))
+        gpt2.make_checkpoint(path, subject.model, torch.float32, FORMATS[kind])
+        return path
+    if subject.kind == OTHER:
+        problem = "cannot convert: neither torch nor safetensors reads this checkpoint"
+        raise UnsupportedError(problem, file=str(subject.original))
+    state_dict = subjects.read_state_dict(subject.original, subject.key, device="cpu", mapped=True)
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    _check_room(folder, sum(value.nbytes for value in tensors.values()))
+    # Copies: safetensors refuses tensors that share memory, and torch would save the whole storage of each view.
+    copies = ({name: value.clone(memory_format=torch.contiguous_format)} for name, value in tensors.items())
+    for each in copies if kind == PARAMETERS else [{name: copy for one in copies for name, copy in one.items()}]:
+        gpt2.write_checkpoint(each, path, FORMATS[kind])
+    return path
 
 
 def _check_room(folder: Path, nbytes: int) -> None:
@@ -132,14 +127,13 @@ def default_methods(subject: ComparedModel) -> list[str]:
 
 def scenario(
     subject: ComparedModel,
-    checkpoints: Checkpoints,
+    folder: Path,
     methods: Sequence[str],
     dtype: Precision,
     *,
     device: str,
     states: tuple[State, ...],
     host_limit_bytes: int | None = None,
-    device_limit_bytes: int | None = None,
 ) -> Scenario:
     """Return a scenario, one table: every method loads the subject into a model of this dtype.
 
@@ -156,9 +150,51 @@ def scenario(
         device=device,
         states=states,
         # A method that is not installed gets a row with the reason, and needs no checkpoint.
-        checkpoints={method: Path() if absence(method) else checkpoints.path_for(method) for method in methods},
-        final_bytes=_subjects.final_bytes(subject.model, subject.model_args, getattr(torch, dtype)),
+        checkpoints={name: Path() if absence(name) else checkpoint_for(name, subject, folder) for name in methods},
+        final_bytes=subjects.final_bytes(subject.model, subject.model_args, getattr(torch, dtype)),
         truth=subject.original,
         host_limit_bytes=host_limit_bytes,
-        device_limit_bytes=device_limit_bytes,
     )
+
+
+def fitting_size(folder: Path, device: str, processes: int) -> tuple[str, float]:
+    """Return the largest size of GPT-2 that fits memory, disk and two minutes, and its estimate in seconds.
+
+    The estimate is from two short probes. If no size fits, it is the smallest but that of tests.
+
+    Args:
+        folder: Directory of the checkpoints.
+        device: Device of the finished models.
+        processes: Number of processes of the comparison.
+    """
+    per_process, per_byte = _probe_process(device), _probe_byte(folder)
+    memory, disk = _machine.free_memory_bytes(), shutil.disk_usage(folder).free
+    room = min((memory - _MEMORY_BESIDE_BYTES) / _MEMORY_IN_FINALS, disk / _DISK_IN_FINALS)
+    if device == "cuda":
+        room = min(room, torch.cuda.mem_get_info()[0] / _DISK_IN_FINALS)
+    for size in (*gpt2.SIZES[:0:-1], gpt2.SIZES[1]):
+        final = gpt2.final_bytes(size, torch.float32)
+        handlings = _HANDLINGS_AT_FIRST + processes * _HANDLINGS_PER_PROCESS
+        seconds = processes * per_process + handlings * per_byte * final
+        if final <= room and seconds <= _BUDGET_SECONDS:
+            break
+    return size, seconds
+
+
+def _probe_byte(folder: Path) -> float:
+    """Measure the time to initialize, write and read back one byte in this directory."""
+    begin = time.perf_counter()
+    probe = folder / "probe"
+    numbers = torch.empty(_PROBE_BYTES // 4).uniform_()
+    numbers.numpy().tofile(probe)
+    make_cold(probe)
+    torch.from_file(str(probe), size=numbers.numel(), dtype=torch.float32).clone()
+    probe.unlink()
+    return (time.perf_counter() - begin) / _PROBE_BYTES
+
+
+def _probe_process(device: str) -> float:
+    """Measure the time of a process that loads almost nothing: torch's import, a context and the digests."""
+    begin = time.perf_counter()
+    run_job(MethodJob(method=REFERENCE, model="tiny", checkpoint="", dtype="float32", device=device, verify=True))
+    return time.perf_counter() - begin

@@ -10,25 +10,38 @@ import math
 import os
 import zlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Literal, NotRequired, TypedDict, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from sluice.benchmark.writing import CheckpointFormat, write_checkpoint
+from sluice.benchmark.records import PARAMETERS, PTH, SAFETENSORS, Kind
 
 __all__ = [
+    "FORMATS",
     "SIZES",
+    "CheckpointFormat",
     "GPTConfig",
     "GPTModel",
     "config",
     "final_bytes",
     "gpt2",
     "make_checkpoint",
+    "random_state_dict",
     "random_weight",
+    "write_checkpoint",
 ]
+
+#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``per-parameter``: a directory with a file
+#: ``NAME.pt`` per entry of the state dict.
+CheckpointFormat = Literal["torch", "safetensors", "per-parameter"]
+
+#: The format of each kind of checkpoint that can be written.
+FORMATS: dict[Kind, CheckpointFormat] = {PTH: "torch", SAFETENSORS: "safetensors", PARAMETERS: "per-parameter"}
 
 
 class GPTConfig(TypedDict):
@@ -235,3 +248,19 @@ def random_state_dict(size: str, dtype: torch.dtype) -> OrderedDict[str, torch.T
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = pool.map(lambda name: random_weight(name, shapes[name]).to(dtype), shapes)
         return OrderedDict(zip(shapes, weights, strict=True))
+
+
+def write_checkpoint(
+    state_dict: Mapping[str, torch.Tensor],
+    path: Path,
+    format: CheckpointFormat,  # noqa: A002 - the argument of sluice.save and sluice.convert has this name too
+) -> None:
+    """Write a flat state dict of contiguous tensors that share no memory; see ``make_checkpoint``."""
+    if format == "safetensors":
+        save_file(dict(state_dict), path, metadata={"format": "pt"})  # transformers refuses files without it
+    elif format == "torch":
+        torch.save(state_dict, path)
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, tensor in state_dict.items():
+            torch.save(tensor, path / f"{name}.pt")

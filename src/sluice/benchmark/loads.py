@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
-import math
 import os
 import pkgutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ from torch import nn
 from sluice.benchmark.gpt2 import GPTConfig, GPTModel
 from sluice.benchmark.methods import METHODS
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_tasks
-from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Verdict, Work
-from sluice.benchmark.subjects import is_builtin
+from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
 
 __all__ = ["load", "make_context", "run_job", "touch", "verdict"]
 
 _PAGE_BYTES = 4096
 
-#: Approximate number of logits in a verdict.
-_SAMPLED_LOGITS = 500
+#: Values that the work returns and that are fields of an outcome.
+_FIELDS = ("verdict", "device_allocated_bytes", "device_reserved_bytes")
 
 
 def run_job(
@@ -40,10 +39,9 @@ def run_job(
         watches_device=job.device == "cuda",
     )
     (outcome,) = run_tasks([task], timeout_seconds=timeout_seconds, host_limit_bytes=host_limit_bytes)
-    found = outcome.facts.get("verdict")
-    judged = Verdict(weights=found["weights"], logits=tuple(found["logits"])) if found else None
-    peaks = {name: outcome.facts.get(name, 0) for name in ("device_allocated_bytes", "device_reserved_bytes")}
-    return dataclasses.replace(outcome, verdict=judged, facts={}, **peaks)
+    return dataclasses.replace(
+        outcome, facts={}, **{name: outcome.facts[name] for name in _FIELDS if name in outcome.facts}
+    )
 
 
 def _size_on_disk(path: Path) -> int:
@@ -70,7 +68,10 @@ def load(**job_fields: Any) -> Work:
     yield
     loaded = timed()
     if isinstance(loaded, nn.Module):
-        _finish(loaded, job.device)
+        if job.device == "cpu":
+            touch(loaded)
+        else:
+            torch.get_device_module(job.device).synchronize()
     yield
     facts: dict[str, Any] = {}
     if job.device != "cpu":
@@ -78,7 +79,7 @@ def load(**job_fields: Any) -> Work:
         facts["device_allocated_bytes"] = module.max_memory_allocated()
         facts["device_reserved_bytes"] = module.max_memory_reserved()
     if job.verify and isinstance(loaded, nn.Module):
-        facts["verdict"] = dataclasses.asdict(verdict(loaded, with_logits=is_builtin(job.model)))
+        facts["verdict"] = verdict(loaded)
     return facts
 
 
@@ -97,14 +98,6 @@ def make_context(device: str, limit_bytes: int | None = None) -> None:
         module.reset_peak_memory_stats()
 
 
-def _finish(model: nn.Module, device: str) -> None:
-    """Wait until every weight is in place; on the host, touch every page."""
-    if device != "cpu":
-        torch.get_device_module(device).synchronize()
-    else:
-        touch(model)
-
-
 def touch(model: nn.Module) -> float:
     """Read an element of every page of every weight and return their sum."""
     total = 0.0
@@ -119,24 +112,10 @@ def touch(model: nn.Module) -> float:
     return total
 
 
-def verdict(model: nn.Module, *, with_logits: bool = True) -> Verdict:
-    """Return a digest of the bits of all weights, and the logits on a fixed input if the model takes token ids."""
+def verdict(model: nn.Module) -> str:
+    """Return a digest of name, dtype, shape and bytes of every weight, for comparison between processes."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
-    if not with_logits:
-        return Verdict(weights=digest.hexdigest(), logits=())
-    first = next(model.parameters())
-    with torch.no_grad():
-        logits = model.eval()(torch.arange(16, device=first.device).unsqueeze(0)).float().cpu().flatten()
-    step = math.ceil(len(logits) / _SAMPLED_LOGITS)
-    return Verdict(weights=digest.hexdigest(), logits=tuple(logits[::step].tolist()))
-
-
-def _sum_of_bits(weight: torch.Tensor) -> int:
-    # Eight bytes at a time, as wrapping integers: no temporary, and independent of the order of addition.
-    raw = weight.detach().flatten().view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()  # an unaligned view cannot be viewed as larger integers
-    whole = len(raw) // 8 * 8
-    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+        data = zlib.crc32(weight.detach().cpu().flatten().view(torch.uint8).numpy())
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {data}\n".encode())
+    return digest.hexdigest()

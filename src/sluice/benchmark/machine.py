@@ -1,4 +1,4 @@
-"""The machine of a benchmark: processor, memory, file system, accelerator and package versions."""
+"""The machine of a benchmark: processor, memory, file system, accelerator and package versions; a folder on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import datetime as dt
 import os
 import platform
 import re
-from collections.abc import Iterable
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -15,8 +20,9 @@ import torch
 
 from sluice._units import format_bytes
 from sluice.machine.facts import machine_facts
+from sluice.machine.filesystems import filesystem_type
 
-__all__ = ["describe", "device", "free_memory_bytes"]
+__all__ = ["describe", "device", "free_memory_bytes", "temporary_folder"]
 
 
 def device() -> str:
@@ -40,7 +46,7 @@ def describe(directory: Path, packages: Iterable[str]) -> dict[str, str]:
         "date": dt.datetime.now(tz=dt.UTC).strftime("%Y-%m-%d"),
         "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
         "memory": f"{format_bytes(psutil.virtual_memory().total)}, {format_bytes(free_memory_bytes())} free",
-        "file system": _filesystem(directory),
+        "file system": filesystem_type(str(directory)),
         "system": f"{platform.system()} {platform.release()}",
         "versions": ", ".join([f"Python {platform.python_version()}", *map(_version, packages)]),
     }
@@ -54,13 +60,29 @@ def _processor() -> str:
     return matched[1] if matched else platform.machine()
 
 
-def _filesystem(directory: Path) -> str:
-    mounts = [part for part in psutil.disk_partitions(all=True) if directory.resolve().is_relative_to(part.mountpoint)]
-    return max(mounts, key=lambda part: len(part.mountpoint)).fstype
-
-
 def _version(package: str) -> str:
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
         return f"{package} absent"
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None, *, keep: bool = False) -> Iterator[Path]:
+    """Lend a new directory for large checkpoints; remove it afterwards, also after an interrupt or SIGTERM.
+
+    Args:
+        parent: Parent directory, which is created; None for the system's temporary directory.
+        keep: Whether to keep it.
+    """
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="sluice-bench-", dir=parent))
+    # By default SIGTERM ends Python without cleanup.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+        signal.signal(signal.SIGTERM, before)

@@ -12,18 +12,18 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sluice._units import format_bytes
-from sluice.benchmark.records import BenchTask, Outcome
-from sluice.benchmark.watching import Watcher
+from sluice.benchmark.records import BenchTask, Outcome, Trace
+from sluice.measuring import _sampler
 from sluice.measuring._limit import limited_group
+from sluice.measuring._sampler import Sampler
 
-__all__ = ["TIMEOUT_SECONDS", "run_tasks"]
+__all__ = ["TIMEOUT_SECONDS", "Watcher", "run_tasks"]
 
 #: Default time limit of a process.
 TIMEOUT_SECONDS = 900.0
@@ -44,14 +44,16 @@ from sluice.benchmark.child import main
 main(seconds)
 """
 
-#: Type of the clock of a process that counts its processor time: CPUCLOCK_SCHED of the kernel.
-_SCHEDULED = 2
-
 #: Longest reason of a failure, in characters.
 _REASON_LETTERS = 300
 
 #: Events of a child that does not fail, in order.
 _EVENTS = ("ready", "built", "ok", "checked")
+
+#: Most moments of a trace: the columns of a chart on a wide screen.
+_MOMENTS = 800
+
+_KINDS = ("anon", "file", "shmem")
 
 
 def run_tasks(
@@ -75,15 +77,12 @@ def run_tasks(
         return _run(tasks, commands, timeout_seconds)
     with limited_group(host_limit_bytes) as group:
         outcomes = _run(tasks, [group.command(command) for command in commands], timeout_seconds)
-        peak = group.peak_bytes or 0
-        reason = f"out of memory: killed by the kernel at the limit of {format_bytes(host_limit_bytes)}"
-        killed_by_group = group.oom_kills > 0
-        return [
-            dataclasses.replace(each, group_bytes=peak, reason=reason)
-            if each.status == "killed" and killed_by_group
-            else dataclasses.replace(each, group_bytes=peak)
-            for each in outcomes
-        ]
+        peak, killed_by_group = group.peak_bytes or 0, group.oom_kills > 0
+    reason = f"out of memory: killed by the kernel at the limit of {format_bytes(host_limit_bytes)}"
+    reasons = [reason if each.status == "killed" and killed_by_group else each.reason for each in outcomes]
+    return [
+        dataclasses.replace(each, group_bytes=peak, reason=why) for each, why in zip(outcomes, reasons, strict=True)
+    ]
 
 
 def _run(tasks: Sequence[BenchTask], commands: Sequence[Sequence[str]], timeout_seconds: float) -> list[Outcome]:
@@ -115,6 +114,50 @@ def _run(tasks: Sequence[BenchTask], commands: Sequence[Sequence[str]], timeout_
     return outcomes
 
 
+class Watcher:
+    """Samples the memory of a process from a thread of this process until stopped.
+
+    Args:
+        pid: The process; it must be alive.
+        seconds: Interval between two samples.
+        device_used: Returns the used bytes of the accelerator; None without one.
+    """
+
+    def __init__(self, pid: int, *, seconds: float = 0.002, device_used: Callable[[], int] | None = None) -> None:
+        self._sampler = Sampler(pid, cgroup="", device_used=device_used)
+        self._sampler.take()
+        self._stopping, self._stop = os.pipe()
+        self._thread = threading.Thread(
+            target=_sampler.watch, args=(self._sampler, seconds, self._stopping), name="watcher", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, *, exact_peak: bool) -> tuple[dict[str, int], Trace]:
+        """Stop and return peaks by their names in ``Outcome``, and the trace.
+
+        Args:
+            exact_peak: Whether the kernel's high-water mark, which was reset, is included.
+        """
+        os.write(self._stop, b"\n")
+        self._thread.join()
+        os.close(self._stop)
+        os.close(self._stopping)
+        self._sampler.close()
+        columns = self._sampler.columns
+        start = {name: column[0] for name, column in columns.items()}
+        peaks = {f"{kind}_bytes": max(columns[kind]) - start[kind] for kind in _KINDS}
+        at_start = sum(start[kind] for kind in _KINDS)
+        total = max(map(sum, zip(*(columns[kind] for kind in _KINDS), strict=True)))
+        if exact_peak:  # the mark's own counter may lag
+            total = max(total, *columns["peak"])
+        while len(columns["time_ns"]) > _MOMENTS:
+            self._sampler.thin()
+        grown = {name: tuple(value - start[name] for value in column) for name, column in columns.items()}
+        seconds = tuple(moment / 1e9 for moment in grown["time_ns"])
+        trace = Trace(seconds=seconds, **{kind: grown[kind] for kind in _KINDS}, device=grown.get("device", ()))
+        return {**peaks, "total_bytes": total - at_start}, trace
+
+
 class _Child:
     """One process, the last message from it, and what was measured of it."""
 
@@ -132,7 +175,6 @@ class _Child:
         stack.enter_context(self.process)
         self.message: dict[str, Any] = {}
         self._watcher: Watcher | None = None
-        self._cpu_seconds = 0.0
         self._found: dict[str, Any] = {}
         self._last_words = ""
         stack.callback(self._end)
@@ -143,7 +185,7 @@ class _Child:
         line = self.process.stdout.readline()
         self.message = json.loads(line) if line else {"event": "killed"}
         self._found |= {key: value for key, value in self.message.items() if key not in {"event", "reason"}}
-        if self._watcher is not None and self.message["event"] != "built":
+        if self.message["event"] != "built":
             self._stop_watching()
 
     def go_on(self, event: str) -> None:
@@ -151,23 +193,19 @@ class _Child:
         if event == "ready":
             read_device = _device_used if self._task.watches_device else None
             self._watcher = Watcher(self.process.pid, seconds=self._task.sample_seconds, device_used=read_device)
-        elif event == "built":
-            self._cpu_seconds = _cpu_seconds(self.process.pid)
         _answer(self.process)
 
     def _stop_watching(self) -> None:
-        assert self._watcher is not None
-        self._cpu_seconds = max(0.0, _cpu_seconds(self.process.pid) - self._cpu_seconds)
-        peaks, trace = self._watcher.stop(exact_peak=self._found.pop("peak_was_reset"))
-        self._found |= {"cpu_seconds": self._cpu_seconds, "trace": trace, **peaks}
-        self._watcher = None
+        if self._watcher is not None:
+            peaks, trace = self._watcher.stop(exact_peak=self._found.pop("peak_was_reset"))
+            self._found |= {"trace": trace, **peaks}
+            self._watcher = None
 
     def _end(self) -> None:
         """Stop watching, and read why the process ended. Called before it is waited for."""
         self.process.kill()
         self.process.wait()
-        if self._watcher is not None:
-            self._stop_watching()
+        self._stop_watching()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         returncode = self.process.returncode
@@ -190,15 +228,6 @@ class _Child:
             reason = textwrap.shorten(reason, _REASON_LETTERS, placeholder=" ...")
             return Outcome(status=event, reason=reason, **self._found)
         return Outcome(status="killed", reason="another process of the same task failed", **self._found)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return the processor time of all threads of a process, user and system; 0 if it has ended."""
-    try:
-        # The kernel's name for the clock of process `pid`, as clock_getcpuclockid computes it.
-        return time.clock_gettime(~pid << 3 | _SCHEDULED)
-    except OSError:
-        return 0.0
 
 
 def _device_used() -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 __all__ = [
-    "DCP",
     "HUGGING_FACE",
     "OTHER",
     "PARAMETERS",
@@ -22,7 +21,6 @@ __all__ = [
     "SAFETENSORS",
     "SHARDS",
     "SHORT_DTYPES",
-    "TENSORS",
     "BenchTask",
     "Kind",
     "Loaded",
@@ -35,7 +33,6 @@ __all__ = [
     "State",
     "Status",
     "Trace",
-    "Verdict",
     "Work",
     "method",
 ]
@@ -48,14 +45,10 @@ Kind = str
 
 PTH: Kind = ".pth"
 SAFETENSORS: Kind = ".safetensors"
-#: tensorizer's own format.
-TENSORS: Kind = ".tensors"
 #: A directory with a ``torch.save`` file for each parameter.
 PARAMETERS: Kind = ""
 #: A directory with shards of one state dict, as Hugging Face writes them.
 SHARDS: Kind = "shards"
-#: A directory of torch.distributed.checkpoint.
-DCP: Kind = ".dcp"
 #: A directory with shards and a ``config.json`` of transformers.
 HUGGING_FACE: Kind = "hugging-face"
 #: A checkpoint that only sluice reads.
@@ -95,7 +88,7 @@ class MethodJob:
     device: str
     #: Limit of torch's allocator on the device, in bytes; None for none.
     device_limit_bytes: int | None = None
-    #: Whether to compute the digests of the finished model, after the measurement.
+    #: Whether to compute the digest of the finished model, after the measurement.
     verify: bool
 
     @property
@@ -145,16 +138,6 @@ def method(name: str, **fields: Any) -> Callable[[Callable[..., Loaded]], Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Digest of a finished model, for comparison between processes."""
-
-    #: SHA-256 over name, dtype, shape and the sum of all elements' bit patterns of every tensor.
-    weights: str
-    #: Every n-th logit on a fixed input, about 500; empty for a model that is not built in.
-    logits: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Growth of the memory of one process over time, in bytes; all columns have the same length."""
 
@@ -166,10 +149,6 @@ class Trace:
     shmem: tuple[int, ...]
     #: Accelerator memory used by all processes; empty without an accelerator.
     device: tuple[int, ...] = ()
-
-    def total(self) -> tuple[int, ...]:
-        """Return the total resident memory at each moment."""
-        return tuple(map(sum, zip(self.anon, self.file, self.shmem, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +184,7 @@ class Outcome:
     reason: str = ""
     #: Time from the call until every weight was touched, in seconds.
     seconds: float = 0.0
-    #: Processor time of the load by all threads, user and system, measured by another process, in seconds.
+    #: Processor time of the load by all threads, user and system, in seconds.
     cpu_seconds: float = 0.0
     #: Seconds to import what the method needs after torch was imported, and to build the empty model.
     import_seconds: float = 0.0
@@ -219,7 +198,7 @@ class Outcome:
     device_allocated_bytes: int = 0
     device_reserved_bytes: int = 0
     #: Digest of the finished model; None unless the job requested it.
-    verdict: Verdict | None = None
+    verdict: str | None = None
     #: Memory over time; None if the load did not begin.
     trace: Trace | None = None
     #: Values that the work returned.
@@ -260,16 +239,6 @@ class Scenario:
     host_limit_bytes: int | None = None
     #: As in ``MethodJob``.
     device_limit_bytes: int | None = None
-
-    @property
-    def short_dtype(self) -> str:
-        """Name of ``dtype`` in tables."""
-        return SHORT_DTYPES[self.dtype]
-
-    @property
-    def builtin(self) -> bool:
-        """Whether the model is built in, so that logits can be compared."""
-        return ":" not in self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

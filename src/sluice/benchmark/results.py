@@ -1,20 +1,26 @@
-"""Results of a comparison as JSON and Markdown, with the rows that the terminal shows."""
+"""Results of a comparison as JSON, as Markdown, and as a page: ``report.html``, which works offline.
+
+The page embeds the JSON, its style and uPlot (50 kB, MIT licence in ``assets``), which draws memory over time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from sluice.benchmark.methods import METHODS
+from sluice.benchmark.records import MethodRun, Scenario
+from sluice.benchmark.summary import finding, summarise, typical_runs
+from sluice.benchmark.table import TableSection, section_of
 
-from sluice.benchmark.records import MethodRun, Outcome, Scenario, Trace
-from sluice.benchmark.summary import summarise, typical_runs
-from sluice.benchmark.table import TableSection, print_section, section_of
+__all__ = ["as_document", "write_document", "write_report"]
 
-__all__ = ["as_document", "show_document", "write_document", "write_results"]
+#: Fields of an outcome that its run in the JSON leaves out: timelines are listed separately.
+_OMITTED = {"verdict", "trace", "facts"}
 
 
 def as_document(
@@ -31,31 +37,31 @@ def as_document(
     return {"command": command, "machine": machine, "scenarios": [_scenario(each, runs) for each in scenarios]}
 
 
-def write_results(
-    directory: Path,
-    name: str,
-    *,
-    machine: dict[str, str],
-    command: str,
-    scenarios: Sequence[Scenario],
-    runs: Sequence[MethodRun],
-    sections: Sequence[TableSection] = (),
-) -> dict[str, Any]:
-    """Write ``NAME.json`` with all runs and ``NAME.md`` with the tables; return the content of the former.
+def _scenario(scenario: Scenario, runs: Sequence[MethodRun]) -> dict[str, Any]:
+    rows = summarise(scenario, runs)
+    return {
+        **dataclasses.asdict(scenario),
+        # Names instead of local paths.
+        "checkpoints": {method: path.name for method, path in scenario.checkpoints.items()},
+        "truth": scenario.truth and scenario.truth.name,
+        "findings": {state: finding(scenario, state, rows) for state in scenario.states},
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "runs": [_run(run) for run in runs if run.scenario == scenario.title],
+        "timelines": [_timeline(run) for run in typical_runs(scenario, runs) if run.outcome.trace is not None],
+    }
 
-    Args:
-        directory: Directory to write to; created if it does not exist.
-        name: Stem of both files.
-        machine: As for ``as_document``; so are ``command``, ``scenarios`` and ``runs``.
-        command: The command.
-        scenarios: The scenarios.
-        runs: Their runs.
-        sections: Further tables.
-    """
-    document = as_document(machine=machine, command=command, scenarios=scenarios, runs=runs)
-    document |= {"sections": [dataclasses.asdict(each) for each in sections]} if sections else {}
-    write_document(directory, name, document, [*(section_of(each, runs) for each in scenarios), *sections])
-    return document
+
+def _run(run: MethodRun) -> dict[str, Any]:
+    outcome = {name: value for name, value in dataclasses.asdict(run.outcome).items() if name not in _OMITTED}
+    return {"method": run.method, "state": run.state, "repetition": run.repetition, **outcome}
+
+
+def _timeline(run: MethodRun) -> dict[str, Any]:
+    trace = run.outcome.trace
+    assert trace is not None
+    columns = {f"{kind}_bytes": getattr(trace, kind) for kind in ("anon", "file", "shmem", "device")}
+    seconds = [round(moment, 4) for moment in trace.seconds]
+    return {"method": run.method, "state": run.state, "repetition": run.repetition, "seconds": seconds, **columns}
 
 
 def write_document(directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[TableSection]) -> None:
@@ -75,47 +81,30 @@ def write_document(directory: Path, name: str, document: Mapping[str, Any], sect
     (directory / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def show_document(
-    console: Console, directory: Path, name: str, document: Mapping[str, Any], sections: Sequence[TableSection]
+def write_report(
+    path: Path, document: Mapping[str, Any], scenarios: Sequence[Scenario], runs: Sequence[MethodRun]
 ) -> None:
-    """Write a document as ``write_document``, and print the tables and the paths."""
-    write_document(directory, name, document, sections)
-    for section in sections:
-        print_section(console, section)
-    console.print(f"written: {directory}/{name}.md, {directory}/{name}.json", highlight=False, soft_wrap=True)
+    """Write the page.
 
+    Args:
+        path: The file.
+        document: The result of ``as_document``.
+        scenarios: Its scenarios.
+        runs: Their runs.
 
-def _scenario(scenario: Scenario, runs: Sequence[MethodRun]) -> dict[str, Any]:
-    described = dataclasses.asdict(scenario)
-    # Names instead of local paths.
-    described["checkpoints"] = {method: path.name for method, path in scenario.checkpoints.items()}
-    described["truth"] = scenario.truth and scenario.truth.name
-    own = [run for run in runs if run.scenario == scenario.title]
-    typical = [run for run in typical_runs(scenario, runs) if run.outcome.trace is not None]
-    return {
-        **described,
-        "rows": [dataclasses.asdict(row) for row in summarise(scenario, runs)],
-        "runs": [{**_named(run), **_outcome(run.outcome)} for run in own],
-        "timelines": [{**_named(run), **_trace(run.outcome.trace)} for run in typical if run.outcome.trace is not None],
-    }
+    Raises:
+        ImportError: jinja2 is not installed; torch brings it.
+    """
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
 
-
-def _named(run: MethodRun) -> dict[str, Any]:
-    return {"method": run.method, "state": run.state, "repetition": run.repetition}
-
-
-def _outcome(outcome: Outcome) -> dict[str, Any]:
-    # A verdict holds hundreds of logits, and the row says whether they are right; timelines are listed separately.
-    omitted = {"verdict", "trace", "facts"}
-    names = (field.name for field in dataclasses.fields(outcome) if field.name not in omitted)
-    return {name: getattr(outcome, name) for name in names}
-
-
-def _trace(trace: Trace) -> dict[str, Any]:
-    return {
-        "seconds": [round(moment, 4) for moment in trace.seconds],
-        "anon_bytes": trace.anon,
-        "file_bytes": trace.file,
-        "shmem_bytes": trace.shmem,
-        "device_bytes": trace.device,
-    }
+    assets = resources.files("sluice.benchmark") / "assets"
+    files = ("uPlot.min.css", "uPlot.iife.min.js", "report.css", "report.js")
+    environment = Environment(loader=PackageLoader("sluice.benchmark", "assets"), autoescape=True)
+    page = environment.get_template("report.html").render(
+        document=document,
+        tables=[section_of(each, runs) for each in scenarios],
+        methods={method: METHODS[method].summary for each in scenarios for method in each.checkpoints},
+        assets={name: Markup((assets / name).read_text(encoding="utf-8")) for name in files},  # noqa: S704  our own
+    )
+    path.write_text(page, encoding="utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import pkgutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,7 @@ from sluice._dtypes import is_castable
 from sluice.benchmark import gpt2
 from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Kind, MethodJob
 
-__all__ = [
-    "build",
-    "build_model",
-    "final_bytes",
-    "is_builtin",
-    "kind_of",
-    "main_dtype",
-    "parse_arguments",
-    "read_state_dict",
-    "truth",
-]
+__all__ = ["build", "final_bytes", "is_builtin", "kind_of", "main_dtype", "read_state_dict", "truth"]
 
 
 def is_builtin(model: str) -> bool:
@@ -38,38 +27,23 @@ def is_builtin(model: str) -> bool:
     return ":" not in model
 
 
-def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Parse positional or keyword arguments from a JSON array or object.
-
-    Raises:
-        ValueError: The text is not JSON, or neither an array nor an object.
-    """
-    value = json.loads(text)
-    if isinstance(value, list):
-        return value, {}
-    if isinstance(value, dict):
-        return [], value
-    raise ValueError("must be a JSON object or array")
-
-
-def build_model(model: str, model_args: str) -> nn.Module:
-    """Build a model from its name and arguments."""
-    if is_builtin(model):
-        return gpt2.gpt2(model)
-    arguments, named = parse_arguments(model_args)
-    built: nn.Module = pkgutil.resolve_name(model)(*arguments, **named)
-    return built
-
-
 def build(job: MethodJob) -> nn.Module:
     """Build the model of a job."""
-    return build_model(job.model, job.model_args)
+    return _build(job.model, job.model_args)
+
+
+def _build(model: str, model_args: str) -> nn.Module:
+    if is_builtin(model):
+        return gpt2.gpt2(model)
+    arguments, make = json.loads(model_args), pkgutil.resolve_name(model)
+    built: nn.Module = make(*arguments) if isinstance(arguments, list) else make(**arguments)
+    return built
 
 
 def final_bytes(model: str, model_args: str, dtype: torch.dtype) -> int:
     """Return F of a model in bytes: parameters and persistent buffers, floating-point ones in this dtype."""
     with sluice.empty_init():
-        built = build_model(model, model_args)
+        built = _build(model, model_args)
     tensors = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     return sum(
         tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize for tensor in tensors.values()
@@ -105,36 +79,27 @@ def read_state_dict(checkpoint: Path, key: str | None, *, device: str, mapped: b
     """Return the whole state dict of a checkpoint, read by torch or safetensors.
 
     Args:
-        checkpoint: A file or a directory.
+        checkpoint: A file or a directory, whose files sluice names.
         key: Dotted path of the weights; None for the whole checkpoint.
         device: Device of the tensors.
         mapped: Whether to map files instead of reading them; safetensors always does.
     """
+    files = [checkpoint]
+    if checkpoint.is_dir():
+        with sluice.open(checkpoint) as opened:
+            files = list(map(Path, opened.files))
     state_dict: dict[str, Any] = {}
-    for file in _files(checkpoint):
-        content = _read_file(file, device=device, mapped=mapped)
+    for file in files:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(file, device=device)
+        else:
+            content = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
         state_dict.update({file.stem: content} if isinstance(content, torch.Tensor) else content)
     for part in filter(None, (key or "").split(".")):
         state_dict = state_dict[part]
     return state_dict
-
-
-def _files(checkpoint: Path) -> Iterator[Path]:
-    """Yield the files of a state dict: the file itself, or those that sluice finds in a directory."""
-    if not checkpoint.is_dir():
-        yield checkpoint
-        return
-    with sluice.open(checkpoint) as opened:
-        yield from map(Path, opened.files)
-
-
-def _read_file(file: Path, *, device: str, mapped: bool) -> Mapping[str, Any] | torch.Tensor:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(file, device=device)
-    content: Mapping[str, Any] | torch.Tensor = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
-    return content
 
 
 def truth(job: MethodJob, model: nn.Module) -> nn.Module:

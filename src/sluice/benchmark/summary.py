@@ -1,4 +1,4 @@
-"""Summarize runs: medians over repetitions, a row per method."""
+"""Summarize runs: medians over repetitions, a row per method, and a sentence per table and state."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, State, Status, Verdict
+from sluice._units import format_bytes
+from sluice.benchmark.records import SHORT_DTYPES, MethodRun, Outcome, Scenario, State, Status
 
-__all__ = ["Row", "raw_seconds", "summarise", "typical_runs"]
-
-#: Largest difference of logits, as a fraction of the largest logit: the alignment of weights in memory can change the
-#: summation order of a matrix product. The weights themselves are compared bit by bit.
-_TOLERANCES: dict[Precision, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+__all__ = ["Row", "finding", "raw_seconds", "summarise", "typical_runs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +41,14 @@ class Row:
     device_reserved_bytes: int
     #: ``total_bytes`` divided by F, or for an accelerator ``device_reserved_bytes`` divided by F; None for a raw read.
     over_final: float | None
-    #: Whether the finished model has the right weights and logits; None if not verified.
+    #: Whether the finished model has the right weights; None if not verified.
     right: bool | None
 
 
 def raw_seconds(runs: Sequence[MethodRun], state: State) -> float | None:
     """Return the time of the fastest raw read of a state: the lower of the methods' medians."""
     methods = {run.method for run in runs if _is_raw(run.method)}
-    own = [[run for run in runs if run.method == method] for method in methods]
-    medians = [_medians(each, (state,), lambda outcome: outcome.seconds) for each in own]
+    medians = [_medians([run for run in runs if run.method == method], (state,), _seconds) for method in methods]
     return min((each[state] for each in medians if state in each), default=None)
 
 
@@ -77,13 +73,38 @@ def summarise(scenario: Scenario, runs: Sequence[MethodRun]) -> list[Row]:
     return [_row(scenario, method, own, truth, raw) for method in scenario.checkpoints]
 
 
+def finding(scenario: Scenario, state: State, rows: Sequence[Row]) -> str:
+    """Return what one table says about one state: sluice, the fastest and the leanest other method, and failures."""
+    limit = "" if scenario.host_limit_bytes is None else f", limit {format_bytes(scenario.host_limit_bytes)}"
+    loaders = {row.method: row for row in rows if row.over_final is not None}
+    good = {
+        name: (row.seconds[state], row.over_final or 0.0)
+        for name, row in loaders.items()
+        if state in row.seconds and row.right is not False
+    }
+    others = [name for name in good if not name.startswith("sluice")]
+    clauses = [f"{name} {_figures(good[name])}" for name in good if name not in others]
+    best = {min(others, key=good.__getitem__): "fastest"} if others else {}
+    if others:
+        leanest = min(others, key=lambda name: good[name][::-1])
+        best[leanest] = "fastest and leanest" if leanest in best else "leanest"
+    clauses += [f"the {which} other method was {name}: {_figures(good[name])}" for name, which in best.items()]
+    failed = [name for name, row in loaders.items() if name not in good and row.failures.get(state) != "absent"]
+    clauses += [f"not finished, or wrong: {', '.join(failed)}"] if failed else []
+    return f"{SHORT_DTYPES[scenario.dtype]}, {state}{limit}: {'; '.join(clauses)}"
+
+
+def _figures(good: tuple[float, float]) -> str:
+    return f"{good[0]:.2f} s with {good[1]:.2f} F"
+
+
 def _row(
-    scenario: Scenario, method: str, runs: Sequence[MethodRun], truth: Verdict | None, raw: dict[State, float | None]
+    scenario: Scenario, method: str, runs: Sequence[MethodRun], truth: str | None, raw: dict[State, float | None]
 ) -> Row:
     own = [run for run in runs if run.method == method]
-    seconds = _medians(own, scenario.states, lambda outcome: outcome.seconds)
+    seconds = _medians(own, scenario.states, _seconds)
     over_raw = {state: value / bound for state, value in seconds.items() if (bound := raw[state])}
-    verdicts = [run.outcome.verdict for run in own if run.outcome.verdict is not None]
+    verdicts = {run.outcome.verdict for run in own} - {None}
     total = _peak(own, lambda outcome: outcome.total_bytes)
     reserved = _peak(own, lambda outcome: outcome.device_reserved_bytes)
     judged = reserved if scenario.device != "cpu" else total
@@ -103,12 +124,16 @@ def _row(
         device_allocated_bytes=_peak(own, lambda outcome: outcome.device_allocated_bytes),
         device_reserved_bytes=reserved,
         over_final=None if _is_raw(method) else judged / scenario.final_bytes,
-        right=all(_same(verdict, truth, scenario.dtype) for verdict in verdicts) if verdicts and truth else None,
+        right=verdicts == {truth} if verdicts and truth else None,
     )
 
 
 def _is_raw(method: str) -> bool:
     return method.startswith("raw-")
+
+
+def _seconds(outcome: Outcome) -> float:
+    return outcome.seconds
 
 
 def _good(runs: Sequence[MethodRun], state: State) -> list[Outcome]:
@@ -128,10 +153,3 @@ def _peak(runs: Sequence[MethodRun], kind: Callable[[Outcome], int]) -> int:
     measured = [run for run in runs if run.outcome.status == "ok"] or runs
     states = {run.state for run in measured}
     return int(max(median(kind(run.outcome) for run in measured if run.state == state) for state in states))
-
-
-def _same(verdict: Verdict, truth: Verdict, dtype: Precision) -> bool:
-    if verdict.weights != truth.weights or len(verdict.logits) != len(truth.logits):
-        return False
-    bound = _TOLERANCES[dtype] * max(map(abs, truth.logits), default=0.0)
-    return all(abs(ours - right) <= bound for ours, right in zip(verdict.logits, truth.logits, strict=True))

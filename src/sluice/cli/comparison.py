@@ -9,112 +9,99 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 from rich.console import Console
 
+from sluice.benchmark import comparison as _comparison
 from sluice.benchmark import machine as _machine
 from sluice.benchmark import runner as _runner
-from sluice.benchmark import sizes as _sizes
-from sluice.benchmark.comparison import (
-    Checkpoints,
-    ComparedModel,
-    builtin_subject,
-    default_methods,
-    own_subject,
-    scenario,
-)
-from sluice.benchmark.folder import temporary_folder
+from sluice.benchmark.comparison import ComparedModel, default_methods, own_model, scenario
 from sluice.benchmark.methods import LOADERS
-from sluice.benchmark.records import MethodRun, Precision, Scenario, State
-from sluice.benchmark.report import write_report
-from sluice.benchmark.results import write_results
-from sluice.benchmark.sizes import END_SECONDS, Choice, Extent
-from sluice.benchmark.subjects import main_dtype
-from sluice.benchmark.summary import summarise
-from sluice.benchmark.table import console_for_tables, print_tables
+from sluice.benchmark.records import Precision, State
+from sluice.benchmark.results import as_document, write_document, write_report
+from sluice.benchmark.subjects import is_builtin, main_dtype
+from sluice.benchmark.table import console_for_tables, print_section, section_of
+from sluice.cli.commands.bench import MethodComparison
 from sluice.cli.failures import Failure
-from sluice.cli.views.bench import print_choice, print_end, print_machine
 
-__all__ = ["MethodComparison"]
+__all__ = ["END_SECONDS", "compare"]
 
-_SMALLEST = "tiny"
+#: Time of the whole command after which a comparison of a chosen size starts no load: the machine became busier.
+END_SECONDS = 180.0
 
-#: Parameters that the repeated command line omits: output options, and the size and states, which are added as chosen.
+#: Parameters that the repeated command line omits: those of the output, and the size, which is added as chosen.
 _NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
 
-_PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer", "tensorizer")
+_PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodComparison:
-    """Options of ``sluice bench``; its help describes them."""
+def compare(context: click.Context, options: MethodComparison) -> None:
+    """Compare, print the tables and write the results.
 
-    checkpoint: Path | None
-    factory: str | None
-    model_args: str
-    key: str | None
-    size: str | None
-    methods: tuple[str, ...]
-    dtypes: tuple[Any, ...]
-    cold: bool | None
-    runs: int
-    device: str | None
-    ram_limit: int | None
-    timeout: float
-    directory: Path | None
-    keep: bool
-    out: Path
-    as_json: bool
+    Raises:
+        Failure: The disk is full, or weights are wrong.
+    """
+    console = console_for_tables(stderr=options.as_json)
+    device = options.device or _machine.device()
+    states: tuple[State, ...] = ("cold", "warm")
+    if options.cold is not None:
+        states = states[:1] if options.cold else states[1:]
+    begin = time.monotonic()
+    with _full_disk_is_a_failure(), _machine.temporary_folder(options.directory, keep=options.keep) as folder:
+        machine = _machine.describe(folder, _PACKAGES)
+        subject, precisions, end_seconds = _subject(console, options, folder, device, len(states))
+        methods = _choose_methods(subject, options.methods)
+        with console.status("making the checkpoints"):
+            plan = partial(scenario, subject, folder, methods, device=device, states=states)
+            scenarios = [plan(dtype, host_limit_bytes=options.ram_limit) for dtype in precisions]
+        left = end_seconds - (time.monotonic() - begin)
+        runs = _runner.run_with_progress(
+            console, scenarios, repetitions=options.runs, timeout_seconds=options.timeout, end_seconds=left
+        )
+        command = _command(context, subject, options.cold)
+        document = as_document(machine=machine, command=command, scenarios=scenarios, runs=runs)
+        tables = [section_of(each, runs) for each in scenarios]
+        write_document(options.out, "results", document, tables)
+        write_report(options.out / "report.html", document, scenarios, runs)
+    if options.as_json:
+        click.echo(json.dumps(document))
+    else:
+        for table in tables:
+            print_section(console, table)
+        kept = [f"checkpoints: {folder}"] if options.keep else []
+        findings = [text for each in document["scenarios"] for text in each["findings"].values()]
+        results = f"results: {options.out / 'results.md'}, {options.out / 'results.json'}"
+        for line in (*findings, *kept, results, f"report: {(options.out / 'report.html').absolute()}"):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    wrong = {row["method"] for each in document["scenarios"] for row in each["rows"] if row["right"] is False}
+    # A peer may do what the user's model does not expect; sluice may not.
+    if wrong and (is_builtin(subject.model) or any(name.startswith("sluice") for name in wrong)):
+        raise Failure(f"wrong weights: {', '.join(sorted(wrong))}")
 
-    def run(self) -> None:
-        """Compare, print the tables and write the results.
 
-        Raises:
-            Failure: The disk is full, or weights are wrong.
-        """
-        if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        console = console_for_tables(stderr=self.as_json)
-        where = self.device or _machine.device()
-        begin, end_seconds = time.monotonic(), math.inf
-        with _full_disk_is_a_failure(), temporary_folder(self.directory, keep=self.keep) as folder:
-            machine = _machine.describe(folder, _PACKAGES)
-            print_machine(console, machine)
-            precisions = list(self.dtypes)
-            states: tuple[State, ...] = ("cold", "warm") if self.cold is None else ("cold",) if self.cold else ("warm",)
-            if self.checkpoint is not None and self.factory is not None:
-                subject = own_subject(self.checkpoint.absolute(), self.factory, self.model_args, self.key)
-                precisions = precisions or [_own_precision(self.checkpoint)]
-            elif self.size is not None:
-                subject = builtin_subject(self.size)
-            else:
-                loads = len(_choose_methods(builtin_subject(_SMALLEST), self.methods)) * self.runs
-                choice = _choose(console, folder, where, _extents(self.cold, precisions, loads))
-                subject, states, precisions = builtin_subject(choice.size), choice.states, list(choice.dtypes)
-                end_seconds = END_SECONDS
-            chosen = _choose_methods(subject, self.methods)
-            with console.status("making the checkpoints"):
-                plan = partial(scenario, subject, Checkpoints(subject, folder), chosen, device=where, states=states)
-                scenarios = [
-                    plan(dtype, host_limit_bytes=self.ram_limit) for dtype in precisions or ("float32", "bfloat16")
-                ]
-            left = end_seconds - (time.monotonic() - begin)
-            found = _runner.run_with_progress(
-                console, scenarios, repetitions=self.runs, timeout_seconds=self.timeout, end_seconds=left
-            )
-            command = _command(click.get_current_context(), subject, states, precisions)
-            document = _write(self.out, subject.title, machine, command, scenarios, found)
-        if self.as_json:
-            click.echo(json.dumps(document))
-        else:
-            print_tables(console, scenarios, found)
-            print_end(console, scenarios, found, self.out, folder if self.keep else None)
-        _fail_if_wrong(scenarios, found)
+def _subject(
+    console: Console, options: MethodComparison, folder: Path, device: str, states: int
+) -> tuple[ComparedModel, Sequence[Precision], float]:
+    """Return the compared model, the dtypes, and the seconds of the command after which no load starts."""
+    precisions: Sequence[Precision] = options.dtypes or ("float32", "bfloat16")
+    if options.checkpoint is not None and options.factory is not None:
+        own = own_model(options.checkpoint.absolute(), options.factory, options.model_args, options.key)
+        main: Precision = next(
+            (each for each in get_args(Precision) if each == main_dtype(options.checkpoint)), "float32"
+        )
+        return own, options.dtypes or (main,), math.inf
+    if options.size is not None:
+        return ComparedModel(model=options.size), precisions, math.inf
+    loads = len(_choose_methods(ComparedModel(model="tiny"), options.methods)) * options.runs
+    with console.status("looking at memory, disk and time"):
+        size, seconds = _comparison.fitting_size(folder, device, len(precisions) * (1 + loads * states))
+    text = f"GPT-2 {size}: about {seconds:.0f} s; --size chooses another"
+    console.print(text, highlight=False, soft_wrap=True)
+    return ComparedModel(model=size), precisions, END_SECONDS
 
 
 @contextmanager
@@ -126,31 +113,6 @@ def _full_disk_is_a_failure() -> Iterator[None]:
             raise
         text = f"{error.filename or 'the disk'}: {error.strerror}"
         raise Failure(f"{text}; choose a smaller --size, or another --directory or --out") from error
-
-
-def _extents(cold: bool | None, dtypes: Sequence[Precision], loads: int) -> dict[Extent, int]:  # noqa: FBT001
-    """Return the number of processes of each choice of states and dtypes, the most first; ``loads`` for each state."""
-    both: tuple[State, ...] = ("cold", "warm")
-    states = [both, both, both[:1]] if cold is None else [both[:1] if cold else both[1:]] * 2
-    precisions: list[tuple[Precision, ...]] = [tuple(dtypes)] * 3
-    if not dtypes:
-        precisions = [("float32", "bfloat16"), ("float32",), ("float32",)]
-    extents = dict.fromkeys(zip(states, precisions, strict=False))
-    return {extent: len(extent[1]) * (1 + loads * len(extent[0])) for extent in extents}
-
-
-def _choose(console: Console, folder: Path, device: str, processes: dict[Extent, int]) -> Choice:
-    """Choose size, states and dtypes for this machine, from the number of processes of each extent."""
-    with console.status("looking at memory, disk and time"):
-        choice = _sizes.choose_here(folder, device, processes)
-    print_choice(console, choice)
-    return choice
-
-
-def _own_precision(checkpoint: Path) -> Precision:
-
-    own = main_dtype(checkpoint)
-    return next((dtype for dtype in get_args(Precision) if dtype == own), "float32")
 
 
 def _choose_methods(subject: ComparedModel, asked: tuple[str, ...]) -> list[str]:
@@ -165,10 +127,8 @@ def _choose_methods(subject: ComparedModel, asked: tuple[str, ...]) -> list[str]
     return [name for name in known if name in asked or "all" in asked]
 
 
-def _command(
-    context: click.Context, subject: ComparedModel, states: tuple[State, ...], dtypes: Sequence[Precision]
-) -> str:
-    """Return the command line that repeats the comparison, with the chosen size, states and dtypes."""
+def _command(context: click.Context, subject: ComparedModel, cold: bool | None) -> str:  # noqa: FBT001
+    """Return the command line that repeats the comparison, with the chosen size."""
     words = ["sluice", "bench"]
     if subject.original is None:
         words += ["--size", subject.model]
@@ -176,30 +136,9 @@ def _command(
         value = context.params[str(parameter.name)]
         if parameter.name in _NOT_REPEATED or value in (None, (), parameter.get_default(context)):
             continue
-        if isinstance(parameter, click.Argument):
-            words.append(str(value))
-        else:
-            for each in value if isinstance(value, tuple) else (value,):
-                words += [parameter.opts[0], str(each)]
-    if subject.original is None and len(dtypes) == 1 and not context.params["dtypes"]:
-        words += ["--dtype", "fp32"]
-    if len(states) == 1:
-        words.append(f"--{states[0]}")
+        option = [] if isinstance(parameter, click.Argument) else parameter.opts[:1]
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [*option, str(each)]
+    if cold is not None:
+        words.append("--cold" if cold else "--warm")
     return shlex.join(words)
-
-
-def _write(
-    out: Path, title: str, machine: dict[str, str], command: str, scenarios: list[Scenario], runs: list[MethodRun]
-) -> dict[str, Any]:
-    """Write the results and the page, and return the content of the JSON file."""
-    page = out / "report.html"
-    document = write_results(out, "results", machine=machine, command=command, scenarios=scenarios, runs=runs)
-    write_report(page, title=title, machine=machine, command=command, scenarios=scenarios, runs=runs)
-    return document
-
-
-def _fail_if_wrong(scenarios: list[Scenario], runs: list[MethodRun]) -> None:
-    """Fail if sluice loaded wrong weights, or any method did so into a built-in model."""
-    wrong = {row.method for scenario in scenarios for row in summarise(scenario, runs) if row.right is False}
-    if wrong and (scenarios[0].builtin or any(name.startswith("sluice") for name in wrong)):
-        raise Failure(f"wrong weights or logits: {', '.join(sorted(wrong))}")

@@ -10,17 +10,16 @@ import click
 from msgspec import Struct
 
 from sluice._arguments import device_name
-from sluice._options import MemoryLimits, Place
+from sluice._options import Place
 from sluice.cli.options import (
     Command,
     DTypeName,
     Size,
     build_model,
-    changes_of,
     changes_options,
-    check_dtype,
     encoding_option,
     find_factory,
+    keywords_of,
     memory_options,
     parse_arguments,
     paths_argument,
@@ -88,6 +87,13 @@ _OPTIONS = together(
 )
 
 
+#: Parameters of a command that become its ``LoadArguments``.
+_OWN = (
+    *("paths", "spec", "model_args", "device", "dtype", "key", "renames", "regexes", "rule_lists", "host_limit"),
+    *("staging", "device_limit", "no_strict", "allow_empty", "ignore_mismatched", "place", "encoding"),
+)
+
+
 def load_options(*, required: bool, model: str) -> Callable[[Command], Callable[..., Any]]:
     """Return a decorator that adds the options, and passes ``LoadArguments`` to the command.
 
@@ -100,63 +106,30 @@ def load_options(*, required: bool, model: str) -> Callable[[Command], Callable[
     def add(command: Command) -> Callable[..., Any]:
         @wraps(command)
         def checked(**options: Any) -> Any:
-            own = {name: options.pop(name) for name in _load_arguments.__annotations__ if name != "return"}
-            return command(_load_arguments(**own), **options)
+            own = {name: options.pop(name) for name in _OWN}
+            return command(_load_arguments(own), **options)
 
         return together(paths_argument, remote_options, model_option, _OPTIONS)(checked)
 
     return add
 
 
-def _load_arguments(
-    *,
-    paths: tuple[str, ...],
-    spec: str | None,
-    model_args: str | None,
-    device: str | None,
-    dtype: str | None,
-    key: str | None,
-    renames: tuple[str, ...],
-    regexes: tuple[str, ...],
-    rule_lists: tuple[str, ...],
-    host_limit: int | None,
-    staging: int,
-    device_limit: int | None,
-    no_strict: bool,
-    allow_empty: bool,
-    ignore_mismatched: bool,
-    place: Place,
-    encoding: str,
-) -> LoadArguments:
+def _load_arguments(options: dict[str, Any]) -> LoadArguments:
     """Check the options, those first that take no import of torch."""
-    if spec is None and (model_args is not None or no_strict or allow_empty or place != "copy" or device == "auto"):
+    spec, model_args, device = options.pop("spec"), options.pop("model_args"), options["device"]
+    no_strict, allow_empty = options.pop("no_strict"), options["allow_empty"]
+    of_model = no_strict or allow_empty or options["place"] != "copy" or device == "auto"
+    if spec is None and (model_args is not None or of_model):
         raise click.UsageError("--model-args, --no-strict, --allow-empty, --place and --device auto need --model")
     if allow_empty and not no_strict:
         raise click.UsageError("--allow-empty needs --no-strict: without it every missing name is an error")
     args, named = parse_arguments(model_args or "{}")
     factory = None if spec is None else find_factory(spec)
-    rules = changes_of(renames, regexes, rule_lists)
+    source = source_of(options.pop("paths"))
+    keywords = {**keywords_of(options), "strict": not no_strict}
     try:
         if device not in {None, "auto"}:
             device_name(device)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--device") from error
-    return LoadArguments(
-        factory=factory,
-        spec=spec,
-        args=args,
-        named=named,
-        source=source_of(paths),
-        keywords={
-            "device": device,
-            "dtype": check_dtype(dtype),
-            "key": key,
-            "rules": rules,
-            "strict": not no_strict,
-            "allow_empty": allow_empty,
-            "ignore_mismatched": ignore_mismatched,
-            "place": place,
-            "memory": MemoryLimits(host=host_limit, device=device_limit, staging=staging),
-            "encoding": encoding,
-        },
-    )
+    return LoadArguments(factory=factory, spec=spec, args=args, named=named, source=source, keywords=keywords)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -32,11 +31,10 @@ __all__ = [
     "DTypeName",
     "Size",
     "build_model",
-    "changes_of",
     "changes_options",
-    "check_dtype",
     "encoding_option",
     "find_factory",
+    "keywords_of",
     "memory_options",
     "page_cache_option",
     "parse_arguments",
@@ -59,6 +57,7 @@ class DTypeName(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
             name = parse_dtype(value, auto=self._auto, floats_only=True)
+            dtype_argument(name)  # refuses a dtype that the installed torch does not have
         except ValueError as error:
             self.fail(str(error), param, ctx)
         return name
@@ -89,14 +88,6 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
     raise click.BadParameter("must be a JSON object or array", param_hint="--model-args")
 
 
-def check_dtype(name: str | None) -> str | None:
-    """Return the name of a ``--dtype`` option; refuse a dtype that the installed torch does not have."""
-    try:
-        return dtype_argument(name)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--dtype") from error
-
-
 def source_of(paths: Sequence[str]) -> Location | list[Location]:
     """Return the source that the PATH arguments name: one path, or a list of files; URLs with ``--cache``."""
     if len(set(paths)) < len(paths):
@@ -124,61 +115,34 @@ def _import_object(spec: str, option: str) -> Any:
         raise click.BadParameter(f"{module_name!r} is a path; write the module: {hint}:{name}", param_hint=option)
     sys.path.insert(0, os.getcwd())
     try:
-        names = _names_in_source(module_name)
-        if names is not None and name.split(".")[0] not in names:
-            raise _undefined(module_name, name, names, option)
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise click.BadParameter(f"no module {error.name!r}", param_hint=option) from error
         raise Failure(f"{module_name} needs the module {error.name!r}, which is not installed") from error
-    except click.BadParameter:
-        raise
     except Exception as error:
         raise Failure(f"importing {module_name} raised {describe(error)}") from error
     for attribute in name.split("."):
         if not hasattr(target, attribute):
-            raise _undefined(module_name, name, dir(target), option)
+            close = get_close_matches(name, dir(target), n=1)
+            hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
+            raise click.BadParameter(f"{module_name} has no {name!r}{hint}", param_hint=option)
         target = getattr(target, attribute)
     return target
 
 
-def _names_in_source(module_name: str) -> set[str] | None:
-    """Return the names that the source of a module defines, without importing it, which may take seconds.
+def keywords_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a command as keyword arguments of the function that it calls.
 
-    None if only an import can tell: there is no source, or it defines names in other ways.
+    Those of ``changes_options`` become ``rules``, those of ``memory_options`` and ``--device-limit`` ``memory``.
     """
-    found = importlib.util.find_spec(module_name)
-    if found is None or not (found.origin or "").endswith(".py"):
-        return None
-    with open(str(found.origin), "rb") as file:
-        source = file.read()
-    if re.search(rb"import \*|__getattr__|__dict__|globals\(|locals\(|vars\(|setattr\(|sys\.modules|exec\(", source):
-        return None
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
-                names.add(name)
-            case ast.alias(name=name, asname=other):
-                names.add(other or name.partition(".")[0])
-    return names
-
-
-def _undefined(module: str, name: str, names: Iterable[str], option: str) -> click.BadParameter:
-    close = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {module}:{close[0]}?" if close else ""
-    return click.BadParameter(f"{module} has no {name!r}{hint}", param_hint=option)
-
-
-def changes_of(renames: Sequence[str], regexes: Sequence[str], lists: Sequence[str]) -> list[sluice.rules.Rule]:
-    """Return the rules of ``--rename``, ``--rename-regex`` and ``--rules``, in this order."""
-    rules = [*_renames(renames, regex=False), *_renames(regexes, regex=True)]
-    for spec in lists:
+    options = dict(options)
+    rules = [*_renames(options.pop("renames"), regex=False), *_renames(options.pop("regexes"), regex=True)]
+    for spec in options.pop("rule_lists"):
         rules.extend(_find_rules(spec))
-    return rules
+    host, device = options.pop("host_limit"), options.pop("device_limit", None)
+    memory = MemoryLimits(host=host, device=device, staging=options.pop("staging"))
+    return {**options, "rules": rules, "memory": memory}
 
 
 def _renames(texts: Sequence[str], *, regex: bool) -> Iterator[sluice.rules.Rule]:
@@ -266,7 +230,7 @@ page_cache_option = click.option(
     help="keep: leave what is read in the page cache. bypass: do not change the cache.",
 )
 
-#: The options of ``changes_of``.
+#: Options that change names; see ``keywords_of``.
 changes_options = together(
     click.option(
         "--rename",
@@ -291,7 +255,7 @@ changes_options = together(
     ),
 )
 
-#: The options of ``memory_of``.
+#: Options that limit memory; see ``keywords_of``.
 memory_options = together(
     click.option(
         "--memory",

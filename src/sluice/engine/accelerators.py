@@ -2,7 +2,7 @@
 
 ``Accelerator`` is the engine's interface to a device. ``StreamAccelerator`` copies from page-locked staging on a side
 stream, on every device with streams. ``BlockingAccelerator`` uses plain copies on any other device (mps). Tests use a
-simulated device that torch takes for an accelerator, and ``sluice.testing.FakeAccelerator``, which checks each copy.
+simulated device that torch takes for an accelerator, and a fake one, which checks each copy.
 
 A copy may read its source until the ticket of a later ``mark`` has fired. The source is a run of bytes with a strided
 view: casts and views are made on the device, from a scratch buffer the size of one staging buffer. The bus carries the

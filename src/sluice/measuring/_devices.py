@@ -5,53 +5,36 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from msgspec import Struct
+from sluice.measuring._report import DeviceReport
 
 __all__ = ["DeviceMeter"]
-
-
-class _Held(Struct, frozen=True):
-    allocated: int
-    reserved: int
 
 
 class DeviceMeter:
     """Peak and current memory of each accelerator since the construction of the meter."""
 
     def __init__(self) -> None:
-        self._start: dict[str, _Held] = {}
+        self._start: dict[str, tuple[int, int]] = {}
         for device, module, number in _devices():
             module.reset_peak_memory_stats(number)
-            self._start[device] = _Held(module.memory_allocated(number), module.memory_reserved(number))
+            self._start[device] = module.memory_allocated(number), module.memory_reserved(number)
 
     def allocated(self) -> dict[str, int]:
         """Return the currently allocated bytes of each device."""
         return {device: module.memory_allocated(number) for device, module, number in _devices()}
 
-    def uuids(self) -> dict[str, str]:
-        """Return the UUID of each device that has one, as NVML writes it."""
-        uuids = {device: _uuid(module, number) for device, module, number in _devices()}
-        return {device: uuid for device, uuid in uuids.items() if uuid}
+    def growth(self) -> tuple[DeviceReport, ...]:
+        """Return the growth of each device; of one that was first used after the start, from 0."""
+        return tuple(self._growth(*each) for each in _devices())
 
-    def growth(self) -> dict[str, tuple[int, int, int]]:
-        """Return for each device the peak growth of allocated and reserved bytes, and the remaining growth.
-
-        The growth of a device that was first used after the start is counted from 0.
-        """
-        growth = {}
-        for device, module, number in _devices():
-            start = self._start.get(device, _Held(0, 0))
-            growth[device] = (
-                module.max_memory_allocated(number) - start.allocated,
-                module.max_memory_reserved(number) - start.reserved,
-                module.memory_allocated(number) - start.allocated,
-            )
-        return growth
-
-
-def _uuid(module: Any, number: int) -> str:
-    uuid = str(getattr(module.get_device_properties(number), "uuid", ""))
-    return f"GPU-{uuid}" if uuid else ""
+    def _growth(self, device: str, module: Any, number: int) -> DeviceReport:
+        allocated, reserved = self._start.get(device, (0, 0))
+        return DeviceReport(
+            device=device,
+            allocated_bytes=module.max_memory_allocated(number) - allocated,
+            reserved_bytes=module.max_memory_reserved(number) - reserved,
+            final_bytes=module.memory_allocated(number) - allocated,
+        )
 
 
 def _devices() -> list[tuple[str, Any, int]]:

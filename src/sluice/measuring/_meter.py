@@ -12,11 +12,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
-
-from msgspec import Struct, field
 
 from sluice._public import public
 from sluice._threads import Worker, join_threads, start_threads
@@ -24,7 +21,7 @@ from sluice.machine.cgroups import MemoryGroup, memory_groups, tightest
 from sluice.machine.peaks import MemorySample, read_memory, restart_peak
 from sluice.measuring import _sampler
 from sluice.measuring._devices import DeviceMeter
-from sluice.measuring._report import CgroupReport, DeviceReport, Mark, MemoryReport, Timeline
+from sluice.measuring._report import CgroupReport, Mark, MemoryReport, Timeline
 from sluice.records import Peaks
 
 __all__ = ["Measurement", "measure"]
@@ -35,13 +32,10 @@ R = TypeVar("R")
 #: Longest sleep of the sampling thread, used if no helper process can be started, in seconds.
 _NOTICE_SECONDS = 0.02
 
-#: Size of a 64-bit integer in the helper's answer, in bytes.
-_ITEM_BYTES = 8
-
 
 @public()
 def measure(
-    *, interval_seconds: float = 0.001, pss: bool = False, on_report: Callable[[MemoryReport], object] | None = None
+    *, interval_seconds: float = 0.001, on_report: Callable[[MemoryReport], object] | None = None
 ) -> Measurement:
     """Measure memory during a ``with`` block or a function: host by kind, control group, accelerators.
 
@@ -51,8 +45,6 @@ def measure(
 
     Args:
         interval_seconds: Time between two samples.
-        pss: Also read the proportional set size, ten times a second: each reading walks the page tables, which stops
-            the measured process for milliseconds.
         on_report: Called with the report when the block ends. A decorated function without it prints its report to
             standard error.
 
@@ -72,18 +64,15 @@ def measure(
     """
     if not interval_seconds > 0:
         raise ValueError(f"interval_seconds must be positive, not {interval_seconds}")
-    return Measurement(interval_seconds, pss=pss, on_report=on_report)
+    return Measurement(interval_seconds, on_report=on_report)
 
 
 @public("sluice.measuring")
 class Measurement:
     """One measurement; see ``measure``."""
 
-    def __init__(
-        self, interval_seconds: float, *, pss: bool, on_report: Callable[[MemoryReport], object] | None
-    ) -> None:
+    def __init__(self, interval_seconds: float, *, on_report: Callable[[MemoryReport], object] | None) -> None:
         self._interval = interval_seconds
-        self._pss = pss
         self._on_report = on_report
         self._marks: list[Mark] = []
         self._marked: list[MemorySample] = []
@@ -108,7 +97,7 @@ class Measurement:
         self._group = tightest(memory_groups())
         # Before, so that the helper's first samples exclude earlier peaks; and after, to exclude the helper's start.
         restart_peak()
-        self._helper = _Helper.start(self._interval, pss=self._pss, group=self._group)
+        self._helper = _Helper.start(self._interval, group=self._group)
         restart_peak()
         self._begin_ns = time.monotonic_ns()
         self._start = read_memory()
@@ -140,28 +129,24 @@ class Measurement:
         @functools.wraps(function)
         def measured(*args: P.args, **kwargs: P.kwargs) -> R:
             report = self._on_report or functools.partial(_print_report, function.__qualname__)
-            with Measurement(self._interval, pss=self._pss, on_report=report):
+            with Measurement(self._interval, on_report=report):
                 return function(*args, **kwargs)
 
         return measured
 
-    def _assemble(self, end: MemorySample, end_ns: int, seen: _Samples) -> MemoryReport:
-        times, *readings = seen.columns
-        names = [*_sampler.COLUMNS[1:], *(f"device{n}" for n in range(len(seen.devices)))]
-        known = {name: column for name, column in zip(names, readings, strict=True) if max(column, default=-1) >= 0}
-        start = self._start
+    def _assemble(self, end: MemorySample, end_ns: int, columns: dict[str, array[int]]) -> MemoryReport:
+        times, start = columns.pop("time_ns"), self._start
         return MemoryReport(
             seconds=(end_ns - self._begin_ns) / 1e9,
             interval_seconds=self._interval,
             separate_process=self._helper.separate,
             start=_growth(start, _NOTHING),
-            peaks=_peaks(start, [*self._marked, end], known, bisect_left(times, self._begin_ns)),
+            peaks=_peaks(start, [*self._marked, end], columns, bisect_left(times, self._begin_ns)),
             final=_growth(end, start),
-            pss_bytes=max(known["pss"]) - known["pss"][0] if "pss" in known else None,
-            cgroup=_cgroup(self._group, known),
-            devices=tuple(_device_reports(self._devices, seen.devices, known)),
+            cgroup=_cgroup(self._group, columns),
+            devices=self._devices.growth(),
             marks=tuple(self._marks),
-            timeline=Timeline(seconds=array("d", ((t - self._begin_ns) / 1e9 for t in times)), columns=known),
+            timeline=Timeline(seconds=array("d", [(t - self._begin_ns) / 1e9 for t in times]), columns=columns),
         )
 
 
@@ -218,43 +203,8 @@ def _cgroup(group: MemoryGroup | None, columns: dict[str, array[int]]) -> Cgroup
     )
 
 
-def _device_reports(meter: DeviceMeter, seen: list[str], columns: dict[str, array[int]]) -> list[DeviceReport]:
-    """Combine the figures of torch's allocators with those of NVML for the same devices.
-
-    Args:
-        meter: Meter of torch's allocators.
-        seen: UUIDs of NVML's devices, in the order of the columns ``device0``, ``device1``, ...
-        columns: The helper's samples.
-    """
-    uuids = meter.uuids()
-    reports = []
-    for device, (allocated, reserved, final) in meter.growth().items():
-        uuid = uuids.get(device)
-        whole = columns.get(f"device{seen.index(uuid)}") if uuid in seen else None
-        reports.append(
-            DeviceReport(
-                device=device,
-                allocated_bytes=allocated,
-                reserved_bytes=reserved,
-                final_bytes=final,
-                whole_device_bytes=max(whole) - whole[0] if whole else None,
-                whole_device_final_bytes=whole[-1] - whole[0] if whole else None,
-            )
-        )
-    return reports
-
-
 def _print_report(name: str, report: MemoryReport) -> None:
     sys.stderr.write(f"{name}: {report}\n")
-
-
-class _Samples(Struct, frozen=True, kw_only=True):
-    """Samples of the helper."""
-
-    #: ``_sampler.COLUMNS``, and one column per device.
-    columns: list[array[int]]
-    #: UUIDs of the devices.
-    devices: list[str] = field(default_factory=list)
 
 
 class _Helper:
@@ -275,20 +225,16 @@ class _Helper:
                 raise
 
     @classmethod
-    def start(cls, interval_seconds: float, *, pss: bool, group: MemoryGroup | None) -> _Helper:
+    def start(cls, interval_seconds: float, *, group: MemoryGroup | None) -> _Helper:
         """Start a helper and wait for its first sample."""
-        settings = {
-            "pid": os.getpid(),
-            "interval_seconds": interval_seconds,
-            "pss": pss,
-            "cgroup": group.usage_file if group else "",
-            "nvml": find_spec("pynvml") is not None,
-        }
-        command = [sys.executable, "-I", _sampler.__file__, json.dumps(settings)]
+        settings = [str(os.getpid()), str(interval_seconds), group.usage_file if group else ""]
         process = None
         with suppress(OSError):
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                [sys.executable, "-I", _sampler.__file__, *settings],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
             )
             assert process.stdout is not None
             if process.stdout.readline() != b"ready\n":
@@ -296,18 +242,22 @@ class _Helper:
                 process = None
         return cls(process, interval_seconds)
 
-    def stop(self) -> _Samples:
-        """Stop sampling and return the samples."""
+    def stop(self) -> dict[str, array[int]]:
+        """Stop sampling and return the columns of all samples; see ``Sampler``."""
         if self._process is None:
-            return _Samples(columns=self._stop_thread())
+            self._stopped = True
+            join_threads(self._samplers)
+            columns = {"time_ns": array("q", [moment for moment, _ in self._samples])}
+            for kind in ("anon", "file", "shmem", "peak"):
+                columns[kind] = array("q", [getattr(sample, f"{kind}_bytes") for _, sample in self._samples])
+            return columns
         answer, _ = self._process.communicate(b"\n")
         head, _, body = answer.partition(b"\n")
-        if not head:  # the helper was killed: the readings at start, marks and end still count
-            return _Samples(columns=[array("q") for _ in _sampler.COLUMNS])
-        header = json.loads(head)
-        length = header["samples"] * _ITEM_BYTES
-        columns = [array("q", body[n * length : (n + 1) * length]) for n in range(header["columns"])]
-        return _Samples(columns=columns, devices=header["devices"])
+        # Without a head the helper was killed: the readings at start, marks and end still count.
+        names = json.loads(head or "[]")
+        length = len(body) // max(1, len(names))
+        read = {name: array("q", body[n * length : (n + 1) * length]) for n, name in enumerate(names)}
+        return read or {"time_ns": array("q")}
 
     def _watch(self) -> None:
         due = time.monotonic() + self._interval
@@ -316,16 +266,3 @@ class _Helper:
             if time.monotonic() >= due:
                 due += self._interval
                 self._samples.append((time.monotonic_ns(), read_memory()))
-
-    def _stop_thread(self) -> list[array[int]]:
-        self._stopped = True
-        join_threads(self._samplers)
-        absent = array("q", [_sampler.ABSENT]) * len(self._samples)
-        return [
-            array("q", (moment for moment, _ in self._samples)),
-            *(
-                array("q", (getattr(sample, name) for _, sample in self._samples))
-                for name in ("anon_bytes", "file_bytes", "shmem_bytes", "peak_bytes")
-            ),
-            *(absent[:] for _ in _sampler.COLUMNS[5:]),
-        ]

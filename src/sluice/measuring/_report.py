@@ -22,7 +22,7 @@ __all__ = ["CgroupReport", "DeviceReport", "Mark", "MemoryReport", "Timeline"]
 _GIB = 1 << 30
 
 #: Fields of a report that its JSON holds unchanged.
-_JSON_FIELDS = ("start", "peaks", "final", "pss_bytes", "cgroup", "devices", "marks")
+_JSON_FIELDS = ("start", "peaks", "final", "cgroup", "devices", "marks")
 
 #: Kinds of host memory from the bottom of the picture up, in colours that also differ in brightness.
 _KIND_COLOURS = {"anon": "#d95f02", "file": "#7fb3d5", "shmem": "#4d4d4d"}
@@ -35,8 +35,7 @@ class Timeline:
 
     #: Time of each sample.
     seconds: array[float]
-    #: Readings by name: ``anon``, ``file``, ``shmem``, ``peak`` (recorded by the kernel), and if measured ``pss``,
-    #: ``cgroup``, ``device0`` and so on.
+    #: Readings by name: ``anon``, ``file``, ``shmem``, ``peak`` (recorded by the kernel), and ``cgroup`` in a group.
     columns: Mapping[str, array[int]]
 
     def __len__(self) -> int:
@@ -93,10 +92,6 @@ class DeviceReport:
     reserved_bytes: int
     #: Growth of the bytes allocated by torch, at the end.
     final_bytes: int
-    #: Largest growth of the bytes used by all processes, from NVML; None if NVML is not installed.
-    whole_device_bytes: int | None
-    #: Growth of the bytes used by all processes, at the end; None if NVML is not installed.
-    whole_device_final_bytes: int | None
 
 
 @public()
@@ -116,8 +111,6 @@ class MemoryReport(Report):
     peaks: Peaks
     #: Growth that remains at the end.
     final: Peaks
-    #: Largest growth of the proportional set size (shared pages divided among processes); None unless requested.
-    pss_bytes: int | None
     #: The control group; None if there is none.
     cgroup: CgroupReport | None
     #: Accelerators that torch used.
@@ -147,23 +140,14 @@ class MemoryReport(Report):
         ):
             peak, final, start = (format_bytes(getattr(each, field)) for each in (self.peaks, self.final, self.start))
             yield label, peak, final, start
-        if self.pss_bytes is not None:
-            yield "host, Pss", format_bytes(self.pss_bytes), "", ""
         if self.cgroup:
             limit = "no limit" if self.cgroup.limit_bytes is None else f"limit {format_bytes(self.cgroup.limit_bytes)}"
             grown = format_bytes(self.cgroup.peak_bytes - self.cgroup.start_bytes)
             yield f"control group, {limit}", grown, "", format_bytes(self.cgroup.start_bytes)
         for device in self.devices:
-            yield (
-                f"{device.device} allocated",
-                format_bytes(device.allocated_bytes),
-                format_bytes(device.final_bytes),
-                "",
-            )
+            allocated, final = format_bytes(device.allocated_bytes), format_bytes(device.final_bytes)
+            yield f"{device.device} allocated", allocated, final, ""
             yield f"{device.device} reserved", format_bytes(device.reserved_bytes), "", ""
-            if device.whole_device_bytes is not None:
-                final = "" if device.whole_device_final_bytes is None else format_bytes(device.whole_device_final_bytes)
-                yield f"{device.device} all processes", format_bytes(device.whole_device_bytes), final, ""
 
     def _grid(self) -> Grid:
         marks = [
@@ -200,8 +184,7 @@ class MemoryReport(Report):
     def draw(self, axes: Axes) -> None:
         """Draw the timeline into axes of a matplotlib figure, so that several reports can share a figure.
 
-        Growth of host memory by kind is stacked, in GiB over seconds; each device that NVML saw is a line, and each
-        mark a dotted one.
+        Growth of host memory by kind is stacked, in GiB over seconds; each mark is a dotted line.
 
         Args:
             axes: Axes to draw into. The caller sets limits and legend.
@@ -214,10 +197,6 @@ class MemoryReport(Report):
         if seconds:
             labels = ("host, anonymous", "host, file-backed", "host, shared")
             axes.stackplot(seconds, *grown, labels=labels, colors=tuple(_KIND_COLOURS.values()), alpha=0.8)
-        for name, column in columns.items():
-            if name.startswith("device"):
-                line = [(value - column[0]) / _GIB for value in column]
-                axes.plot(seconds, line, label=f"GPU {name.removeprefix('device')}, all processes", linewidth=1.5)
         for mark in self.marks:
             axes.axvline(mark.seconds, color="black", linewidth=0.8, linestyle=":")
             axes.annotate(mark.name, (mark.seconds, 1), xycoords=("data", "axes fraction"), rotation=90, va="top")

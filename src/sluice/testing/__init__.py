@@ -1,7 +1,7 @@
 """Helpers for tests of code that builds on sluice.
 
-Sources that are in memory, record their reads or fail, the conformance suites of sources and formats, a fake
-accelerator, a memory assertion, and programs under a hard memory limit. Names are imported on first use, so that only
+Sources that are in memory, record their reads or fail, the conformance suites of sources and formats, a memory
+assertion, and programs under a hard memory limit. Names are imported on first use, so that only
 those that hold tensors import torch.
 """
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sluice.measuring._limit import memory_limit_refusal, run_limited
-    from sluice.testing._accelerator import FakeAccelerator
     from sluice.testing._conformance import check_source
     from sluice.testing._format_conformance import ExpectedTensor, check_format
     from sluice.testing._peak import assert_peak
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ExpectedTensor",
-    "FakeAccelerator",
     "FaultySource",
     "MemorySource",
     "RecordedRead",
@@ -35,7 +33,6 @@ __all__ = [
 
 _HOMES = {
     "ExpectedTensor": "testing._format_conformance",
-    "FakeAccelerator": "testing._accelerator",
     "assert_peak": "testing._peak",
     "check_format": "testing._format_conformance",
     "check_source": "testing._conformance",

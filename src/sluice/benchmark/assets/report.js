@@ -1,7 +1,20 @@
 "use strict";
 // Draws the chart of report.html with uPlot. All that is shown comes from the JSON in the page.
 (() => {
-  const { charts, seconds: end } = JSON.parse(document.getElementById("data").textContent);
+  const { scenarios } = JSON.parse(document.getElementById("data").textContent);
+  const SHORT = { float32: "fp32", bfloat16: "bf16", float16: "fp16" };
+  const charts = scenarios.flatMap((scenario) => scenario.states.map((state) => {
+    const limit = scenario.host_limit_bytes === null ? "" : `, ${(scenario.host_limit_bytes / 1048576).toFixed(0)} MiB`;
+    const series = scenario.timelines.filter((line) => line.state === state).map((line) => {
+      const run = scenario.runs.find((each) => each.method === line.method && each.state === state && each.repetition === line.repetition);
+      const { anon_bytes: anon, file_bytes: file, device_bytes: device, shmem_bytes: shmem } = line;
+      const total = anon.map((bytes, position) => bytes + file[position] + shmem[position]);
+      return { method: line.method, status: run.status, reason: run.reason, seconds: run.seconds, seconds_at: line.seconds, total, anon, file, device };
+    });
+    return { label: `${SHORT[scenario.dtype]}, ${state}${limit}`, title: `${scenario.title}, ${state}`,
+      finding: scenario.findings[state], final_bytes: scenario.final_bytes, series };
+  })).filter((chart) => chart.series.length);
+  const end = Math.max(0, ...charts.flatMap((chart) => chart.series.map((series) => series.seconds_at[series.seconds_at.length - 1])));
   const ours = (method) => method.startsWith("sluice");
   for (const chart of charts) chart.series.sort((a, b) => ours(a.method) - ours(b.method));  // ours is drawn on top
   const holder = document.getElementById("chart");

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import Struct
 
 from sluice.cli.failures import Failure
 from sluice.cli.options import DTypeName, Size, find_factory, parse_arguments
 from sluice.measuring._limit import memory_limit_refusal
 
-__all__ = ["bench_command"]
+__all__ = ["MethodComparison", "bench_command"]
 
 #: Dtypes that can be compared, by their short names.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -27,6 +28,27 @@ class _ComparedDType(DTypeName):
         name = super().convert(value, param, ctx)
         short = next((short for short, compared in _DTYPES.items() if compared == name), None)
         return short or self.fail(f"{value!r} is not compared: write {', '.join(_DTYPES)}", param, ctx)
+
+
+class MethodComparison(Struct, frozen=True, kw_only=True):
+    """Options of ``sluice bench``; its help describes them."""
+
+    checkpoint: Path | None
+    factory: str | None
+    model_args: str
+    key: str | None
+    size: str | None
+    methods: tuple[str, ...]
+    dtypes: tuple[Any, ...]
+    cold: bool | None
+    runs: int
+    device: str | None
+    ram_limit: int | None
+    timeout: float
+    directory: Path | None
+    keep: bool
+    out: Path
+    as_json: bool
 
 
 @click.command("bench")
@@ -62,31 +84,13 @@ class _ComparedDType(DTypeName):
     help="Results.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object, and nothing else.")
-def bench_command(
-    checkpoint: Path | None,
-    *,
-    factory: str | None,
-    model_args: str,
-    key: str | None,
-    size: str | None,
-    methods: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    cold: bool | None,
-    runs: int,
-    device: str | None,
-    ram_limit: int | None,
-    timeout: float,
-    directory: Path | None,
-    keep: bool,
-    out: Path,
-    as_json: bool,
-) -> None:
+@click.pass_context
+def bench_command(ctx: click.Context, **options: Any) -> None:
     """Load one checkpoint in several ways and compare peak memory and time.
 
     Give CHECKPOINT and --model for your own checkpoint, or --size for a GPT-2 with a generated one. With neither, the
-    largest GPT-2 is used whose cold and warm loads fit this machine and about two minutes. Each load
-    runs in a separate process, which is measured from outside. A process that dies is listed with the reason and its
-    progress.
+    largest GPT-2 is used whose loads fit this machine and about two minutes. Each load runs in a separate process,
+    which is measured from outside. A process that dies is listed with the reason and its progress.
 
     Writes report.html (a page that works offline, with the memory of all methods over time), results.md and
     results.json into --out.
@@ -95,8 +99,8 @@ def bench_command(
     Methods of the tutorial, which run unless --method is given:
       naive, sequential, meta-sequential, mmap, per-parameter, sluice
     Other loaders, which run by name if they are installed:
-      torch-load, torch-mmap, torch-assign, torch-dcp, safetensors-load-model,
-      safetensors-load-file, accelerate, runai-streamer, fastsafetensors, tensorizer
+      torch-load, torch-mmap, safetensors-load-model, safetensors-load-file,
+      accelerate, runai-streamer, fastsafetensors
     For comparison: sluice-load-into, sluice-map, raw-direct, raw-buffered
 
     \b
@@ -106,30 +110,14 @@ def bench_command(
       sluice bench model.safetensors --model net:Net --method fastsafetensors --dtype bf16 --warm --runs 3
       sluice bench --size large --ram-limit 4GiB --json | jq '.scenarios[].rows'
     """
-    _check_options(checkpoint, factory, model_args, size)
-    if ram_limit is not None and (refusal := memory_limit_refusal()):
+    _check_options(options["checkpoint"], options["factory"], options["model_args"], options["size"])
+    if options["ram_limit"] is not None and (refusal := memory_limit_refusal()):
         raise Failure(f"--ram-limit: {refusal}")
     # Here, not above: torch takes a second to import, and wrong options are refused before.
-    from sluice.cli.comparison import MethodComparison
+    from sluice.cli.comparison import compare
 
-    MethodComparison(
-        checkpoint=checkpoint,
-        factory=factory,
-        model_args=model_args,
-        key=key,
-        size=size,
-        methods=methods,
-        dtypes=tuple(_DTYPES[name] for name in dict.fromkeys(dtypes)),
-        cold=cold,
-        runs=runs,
-        device=device,
-        ram_limit=ram_limit,
-        timeout=timeout,
-        directory=directory,
-        keep=keep,
-        out=out,
-        as_json=as_json,
-    ).run()
+    dtypes = tuple(_DTYPES[name] for name in dict.fromkeys(options.pop("dtypes")))
+    compare(ctx, MethodComparison(dtypes=dtypes, **options))
 
 
 def _check_options(checkpoint: Path | None, factory: str | None, model_args: str, size: str | None) -> None:

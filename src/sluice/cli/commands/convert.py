@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
 import sluice
-from sluice._options import MemoryLimits, PageCache
 from sluice.cli.failures import Failure
 from sluice.cli.options import (
     DTypeName,
     Size,
-    changes_of,
     changes_options,
-    check_dtype,
     encoding_option,
+    keywords_of,
     memory_options,
     page_cache_option,
 )
@@ -37,7 +34,7 @@ __all__ = ["convert_command"]
 @click.argument("destination", type=click.Path())
 @remote_options
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
-@click.option("--format", "kind", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
+@click.option("--format", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
 @changes_options
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
@@ -59,23 +56,11 @@ def convert_command(
     source: str,
     destination: str,
     *,
-    key: str | None,
-    kind: str | None,
-    dtype: str | None,
-    renames: Sequence[str],
-    regexes: Sequence[str],
-    rule_lists: Sequence[str],
-    max_shard_size: int | None,
-    manifest: str | None,
-    manifest_hash: HashAlgorithm,
-    host_limit: int | None,
-    staging: int,
-    page_cache: PageCache,
-    encoding: str,
     dry_run: bool,
     force: bool,
     as_json: bool,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Write the checkpoint at SOURCE to DESTINATION in another format, with a fixed amount of memory.
 
@@ -114,23 +99,9 @@ def convert_command(
       written_by_rank
                    empty: one process writes a conversion
     """
-    _check(destination, kind, max_shard_size, manifest, manifest_hash)
-    rules = changes_of(renames, regexes, rule_lists)
-    run = partial(
-        sluice.convert,
-        with_settings(source),
-        destination,
-        key=key,
-        format=kind,  # type: ignore[arg-type]  # click checks the choices
-        dtype=check_dtype(dtype),
-        rules=rules,
-        max_shard_size=max_shard_size,
-        manifest=manifest,
-        manifest_hash=manifest_hash,
-        memory=MemoryLimits(host=host_limit, staging=staging),
-        page_cache=page_cache,
-        encoding=encoding,
-    )
+    manifest = options["manifest"]
+    _check(destination, options["format"], options["max_shard_size"], manifest, options["manifest_hash"])
+    run = partial(sluice.convert, with_settings(source), destination, **keywords_of(options))
     if not (force or dry_run):
         _ask(destination, manifest, run)
     shown = progress_wanted(quiet=quiet or dry_run)

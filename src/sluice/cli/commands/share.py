@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 import sluice
-from sluice._options import MemoryLimits
 from sluice._units import format_bytes
 from sluice.cli.failures import Failure
 from sluice.cli.options import (
     DTypeName,
     Size,
-    changes_of,
     changes_options,
-    check_dtype,
     encoding_option,
+    keywords_of,
     memory_options,
     source_of,
 )
@@ -62,20 +59,12 @@ class Duration(click.ParamType[float]):
 def share_command(
     paths: tuple[str, ...],
     *,
-    key: str | None,
-    dtype: str | None,
-    renames: Sequence[str],
-    regexes: Sequence[str],
-    rule_lists: Sequence[str],
-    keep: float | None,
-    max_bytes: int | None,
     directory: str | None,
+    keep: float | None,
     listing: bool,
     drop: str | None,
-    host_limit: int | None,
-    staging: int,
-    encoding: str,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.
 
@@ -102,17 +91,8 @@ def share_command(
     if not paths:
         _list_or_drop(store.open_store(directory), drop)
         return
-    copy = sluice.shared(
-        source_of(paths),
-        key=key,
-        dtype=check_dtype(dtype),
-        rules=changes_of(renames, regexes, rule_lists),
-        memory=MemoryLimits(host=host_limit, staging=staging),
-        max_bytes=max_bytes,
-        directory=directory,
-        encoding=encoding,
-        progress=progress_wanted(quiet=quiet),
-    )
+    progress = progress_wanted(quiet=quiet)
+    copy = sluice.shared(source_of(paths), directory=directory, progress=progress, **keywords_of(options))
     if not quiet:
         click.echo(f"{copy.key} {'built' if copy.built else 'found'}, {format_bytes(copy.nbytes)}: {copy.path}")
     if keep is not None:

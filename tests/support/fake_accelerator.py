@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from sluice._errors import BudgetError
-from sluice._public import public
 from sluice.engine.host_copies import StridedBytes
 from sluice.engine.packs import decode_packs
 
@@ -47,7 +46,6 @@ class _PendingCopy:
                 self.poisoned = True
 
 
-@public("sluice.testing")
 class FakeAccelerator:
     """A fake accelerator; ``finish`` raises ``AssertionError`` with the problems that it found.
 
@@ -59,19 +57,11 @@ class FakeAccelerator:
         reserved_bytes: Sizes passed to ``reserve``.
         allocated_bytes: Size of all allocations, in bytes.
         released: Whether cached memory was released.
-
-    Example:
-        >>> device = FakeAccelerator(capacity_bytes=16)
-        >>> memory = device.allocate(4, torch.float32)
-        >>> device.allocate(1, torch.float32)
-        Traceback (most recent call last):
-            ...
-        sluice.BudgetError: the fake accelerator is out of memory...
     """
 
     def __init__(self, *, capacity_bytes: int | None = None, seed: int = 0) -> None:
         self._capacity_bytes = capacity_bytes
-        self._random = random.Random(seed)  # noqa: S311  (an order for tests)
+        self._random = random.Random(seed)
         self._condition = threading.Condition()
         self._pending: list[_PendingCopy] = []
         self._problems: list[str] = []

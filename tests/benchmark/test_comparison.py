@@ -1,0 +1,167 @@
+"""The plan of a comparison: methods, the size of a built-in model, and the checkpoint that each method reads."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import sluice
+from sluice.benchmark import comparison as _comparison
+from sluice.benchmark.comparison import ComparedModel, checkpoint_for, default_methods, fitting_size, own_model
+from sluice.benchmark.loads import verdict
+from sluice.benchmark.methods import METHODS
+from sluice.benchmark.records import MethodJob
+from sluice.benchmark.subjects import final_bytes, kind_of, main_dtype
+
+_MODEL = f"{__name__}:Tied"
+
+
+class Tied(nn.Module):
+    """Two names for one weight, an integer buffer, and a non-persistent buffer."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, width)
+        self.head = nn.Linear(width, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "disk_gib", "per_process", "per_byte", "size"),
+    [
+        (64, 64, 0.0, 0.0, "xl"),
+        (15, 64, 0.0, 0.0, "large"),
+        (64, 4, 0.0, 0.0, "medium"),
+        (64, 64, 2.0, 5e-10, "large"),
+        (64, 64, 2.0, 1e-9, "medium"),
+        (64, 64, 2.0, 4e-9, "small"),
+        (64, 64, 40.0, 0.0, "small"),  # it takes too long, but there is nothing smaller
+        (0, 0, 0.0, 0.0, "small"),
+    ],
+)
+def test_the_size_is_the_largest_that_fits_memory_disk_and_two_minutes(
+    memory_gib: int, disk_gib: int, per_process: float, per_byte: float, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_comparison, "_probe_process", lambda _: per_process)
+    monkeypatch.setattr(_comparison, "_probe_byte", lambda _: per_byte)
+    monkeypatch.setattr("sluice.benchmark.machine.free_memory_bytes", lambda: memory_gib << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=disk_gib << 30))
+    found, seconds = fitting_size(Path(), "cpu", 26)
+    assert found == size
+    assert seconds <= 120 or found == "small"
+
+
+def test_the_probe_of_the_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_comparison, "_PROBE_BYTES", 1 << 20)
+    assert _comparison._probe_byte(tmp_path) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A training checkpoint of ``Tied`` with its weights under a key."""
+    torch.manual_seed(0)
+    path = tmp_path / "run.pth"
+    torch.save({"model": Tied().state_dict(), "epoch": 3}, path)
+    return path
+
+
+def test_what_a_checkpoint_is(own: Path, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    save_file({"a": torch.ones(2)}, parts / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(2)}, parts / "model-00002-of-00002.safetensors")
+    singles = tmp_path / "singles"
+    singles.mkdir()
+    torch.save(torch.ones(2), singles / "w.pt")
+    found = [kind_of(path) for path in (own, tmp_path / "w.safetensors", parts, singles)]
+    assert found == [".pth", ".safetensors", "shards", ""]
+
+
+def test_the_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(9, dtype=torch.bfloat16), "b": torch.ones(2), "c": torch.ones(99, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    assert main_dtype(tmp_path / "w.safetensors") == "bfloat16"
+
+
+def test_the_finished_size_counts_ties_once_and_keeps_integers() -> None:
+    assert final_bytes(_MODEL, '{"width": 16}', torch.bfloat16) == 5 * 16 * 2 + 8
+
+
+def test_own_checkpoints_are_read_directly_if_a_method_can(own: Path, tmp_path: Path) -> None:
+    subject = own_model(own, _MODEL, "{}", "model")
+    assert default_methods(subject) == ["naive", "sequential", "meta-sequential", "mmap", "sluice"]
+    folder = tmp_path / "made"
+    folder.mkdir()
+    assert checkpoint_for("naive", subject, folder) == own
+    assert list(folder.iterdir()) == []
+
+
+def test_others_get_a_copy_of_the_weights_alone(own: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    subject = own_model(own, _MODEL, "{}", "model")
+    copied = load_file(checkpoint_for("fastsafetensors", subject, folder))
+    assert set(copied) == {"embedding.weight", "head.weight", "steps"}
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint_for("runai-streamer", subject, folder) == folder / "model.safetensors"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made  # once for all methods
+    assert checkpoint_for("accelerate", subject, folder) == folder / "model.pth"  # the method takes no key
+    assert {path.name for path in checkpoint_for("per-parameter", subject, folder).iterdir()} == {
+        "embedding.weight.pt", "head.weight.pt", "steps.pt"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("built_in", [False, True])
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(
+    built_in: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    subject = ComparedModel(model="tiny") if built_in else own_model(own, _MODEL, "{}", "model")
+    with pytest.raises(OSError, match=r"a checkpoint of .* does not fit: 100 B are free") as caught:
+        checkpoint_for("per-parameter", subject, tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    assert not (tmp_path / "parameters").exists()
+
+
+def test_what_only_sluice_reads_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.benchmark.subjects.kind_of", lambda _: "other")
+    subject = own_model(tmp_path / "dcp", _MODEL, "{}", None)
+    assert default_methods(subject) == ["sluice"]
+    with pytest.raises(sluice.UnsupportedError, match="neither torch nor safetensors reads this checkpoint"):
+        checkpoint_for("naive", subject, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["naive", "sequential", "meta-sequential", "mmap", "sluice", "sluice-load-into"])
+def test_the_truth_of_an_own_model_is_what_torch_reads(method: str, own: Path) -> None:
+    job = MethodJob(
+        method=method, model=_MODEL, checkpoint=str(own), key="model", dtype="bfloat16", device="cpu", verify=True
+    )
+    truth, found = (METHODS[name].start(job)() for name in ("reference", method))
+    assert isinstance(truth, nn.Module)
+    assert isinstance(found, nn.Module)
+    assert truth.state_dict()["steps"] == 3
+    assert verdict(found) == verdict(truth)
+
+
+def test_the_truth_finds_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
+    weights = OrderedDict(Tied().state_dict())
+    del weights["head.weight"]
+    torch.save(weights, tmp_path / "tied.pth")
+    job = MethodJob(
+        method="sluice", model=_MODEL, checkpoint=str(tmp_path / "tied.pth"), dtype="float32", device="cpu", verify=True
+    )
+    truth = METHODS["reference"].start(job)()
+    assert isinstance(truth, nn.Module)
+    assert torch.equal(truth.state_dict()["head.weight"], weights["embedding.weight"])
