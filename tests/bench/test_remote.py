@@ -85,6 +85,6 @@ def test_the_table_compares_with_the_raw_client_of_the_network() -> None:
     ours = msgspec.convert(
         {"cell": msgspec.to_builtins(other), "method": "sluice http", **figures, "received": 101}, Run
     )
-    absent = Run(cell=other, method="tensorizer (own format)", problem="not installed: tensorizer")
+    absent = Run(cell=other, method="s3torchconnector", problem="not installed: s3torchconnector")
     assert section([ours, raw]).rows[0][-7:] == ("3.00", "1.50", "10", "1.5", "4", "1.010", "")
-    assert section([raw, ours, absent]).rows[-1][-7:] == (*("-",) * 6, "not installed: tensorizer")
+    assert section([raw, ours, absent]).rows[-1][-7:] == (*("-",) * 6, "not installed: s3torchconnector")

@@ -93,7 +93,7 @@ def console_for_tables(*, stderr: bool = False) -> Console:
 
 def print_section(console: Console, section: TableSection) -> None:
     """Print a table; rows whose names begin with "sluice" are bold."""
-    table = Table(title=Text(section.title), title_justify="left")  # Text: names of files and models are no markup
+    table = Table(title=Text(section.title), title_justify="left")  # Text: a name is not markup
     for number, heading in enumerate(section.headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
     for row in section.rows:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
+from msgspec import Struct
 from rich.console import Console
 
 from sluice.benchmark import comparison as _comparison
@@ -25,10 +26,9 @@ from sluice.benchmark.records import Precision, State
 from sluice.benchmark.results import as_document, write_document, write_report
 from sluice.benchmark.subjects import is_builtin, main_dtype
 from sluice.benchmark.table import console_for_tables, print_section, section_of
-from sluice.cli.commands.bench import MethodComparison
 from sluice.cli.failures import Failure
 
-__all__ = ["END_SECONDS", "compare"]
+__all__ = ["END_SECONDS", "MethodComparison", "compare"]
 
 #: Time of the whole command after which a comparison of a chosen size starts no load: the machine became busier.
 END_SECONDS = 180.0
@@ -37,6 +37,27 @@ END_SECONDS = 180.0
 _NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
 
 _PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer")
+
+
+class MethodComparison(Struct, frozen=True, kw_only=True):
+    """Options of ``sluice bench``; its help describes them."""
+
+    checkpoint: Path | None
+    factory: str | None
+    model_args: str
+    key: str | None
+    size: str | None
+    methods: tuple[str, ...]
+    dtypes: tuple[Any, ...]
+    cold: bool | None
+    runs: int
+    device: str | None
+    ram_limit: int | None
+    timeout: float
+    directory: Path | None
+    keep: bool
+    out: Path
+    as_json: bool
 
 
 def compare(context: click.Context, options: MethodComparison) -> None:

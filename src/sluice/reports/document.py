@@ -3,18 +3,16 @@
 A report describes itself once, as sections: lines, lines that stand out, and tables. ``str()``, the command line and
 notebooks show the same lines, which escape what is not printable: names and values come from files.
 
-A table that is wider than a terminal is folded between words. If that is not enough, the widest columns leave the table
-and follow each row as ``header: text``; the first column precedes it.
+At a terminal, rich folds tables to its width.
 """
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -22,9 +20,8 @@ from sluice._units import counted
 from sluice.reports.printable import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
-    from rich.text import Text
 
 __all__ = [
     "Grid",
@@ -36,6 +33,7 @@ __all__ = [
     "lines_of",
     "plain",
     "plain_fields",
+    "rich_sections",
 ]
 
 #: Rows of a table that lists what a report found.
@@ -43,12 +41,6 @@ ROWS_SHOWN = 40
 
 #: Widest column that is padded: one name of 4,096 characters must not push every other row to the right.
 _PADDED_COLUMNS = 100
-
-#: Columns between two columns of a table, and before rows whose first cell has a line of its own.
-_GAP = "  "
-
-#: Words that are never folded: text without spaces, sizes with their units, and shapes.
-_WORD = re.compile(r"(?:\[[^\]]*\]|\d[\d.,]* [KMGT]?i?B\b|\S)+")
 
 
 class Strong(str):
@@ -77,20 +69,18 @@ class Grid(Struct, frozen=True):
         shown = list(islice(rows, ROWS_SHOWN))
         return cls(headers, shown, total - len(shown))
 
-    def lines(self, width: int | None = None) -> Iterator[str]:
-        """Yield headers and rows as columns, folded to a width if there is one."""
+    def lines(self) -> Iterator[str]:
+        """Yield headers and rows as aligned columns."""
         headers = [header.removeprefix(">") for header in self.headers]
         right = [header.startswith(">") for header in self.headers]
         rows = [headers, *([printable(cell) for cell in row] for row in self.rows)]
-        whole = [min(_PADDED_COLUMNS, max(map(_columns, column))) for column in zip(*rows, strict=True)]
-        fits = width is None or _total(whole) <= width
-        layout = None if fits else _fold(rows, whole, width or 0)
-        strong = {0, None if self.strong is None else self.strong + 1}
-        for position, row in enumerate(rows):
-            lines: Iterable[str] = (
-                [_joined(row, whole, right)] if layout is None else layout.lines(rows, position, right)
-            )
-            yield from map(Strong, lines) if position in strong else lines
+        widths = [min(_PADDED_COLUMNS, max(map(_columns, column))) for column in zip(*rows, strict=True)]
+        for row in rows:
+            padded = []
+            for cell, width, number in zip(row, widths, right, strict=True):
+                space = " " * (width - _columns(cell))
+                padded.append(space + cell if number else cell + space)
+            yield "  ".join(padded).rstrip()
         yield from self.rest()
 
     def rest(self) -> Iterator[str]:
@@ -107,79 +97,13 @@ class Grid(Struct, frozen=True):
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for header in self.headers:
             number = header.startswith(">")
-            table.add_column(header.removeprefix(">"), justify="right" if number else "left", no_wrap=number)
+            justify: Literal["right", "left"] = "right" if number else "left"
+            table.add_column(header.removeprefix(">"), justify=justify, no_wrap=number, overflow="fold")
         for position, row in enumerate(self.rows):
             # Text: rich must not read markup such as "[red]" into names.
             cells = (Text(printable(cell)) for cell in row)
             table.add_row(*cells, style="bold" if position == self.strong else None)
         return table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        return _rich_lines([self], options.max_width)
-
-
-class _Folded(Struct, frozen=True):
-    """A layout of rows that are wider than a terminal."""
-
-    #: Most columns of a line.
-    width: int
-    #: Positions of the columns inside of the table, and their widths.
-    inside: list[int]
-    widths: list[int]
-
-    def lines(self, rows: list[list[str]], position: int, right: list[bool]) -> Iterator[str]:
-        """Yield a row: its first cell if that is outside of the table, the table's cells, and the other cells."""
-        headers, row = rows[0], rows[position]
-        indent = "" if 0 in self.inside else _GAP
-        if indent:
-            yield row[0]
-        cells = [_wrapped(row[column], width) for column, width in zip(self.inside, self.widths, strict=True)]
-        for line in zip_longest(*cells, fillvalue=""):
-            yield indent + _joined(line, self.widths, [right[column] for column in self.inside])
-        below = [f"{headers[n]}: {row[n]}" for n in range(1, len(row)) if n not in self.inside and row[n]]
-        if below and position:
-            yield from (f"{_GAP}{line}" for line in _wrapped("; ".join(below), self.width - len(_GAP)))
-
-
-def _fold(rows: list[list[str]], whole: list[int], width: int) -> _Folded:
-    """Return a layout of at most ``width`` columns, if no word is longer."""
-    columns = zip(*rows, strict=True)
-    least = [max((_columns(word) for cell in cells for word in _WORD.findall(cell)), default=0) for cells in columns]
-    inside = list(range(len(least)))
-    while len(inside) > 1 and _total(least[n] for n in inside) + (0 if 0 in inside else len(_GAP)) > width:
-        inside.remove(max(inside, key=least.__getitem__))
-    widths = [least[n] for n in inside]
-    spare = width - _total(widths) - (0 if 0 in inside else len(_GAP))
-    for position in sorted(range(len(inside)), key=lambda each: whole[inside[each]] - widths[each]):
-        more = max(0, min(spare, whole[inside[position]] - widths[position]))
-        widths[position] += more
-        spare -= more
-    return _Folded(width, inside, widths)
-
-
-def _total(widths: Iterable[int]) -> int:
-    widths = list(widths)
-    return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def _joined(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    padded = []
-    for cell, width, number in zip(cells, widths, right, strict=True):
-        space = " " * (width - _columns(cell))
-        padded.append(space + cell if number else cell + space)
-    return _GAP.join(padded).rstrip()
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Return a text as lines that are broken between words; a longer word has a line of its own."""
-    if _columns(text) <= width:
-        return [text]
-    lines = [""]
-    for word in _WORD.findall(text):
-        if lines[-1] and _columns(lines[-1]) + 1 + _columns(word) > width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
-    return lines
 
 
 def _columns(text: str) -> int:
@@ -210,8 +134,8 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(lines_of(self.sections()))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        return _rich_lines(self.sections(), options.max_width)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        return rich_sections(self.sections())
 
 
 def checkpoint_title(path: str, format_name: str, key: str | None = None) -> str:
@@ -224,22 +148,22 @@ def cast_lines(casts: Mapping[str, int]) -> Iterator[str]:
     return (f"cast {change}: {counted(count, 'tensor')}" for change, count in casts.items())
 
 
-def lines_of(sections: Iterable[Section], width: int | None = None) -> Iterator[str]:
-    """Yield sections as lines without characters that a terminal could interpret, folded to a width if there is one."""
+def lines_of(sections: Iterable[Section]) -> Iterator[str]:
+    """Yield sections as lines without characters that a terminal could interpret."""
     for section in sections:
-        if isinstance(section, Grid):
-            yield from section.lines(width)
-            continue
-        lines = [printable(section)]
-        if width is not None and _columns(lines[0]) > width:
-            lines = [f"{_GAP if n else ''}{line}" for n, line in enumerate(_wrapped(lines[0], width - len(_GAP)))]
-        yield from map(Strong, lines) if isinstance(section, Strong) else lines
+        yield from section.lines() if isinstance(section, Grid) else [printable(section)]
 
 
-def _rich_lines(sections: Iterable[Section], width: int) -> Iterator[Text]:
+def rich_sections(sections: Iterable[Section]) -> Iterator[RenderableType]:
+    """Yield sections as rich prints them: tables, and lines of which some are bold."""
     from rich.text import Text
 
-    return (Text(line, "bold" if isinstance(line, Strong) else "") for line in lines_of(sections, width))
+    for section in sections:
+        if isinstance(section, Grid):
+            yield section.rich()
+            yield from map(Text, section.rest())
+        else:
+            yield Text(printable(section), "bold" if isinstance(section, Strong) else "")
 
 
 def plain(value: object) -> Any:

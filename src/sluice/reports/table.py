@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import Any, overload
 
 from msgspec import Struct
 
 from sluice._units import format_bytes
-from sluice.reports.document import Grid, Section, plain
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.text import Text
+from sluice.reports.document import Grid, Report, Section, plain
 
 __all__ = ["TensorRow", "TensorTable"]
 
@@ -51,7 +47,7 @@ class TensorRow(Struct, frozen=True, kw_only=True):
         return self.name, dtype, str(list(self.shape)), format_bytes(self.nbytes), self.device, self.how, origin
 
 
-class TensorTable(Sequence[TensorRow]):
+class TensorTable(Report, Sequence[TensorRow]):
     """Rows in the order of the model. ``str(table)`` is aligned text; rich prints it as a table.
 
     Example:
@@ -77,22 +73,13 @@ class TensorTable(Sequence[TensorRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def to_json(self) -> list[dict[str, object]]:
+    def to_json(self) -> Any:
         """Return the rows as plain values that ``json.dumps`` takes."""
         return [plain(row) for row in self._rows]
 
-    def _grid(self) -> Grid:
-        return Grid(_HEADERS, [row.cells() for row in self._rows])
-
     def sections(self) -> Iterator[Section]:
         """Yield the table as it is printed by the command line."""
-        yield self._grid()
-
-    def __str__(self) -> str:
-        return "\n".join(self._grid().lines())
+        yield Grid(_HEADERS, [row.cells() for row in self._rows])
 
     def __repr__(self) -> str:
         return f"<TensorTable of {len(self)} rows>"
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        return self._grid().__rich_console__(console, options)

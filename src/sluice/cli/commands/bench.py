@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from msgspec import Struct
 
 from sluice.cli.failures import Failure
 from sluice.cli.options import DTypeName, Size, find_factory, parse_arguments
 from sluice.measuring._limit import memory_limit_refusal
 
-__all__ = ["MethodComparison", "bench_command"]
+__all__ = ["bench_command"]
 
 #: Dtypes that can be compared, by their short names.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -28,27 +27,6 @@ class _ComparedDType(DTypeName):
         name = super().convert(value, param, ctx)
         short = next((short for short, compared in _DTYPES.items() if compared == name), None)
         return short or self.fail(f"{value!r} is not compared: write {', '.join(_DTYPES)}", param, ctx)
-
-
-class MethodComparison(Struct, frozen=True, kw_only=True):
-    """Options of ``sluice bench``; its help describes them."""
-
-    checkpoint: Path | None
-    factory: str | None
-    model_args: str
-    key: str | None
-    size: str | None
-    methods: tuple[str, ...]
-    dtypes: tuple[Any, ...]
-    cold: bool | None
-    runs: int
-    device: str | None
-    ram_limit: int | None
-    timeout: float
-    directory: Path | None
-    keep: bool
-    out: Path
-    as_json: bool
 
 
 @click.command("bench")
@@ -85,7 +63,7 @@ class MethodComparison(Struct, frozen=True, kw_only=True):
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object, and nothing else.")
 @click.pass_context
-def bench_command(ctx: click.Context, **options: Any) -> None:
+def bench_command(ctx: click.Context, /, **options: Any) -> None:
     """Load one checkpoint in several ways and compare peak memory and time.
 
     Give CHECKPOINT and --model for your own checkpoint, or --size for a GPT-2 with a generated one. With neither, the
@@ -114,7 +92,7 @@ def bench_command(ctx: click.Context, **options: Any) -> None:
     if options["ram_limit"] is not None and (refusal := memory_limit_refusal()):
         raise Failure(f"--ram-limit: {refusal}")
     # Here, not above: torch takes a second to import, and wrong options are refused before.
-    from sluice.cli.comparison import compare
+    from sluice.cli.comparison import MethodComparison, compare
 
     dtypes = tuple(_DTYPES[name] for name in dict.fromkeys(options.pop("dtypes")))
     compare(ctx, MethodComparison(dtypes=dtypes, **options))

@@ -1,9 +1,8 @@
-"""Output of a command: a report as lines and tables, folded to the width of a terminal, or as one JSON object."""
+"""Output of a command: a report as lines and tables, or as one JSON object."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -11,7 +10,7 @@ from itertools import chain
 import click
 
 from sluice.cli.options import Command, together
-from sluice.reports.document import Grid, Report, Section, Strong, lines_of
+from sluice.reports.document import Grid, Report, Section, lines_of, rich_sections
 
 __all__ = ["output_options", "print_sections", "show_report"]
 
@@ -48,14 +47,16 @@ def show_report(
 
 
 def print_sections(sections: Iterable[Section]) -> None:
-    """Print lines and tables to stdout, with an empty line around each table."""
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
+    """Print lines and tables to stdout; at a terminal with rich, else with an empty line around each table."""
+    if sys.stdout.isatty():
+        from rich.console import Console  # here, not above: output to a file or pipe does without
+
+        Console(highlight=False, soft_wrap=False).print(*rich_sections(sections), sep="\n")
+        return
     after_table = False
     for section in sections:
         is_table = isinstance(section, Grid)
         if is_table or after_table:
             sys.stdout.write("\n")
         after_table = is_table
-        for line in lines_of([section], width):
-            sys.stdout.write(f"{click.style(line, bold=True) if terminal and isinstance(line, Strong) else line}\n")
+        sys.stdout.writelines(f"{line}\n" for line in lines_of([section]))
