@@ -300,7 +300,7 @@ def test_an_interrupt_between_any_two_copies_leaves_the_old_weights(tmp_path: Pa
     model, interrupted = nn.Linear(3000, 3000), 0
     state = sluice.load_into(model, files[0]).state
 
-    class Interrupt(TorchDispatchMode):
+    class Interrupt(TorchDispatchMode):  # type: ignore[no-untyped-call]
         left = 0
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -311,7 +311,7 @@ def test_an_interrupt_between_any_two_copies_leaves_the_old_weights(tmp_path: Pa
             return function(*args, **(kwargs or {}))
 
     for interrupted in range(1, 100):
-        with Interrupt() as mode, contextlib.suppress(KeyboardInterrupt):
+        with Interrupt() as mode, contextlib.suppress(KeyboardInterrupt):  # type: ignore[no-untyped-call]
             mode.left = interrupted
             sluice.refresh(model, files[1], since=state)
         if mode.left > 0:

@@ -50,4 +50,4 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     rows = max(1, _PIECE_BYTES * tensor.shape[0] // tensor.nbytes)
-    yield from tensor.split(rows)
+    yield from torch.split(tensor, rows)
