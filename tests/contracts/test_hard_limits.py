@@ -325,7 +325,7 @@ def test_what_is_planned_to_fit_under_a_limit_on_virtual_memory_fits(several: Pa
     Python's own heap takes a few arenas of 1 MiB between setting the limit and planning.
     """
     needed = 96 + 64
-    arguments = json.dumps([str(several), [needed - 1, needed + 4], {}])
+    arguments = json.dumps([str(several), [needed - 1, needed + 6], {}])
     done = fresh_process.run(VIRTUAL, arguments)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, "loaded"]
