@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing
 from http import HTTPStatus
@@ -23,7 +24,7 @@ from sluice.sources.remote.http_addresses import (
     resolved_network,
 )
 from sluice.sources.remote.http_body import HttpBody, discard
-from sluice.sources.remote.http_connections import shared_connections
+from sluice.sources.remote.http_connections import Lease, shared_connections
 from sluice.sources.remote.http_responses import (
     TEMPORARY,
     ResponseHead,
@@ -98,7 +99,7 @@ class HttpObject:
         self._tls = (settings.verify, settings.cert)
         self._timeout = settings.timeout or defaults.REMOTE_TIMEOUT_SECONDS
         self._connections = shared_connections(self._tls)
-        self._return = self._connections.lend(self)
+        self._lease: Lease | None = self._connections.lease()
 
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
         response, address = self._answer({"Range": f"bytes=0-{nbytes - 1}"})
@@ -135,7 +136,7 @@ class HttpObject:
         return answer, bytes(data[:done])
 
     def close(self) -> None:
-        self._return()
+        self._lease = None
 
     def _whole(
         self, response: urllib3.BaseHTTPResponse, address: HttpAddress, nbytes: int
@@ -186,8 +187,9 @@ class HttpObject:
 
     def _get(self, address: HttpAddress, wanted: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         own = address.origin == self._first.origin
-        if not self._return.alive:  # closed, and read again
-            self._return = self._connections.lend(self)
+        if self._lease is None or self._connections.pid != os.getpid():  # closed, or forked, and read again
+            self._connections = shared_connections(self._tls)
+            self._lease = self._connections.lease()
         return self._connections.get(
             address,
             {**(self._headers if own else _USER_AGENT), "Accept-Encoding": "identity", **wanted},

@@ -1,16 +1,16 @@
 """Connections to HTTP servers: urllib3, with proxies, and safe to use after a fork.
 
-Connections are kept alive and shared by all objects of a process that have the same settings, until the last of them
-is closed. A connection whose answer was not read to its end is closed, not used again.
+Connections are kept alive and shared by all objects of a process that have the same settings; they are
+closed when the last of these objects is closed or collected. A connection whose answer was not read to its end is
+closed, not used again.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import urllib.request
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import urllib3
@@ -23,7 +23,7 @@ from sluice.sources.remote.http_body import request_failure
 from sluice.sources.remote.http_pools import POOLS, private_address_failure, redirected_from
 from sluice.sources.remote.http_security import tls_context, without_queries_in_logs
 
-__all__ = ["Connections", "shared_connections"]
+__all__ = ["Connections", "Lease", "shared_connections"]
 
 #: Trusted certificates and the client certificate, as in ``RemoteSettings``.
 Tls: TypeAlias = tuple[bool | str, tuple[str, str | None] | None]
@@ -32,14 +32,20 @@ Tls: TypeAlias = tuple[bool | str, tuple[str, str | None] | None]
 _ORIGINS, _IDLE = 64, 64
 
 
+class Lease:
+    """Keeps connections open as long as an object refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Connections:
     """The connections of all objects that have the same settings for TLS."""
 
     def __init__(self, tls: Tls) -> None:
         self._tls = tls
-        #: Reentrant: a finalizer may run in the thread that holds it.
-        self._lock = threading.RLock()
-        self._borrowers = 0
+        #: Process to which the connections belong.
+        self.pid = os.getpid()
+        self._lease: Callable[[], Lease | None] = lambda: None
         self._managers: dict[tuple[str, str | None, Network | None], urllib3.PoolManager] = {}
         self._proxies: dict[tuple[str, str, int], str | None] = {}
 
@@ -77,30 +83,21 @@ class Connections:
         except (HTTPError, OSError, ValueError) as error:
             raise request_failure(error) from error
 
-    def lend(self, borrower: object) -> weakref.finalize[..., object]:
-        """Return what ends the use by an object, called at the latest when it is collected."""
-        with self._lock:
-            self._borrowers += 1
-        finalizer = weakref.finalize(borrower, self._returned)
-        finalizer.atexit = False
-        return finalizer
+    def lease(self) -> Lease:
+        """Return the lease of all users; without one, idle connections are closed."""
+        lease = self._lease()
+        if lease is None:
+            lease = Lease()
+            self._lease = weakref.ref(lease)
+            weakref.finalize(lease, self._close_idle).atexit = False
+        return lease
 
-    def _returned(self) -> None:
-        """Close idle connections after the last use."""
-        with self._lock:
-            self._borrowers -= 1
-            if self._borrowers:
-                return
-            managers, self._managers, self._proxies = self._managers, {}, {}
+    def _close_idle(self) -> None:
+        managers, self._managers, self._proxies = self._managers, {}, {}
         for manager in managers.values():
             for key in manager.pools.keys():  # noqa: SIM118  (it refuses to be iterated)
                 if (pool := manager.pools.get(key)) is not None:
                     pool.close()
-
-    def start_anew(self) -> None:
-        """Forget connections and locks after a fork: they are those of the parent process."""
-        self._lock = threading.RLock()
-        self._managers = {}
 
     def _manager(self, address: HttpAddress, first: Network | None, path: str) -> tuple[urllib3.PoolManager, bool]:
         """Return the connections for an address, and whether requests to its proxy have the whole URL."""
@@ -109,51 +106,38 @@ class Connections:
         proxy = self._proxies[address.origin]
         if proxy is not None and first is not None and not may_lead(first, network_of(address.host)):
             raise private_address_failure()
-        with self._lock:
-            key = address.scheme, proxy, first
-            manager = self._managers.get(key)
-            if manager is None:
-                manager = self._managers[key] = self._new_manager(address.scheme, proxy, path)
-                manager.pool_classes_by_scheme = POOLS
+        key = address.scheme, proxy, first
+        manager = self._managers.get(key)
+        if manager is None:
+            manager = self._managers.setdefault(key, self._new_manager(address.scheme, proxy, path))
         return manager, proxy is not None and address.scheme == "http"
 
     def _new_manager(self, scheme: str, proxy: str | None, path: str) -> urllib3.PoolManager:
         arguments: dict[str, Any] = {"num_pools": _ORIGINS, "maxsize": _IDLE}
         if scheme == "https":
             arguments["ssl_context"] = tls_context(verify=self._tls[0], cert=self._tls[1])
-        if proxy is None:
-            return urllib3.PoolManager(**arguments)
         try:
-            parts = parse_url(proxy if "://" in proxy else f"http://{proxy}")
-            headers = urllib3.make_headers(proxy_basic_auth=parts.auth) if parts.auth else None
-            return urllib3.ProxyManager(parts._replace(auth=None).url, proxy_headers=headers, **arguments)
+            if proxy is None:
+                manager = urllib3.PoolManager(**arguments)
+            else:
+                parts = parse_url(proxy if "://" in proxy else f"http://{proxy}")
+                headers = urllib3.make_headers(proxy_basic_auth=parts.auth) if parts.auth else None
+                manager = urllib3.ProxyManager(parts._replace(auth=None).url, proxy_headers=headers, **arguments)
         except (HTTPError, ValueError, AssertionError):
             # Not raised from the error: its text may have the password of the proxy.
             problem = "the proxy of the environment is not one of HTTP"
             advice = "Set http_proxy and https_proxy to http://host:port, or name the host in no_proxy."
             raise UnsupportedError(problem, file=path, advice=advice) from None
+        manager.pool_classes_by_scheme = POOLS
+        return manager
 
 
 def shared_connections(tls: Tls) -> Connections:
-    """Return the connections for ``verify`` and ``cert`` of ``RemoteSettings``."""
-    with _shared_lock:
-        connections = _SHARED.get(tls)
-        if connections is None:
-            connections = _SHARED[tls] = Connections(tls)
-        return connections
+    """Return the connections of this process, not of its parent, for ``verify`` and ``cert`` of ``RemoteSettings``."""
+    return _SHARED.setdefault((os.getpid(), tls), Connections(tls))
 
 
-def _after_fork() -> None:
-    global _shared_lock  # noqa: PLW0603  (a thread of the parent process may hold it)
-    _shared_lock = threading.Lock()
-    for connections in list(_SHARED.values()):
-        connections.start_anew()
-
-
-_shared_lock = threading.Lock()
-_SHARED: weakref.WeakValueDictionary[Tls, Connections] = weakref.WeakValueDictionary()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_SHARED: weakref.WeakValueDictionary[tuple[int, Tls], Connections] = weakref.WeakValueDictionary()
 
 
 def _proxy(address: HttpAddress) -> str | None:
