@@ -64,12 +64,6 @@ def test_an_interrupted_prefetch_continues(server: RangeServer, tmp_path: Path) 
     assert sum(file.requested_bytes for file in report.files) < sum(file.nbytes for file in report.files)
 
 
-def test_files_that_exceed_the_bound_are_refused_before_they_are_requested(server: RangeServer, tmp_path: Path) -> None:
-    with pytest.raises(sluice.SaveError, match=r"the files have 11\.4 MiB, and the bound of the cache is 8\.00 MiB"):
-        prefetch(location(server, tmp_path / "cache", "8MiB"), str(tmp_path / "cache"))
-    assert all(each.headers["Range"] == "bytes=0-65535" for each in server.requests)
-
-
 def test_what_is_not_cached_is_reported(server: RangeServer, tmp_path: Path) -> None:
     server.validators = "none"
     report = prefetch(location(server, tmp_path / "cache"), str(tmp_path / "cache"))

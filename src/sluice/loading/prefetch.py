@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import time
 
-from sluice._errors import SaveError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
-from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.reading.caches import fill_caches
 from sluice.records import Traffic
 from sluice.reports.prefetch import PrefetchedFile, PrefetchReport
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source, is_caching
-from sluice.sources.remote.cached_file import CachedFile
 
 __all__ = ["prefetch"]
 
@@ -32,13 +29,11 @@ def prefetch(
         progress: As in ``sluice.load_into``.
 
     Raises:
-        SaveError: The cache cannot hold it.
         SluiceError: The checkpoint cannot be opened, or a server fails.
     """
     started = time.perf_counter()
     with OpenCheckpoint.open(source, limits=Limits(), encoding=encoding) as checkpoint:
         sources = checkpoint.sources
-        _check_bound(sources, cache)
         fill_caches(sources, progress=progress)
         files = tuple(map(_row, sources))
     return PrefetchReport(
@@ -47,19 +42,6 @@ def prefetch(
         files=files,
         seconds=time.perf_counter() - started,
     )
-
-
-def _check_bound(sources: tuple[Source, ...], cache: str) -> None:
-    """Refuse files that the cache cannot hold together, before they are requested.
-
-    Raises:
-        SaveError: They have more bytes than its bound.
-    """
-    bounds = [source.cache.bound for source in sources if isinstance(source, CachedFile)]
-    total = sum(source.identity.nbytes for source in sources)
-    if bounds and total > min(bounds):
-        problem = f"the files have {format_bytes(total)}, and the bound of the cache is {format_bytes(min(bounds))}"
-        raise SaveError(problem, file=cache, advice="Raise the bound (--cache-bytes).")
 
 
 def _row(source: Source) -> PrefetchedFile:

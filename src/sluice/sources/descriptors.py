@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 from weakref import WeakSet
 
@@ -53,10 +54,11 @@ class OwnedFile(io.FileIO):
 
     @classmethod
     def open(cls, path: str, flags: int = 0) -> OwnedFile:
-        """Open a file for reading; ``flags`` are added to the usual ones."""
+        """Open a file for reading; ``flags`` are added to the usual ones. A new file is private."""
         for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"):
             flags |= getattr(os, name, 0)
-        return next(map(cls, map(os.open, (path,), (os.O_RDONLY | flags,))))  # one step: see above
+        opener = partial(os.open, mode=0o600) if flags & os.O_CREAT else os.open
+        return next(map(cls, map(opener, (path,), (os.O_RDONLY | flags,))))  # one step: see above
 
 
 class DescriptorCache:

@@ -46,35 +46,28 @@ _PAUSES_SECONDS = (0.001, 0.01, 0.1)
 _REFUSED_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
-def _identity(status: os.stat_result) -> FileIdentity:
-    return FileIdentity(
-        device=status.st_dev,
-        inode=status.st_ino,
-        nbytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        ctime_ns=status.st_ctime_ns,
-    )
-
-
 class LocalFile:
     """A regular file; see ``Source``."""
 
     #: Replaced first: an interrupt may end the constructor.
     _key: object = None
 
-    def __init__(self, path: str | os.PathLike[str], *, expected: FileIdentity | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, expected: FileIdentity | None = None, trailer_bytes: int = 0
+    ) -> None:
         """Examine the file without reading it.
 
         Args:
             path: The file.
             expected: The identity of the file when it was indexed; None if it was not.
+            trailer_bytes: Bytes at its end that are not part of the source.
 
         Raises:
             CheckpointError: It does not exist, is empty, or is not a regular file.
             ReadError: It cannot be examined.
             SourceChangedError: Its identity differs from ``expected``.
         """
-        self._path = os.fspath(path)
+        self._path, self._trailer_bytes = os.fspath(path), trailer_bytes
         self._key = object()
         self._lock = threading.Lock()
         try:
@@ -94,11 +87,20 @@ class LocalFile:
             refusal = UnsupportedError(problem, file=self.path, advice=advice)
             refusal.foreign = True
             raise refusal
-        self._identity = expected or _identity(status)
-        if _identity(status) != self._identity:
-            raise self._changed(_identity(status))
+        self._identity = expected or self._identified(status)
+        if self._identified(status) != self._identity:
+            raise self._changed(self._identified(status))
         if status.st_size == 0:
             raise TruncatedError("the file is empty", file=self.path)
+
+    def _identified(self, status: os.stat_result) -> FileIdentity:
+        return FileIdentity(
+            device=status.st_dev,
+            inode=status.st_ino,
+            nbytes=status.st_size - self._trailer_bytes,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+        )
 
     @property
     def path(self) -> str:
@@ -130,10 +132,11 @@ class LocalFile:
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if offset < 0:
             raise too_early(self.path, offset, len(buffer), 0)
-        if offset >= self._identity.nbytes or not buffer:  # the system refuses offsets of 64 bits
+        left = self._identity.nbytes - offset
+        if left <= 0 or not buffer:  # the system refuses offsets of 64 bits
             return 0
         with self.lend(direct=direct) as descriptor:
-            return self._read_all(descriptor, offset, buffer, direct=direct)
+            return min(left, self._read_all(descriptor, offset, buffer if direct else buffer[:left], direct=direct))
 
     def _read_all(self, descriptor: int, offset: int, buffer: memoryview, *, direct: bool) -> int:
         done = 0
@@ -198,7 +201,7 @@ class LocalFile:
             if direct and error.errno in _REFUSED_DIRECT:
                 raise DirectIOUnavailable(self._path) from error
             raise
-        found = _identity(os.fstat(opened.fileno()))
+        found = self._identified(os.fstat(opened.fileno()))
         if found != self._identity:
             opened.close()
             raise self._changed(found)
@@ -206,7 +209,7 @@ class LocalFile:
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         with self.lend() as descriptor:
-            found = _identity(os.fstat(descriptor))
+            found = self._identified(os.fstat(descriptor))
             if found != self._identity:
                 raise self._changed(found)
             try:
@@ -232,7 +235,7 @@ class LocalFile:
 
     def check_unchanged(self) -> None:
         try:
-            found = _identity(os.stat(self._path))
+            found = self._identified(os.stat(self._path))
         except OSError as error:
             raise SourceChangedError(f"the file is no longer accessible: {error.strerror}", file=self.path) from error
         if found != self._identity:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from msgspec.structs import replace
+
 from sluice._errors import SluiceError
 from sluice._threads import Workers, spare_threads, stopping
-from sluice.records import RequestRecord, Traffic
+from sluice.records import FileIdentity, RequestRecord, Traffic
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
-from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, OpenCacheEntry
+from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, CacheFile
 from sluice.sources.remote.file import RemoteFile
 
 __all__ = ["CachedFile", "CompleteFile"]
@@ -33,21 +34,23 @@ class CompleteFile(LocalFile):
 
     note = "read from the cache"
 
-    def __init__(self, entry: CacheEntry, mark: int, path: str, traffic: Traffic) -> None:
-        """Own the descriptor that marks the entry as used.
+    def __init__(self, cached: CacheFile, address: str, traffic: Traffic) -> None:
+        """Use a complete file.
 
         Args:
-            entry: The entry.
-            mark: The descriptor.
-            path: The file.
+            cached: The file.
+            address: Address of the remote one, without credentials.
             traffic: Requests that were made for it.
 
         Raises:
             SluiceError: The file cannot be examined.
         """
-        self._address, self.traffic = entry.address, traffic
-        self._unmark = weakref.finalize(self, os.close, mark)
-        super().__init__(path)
+        self._address, self.traffic = address, traffic
+        self._cached: CacheFile | None = cached
+        super().__init__(cached.path, trailer_bytes=cached.entry.record_bytes)
+
+    def _identified(self, status: os.stat_result) -> FileIdentity:
+        return replace(super()._identified(status), ctime_ns=0)  # that of the last use by any process
 
     @property
     def path(self) -> str:
@@ -55,7 +58,7 @@ class CompleteFile(LocalFile):
 
     def close(self) -> None:
         super().close()
-        self._unmark()
+        self._cached = None
 
 
 class CachedFile(ForwardingSource):
@@ -66,7 +69,7 @@ class CachedFile(ForwardingSource):
     def __init__(self, source: RemoteFile, cache: CacheDirectory, entry: CacheEntry) -> None:
         """Own the file; the cache is not touched before ``fill``."""
         super().__init__(source)
-        self.cache, self._entry = cache, entry
+        self._cache, self._entry = cache, entry
         self._expected = list[tuple[int, int, Callable[[bytes], None]]]()
         self._lock = threading.Lock()
         self._local: CompleteFile | None = None
@@ -128,43 +131,39 @@ class CachedFile(ForwardingSource):
         Raises:
             SluiceError: The server failed.
         """
-
-        def reached(nbytes: int) -> None:
-            self.cached_bytes = nbytes
-            report()
-
         with self._lock:
             if self._local is not None or self._problem is not None:
                 return
             try:
-                with self.cache.writing(self._entry, reached) as part:
+                with self._cache.writing(self._entry, report) as part:
                     if part is not None:
-                        self._download(part, reached)
-                found = self.cache.complete(self._entry)
+                        self._download(part, report)
+                found = self._cache.complete(self._entry)
                 if found is None:
                     raise FileNotFoundError(0, "the file was removed meanwhile")
-                self._local = CompleteFile(self._entry, *found, self.traffic)
-                reached(self._entry.nbytes)
+                self._local = CompleteFile(found, self.path, self.traffic)
+                self.cached_bytes = self._entry.nbytes
+                report()
             except SluiceError:  # some of them are errors of the system as well
                 raise
             except OSError as error:
                 self._problem = error.strerror or str(error) or type(error).__name__
 
-    def _download(self, part: OpenCacheEntry, reached: Callable[[int], None]) -> None:
+    def _download(self, part: CacheFile, report: Callable[[], object]) -> None:
         """Request the pieces that a part does not have, and publish it."""
-        here = set(part.right())
-        nbytes = sum(end - start for start, end in map(self._entry.piece, here))
-        reached(nbytes)
+        here = part.right()
+        self.cached_bytes = sum(end - start for start, end in map(self._entry.piece, here))
+        report()
         missing = [number for number in self._entry.pieces if number not in here]
         threads = spare_threads(min(self._source.access.parallel_requests, len(missing)))
         with Workers(threads, "sluice-download") as workers:
             tasks = [workers.start(partial(self._fetch, part, number)) for number in missing]
             for task in tasks:
-                nbytes += task.result()
-                reached(nbytes)
-        self.cache.publish(part)
+                self.cached_bytes += task.result()
+                report()
+        self._cache.publish(part)
 
-    def _fetch(self, part: OpenCacheEntry, number: int) -> int:
+    def _fetch(self, part: CacheFile, number: int) -> int:
         """Request a piece, write it and return its size."""
         start, end = self._entry.piece(number)
         at, crc = start, 0
@@ -175,10 +174,10 @@ class CachedFile(ForwardingSource):
                 opened.read_into(at, some)
                 crc = zlib.crc32(some, crc)
                 while some:
-                    written = os.pwrite(part.data, some, at)
+                    written = os.pwrite(part.file.fileno(), some, at)
                     at, some = at + written, some[written:]
         if number % 8 == 7:  # bytes on their way to the disk count as memory of a container
-            os.fdatasync(part.data)
+            os.fdatasync(part.file.fileno())
         if at == end:
             part.arrived(number, crc)
         return end - start

@@ -56,13 +56,12 @@ def cached_source(source: Source, remote: Remote) -> Source:
         return source  # a local file already, such as one of the cache of huggingface_hub
     try:
         version, nbytes = _lasting_version(source, remote), source.identity.nbytes
-        key = object_key(remote, version, nbytes)
-        entry = CacheEntry(key=key, address=source.path, version=version, nbytes=nbytes)
+        entry = CacheEntry(key=object_key(remote, version, nbytes), nbytes=nbytes)
         cache = CacheDirectory(remote.cache, remote.cache_bound)
         found = cache.complete(entry)
         if found is None:
             return CachedFile(source, cache, entry)
-        complete = CompleteFile(entry, *found, source.traffic)
+        complete = CompleteFile(found, source.path, source.traffic)
     except (OSError, SluiceError) as error:
         source.note = f"not cached: {getattr(error, 'strerror', None) or error}"
         return source
