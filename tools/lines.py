@@ -45,7 +45,7 @@ FEATURES = {
     ),
     "testing, shipped": ("testing/*",),
     "following other load_state_dict code": (
-        *("modules/custom_loaders.py", "modules/following.py", "modules/load_hooks.py", "modules/load_overrides.py"),
+        *("modules/custom_loaders.py", "modules/following.py", "modules/load_hooks.py"),
         *("modules/meta_copy.py", "modules/symbolic_tensors.py"),
     ),
     "empty_init": (

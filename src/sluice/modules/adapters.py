@@ -5,7 +5,7 @@ for each adapter. A base checkpoint has the names from before: ``base_names`` fi
 too, and adapters keep their values.
 
 The files of adapters leave out the name of the adapter (``lora_A.weight`` for ``lora_A.default.weight``), and each
-method of peft has exceptions of its own. So peft's own ``set_peft_model_state_dict`` is followed (``load_overrides``):
+method of peft has exceptions of its own. So peft's own ``set_peft_model_state_dict`` is followed (``custom_loaders``):
 it renames and calls ``load_state_dict(strict=False)``. The caller has to pass ``strict=False`` too, because the rest of
 the model is not in the file. A state dict of a whole model has the adapter's names and does not come here.
 """

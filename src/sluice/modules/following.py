@@ -1,11 +1,8 @@
 """Follow the code that ``load_state_dict`` runs, for a state dict whose tensors are not read.
 
-- Pre-hooks rename, drop, rearrange or reject entries: they run on symbolic tensors (``symbolic_tensors``). A hook that
-  computes a tensor cannot be followed and is reported.
-- Overrides of ``_load_from_state_dict`` are followed in the same way, on a copy of the module; see
-  ``custom_loaders``. Those of torch's norms are known (``Slot.added_in``).
-- An override of ``load_state_dict`` of the module itself decides which state dict reaches which of its parts; see
-  ``load_overrides``. ``nn.Module.load_state_dict`` never calls those of its children.
+- Pre-hooks, overrides of ``_load_from_state_dict`` and an override of ``load_state_dict`` of the module itself are run
+  on a copy with symbolic tensors; see ``custom_loaders``. The ``_load_from_state_dict`` of torch's norms is known
+  (``Slot.added_in``), and ``nn.Module.load_state_dict`` never calls that of its children.
 - Lazy modules materialise their tensors in a pre-hook. That hook is skipped: their tensors are materialised when they
   are filled.
 - Hooks see extra state as plain data; ``restore_extra_state`` passes it to the modules after their tensors are in
@@ -18,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from msgspec.structs import replace
 from torch import nn
 
 from sluice.modules.adapters import adapter_loader
@@ -48,18 +44,18 @@ def follow_loading(
         ignore_mismatched: Whether a name of a different shape is accepted by an own ``load_state_dict``.
     """
     extra_state, versions = extra_state or {}, versions or {}
-    loader = adapter_loader(module, entries, strict=strict) if "peft" in sys.modules else None
     own = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
-    if own or loader is not None:
-        from sluice.modules.load_overrides import follow_override, own_load_state_dict  # rarely needed
-
-        if own or loader is None:
-            loader = own_load_state_dict(module, strict=strict)
-        return follow_override(
-            module, entries, extra_state, versions=versions, loader=loader, ignore_mismatched=ignore_mismatched
-        )
-    if not any(has_custom_loader(part) or any(True for _ in pre_hooks(part)) for part in module.modules()):
+    loader = adapter_loader(module, entries, strict=strict) if "peft" in sys.modules and not own else None
+    if not (own or loader or any(has_custom_loader(part) or any(pre_hooks(part)) for part in module.modules())):
         return Followed(entries=dict(entries), extra_state=dict(extra_state), strict=strict)
-    from sluice.modules.custom_loaders import follow_parts  # rarely needed
+    from sluice.modules.custom_loaders import follow_code, own_load_state_dict  # rarely needed
 
-    return replace(follow_parts(module, entries, extra_state, versions=versions), strict=strict)
+    return follow_code(
+        module,
+        entries,
+        extra_state,
+        versions=versions,
+        loader=own_load_state_dict(module, strict=strict) if own else loader,
+        strict=strict,
+        ignore_mismatched=ignore_mismatched,
+    )

@@ -53,7 +53,7 @@ class Followed(Struct, frozen=True, kw_only=True):
 
 def has_custom_loader(module: nn.Module) -> bool:
     """Return whether this module, without its children, has a loader other than torch's own."""
-    return getattr(module._load_from_state_dict, "__func__", None) not in KNOWN_LOADERS
+    return "_load_from_state_dict" in vars(module) or type(module)._load_from_state_dict not in KNOWN_LOADERS
 
 
 def pre_hooks(module: nn.Module) -> Iterator[Any]:

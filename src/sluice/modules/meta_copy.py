@@ -15,14 +15,17 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from sluice.modules.load_hooks import pre_hooks
 from sluice.modules.swap import is_plain, with_data
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values
 from sluice.records import Entry
@@ -106,14 +109,14 @@ class MetaCopy:
     """A copy of a module and its children with tensors on meta and containers of its own."""
 
     def __init__(
-        self, module: nn.Module, prefix: str, *, members: Callable[[str], Mapping[str, Any]] | None = None
+        self, module: nn.Module, prefix: str, *, members: Callable[[nn.Module, str], Mapping[str, Any]]
     ) -> None:
         """Copy a module.
 
         Args:
             module: The module; it is not changed.
             prefix: Its name with a dot; empty for the root.
-            members: Further attributes of each part, from its prefix.
+            members: Further attributes of each part, from the part and its prefix.
 
         Raises:
             NotFollowedError: It holds tensors of a kind that has no stand-in.
@@ -127,6 +130,7 @@ class MetaCopy:
         for part, _, before in self._copies:
             held = vars(part)
             held.update({name: self._isolated(value) for name, value in held.items() if name not in _MEMBERS})
+            held["_load_state_dict_pre_hooks"] = OrderedDict(enumerate(self._hooks(part)))
             before.update({name: _contents(value) for name, value in held.items()})
 
     def _copy(self, module: nn.Module, prefix: str) -> nn.Module:
@@ -139,8 +143,7 @@ class MetaCopy:
         held["_modules"] = {
             name: child and self._copy(child, f"{prefix}{name}.") for name, child in module._modules.items()
         }
-        held["set_extra_state"] = lambda _: None  # restored later, on the module itself
-        held.update(self._members(prefix) if self._members else {})
+        held.update(self._members(part, prefix))
         self._copy_of.setdefault(id(module), part)
         self._copies.append((part, prefix, {}))
         return part
@@ -148,11 +151,17 @@ class MetaCopy:
     def _stand_in(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
-        if not is_plain(local_of(tensor)):
+        if not (is_lazy(tensor) or is_plain(local_of(tensor))):
             raise NotFollowedError(f"loads {name!r}, which is a {type(tensor).__name__}")
         stand_in = _whole(tensor) if is_dtensor(tensor) else _empty(tensor)
         self.tensors[id(stand_in)] = (name, stand_in)
         return stand_in
+
+    def _hooks(self, part: nn.Module) -> Iterator[Callable[..., object]]:
+        """Yield the pre-hooks of a part of the copy, which get the copy in place of the module."""
+        for wrapped in pre_hooks(part):
+            hook = self._isolated(getattr(wrapped, "hook", wrapped))
+            yield partial(hook, part) if getattr(wrapped, "with_module", False) else hook
 
     def _isolated(self, value: Any, depth: int = _NESTING) -> Any:
         """Return the value of an attribute for the copy: no container, and no part of the module, is shared."""
@@ -190,8 +199,17 @@ class MetaCopy:
                     raise NotFollowedError(f"sets the attribute {name!r} of {type(part).__name__}")
         return entries
 
+    def clear(self) -> None:
+        """Drop what the copy refers to: its parts refer to themselves, and to weak references of the module."""
+        for part, _, before in self._copies:
+            vars(part).clear()
+            before.clear()
+
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    if is_lazy(tensor):
+        lazy: torch.Tensor = type(tensor)(device="meta")  # type: ignore[arg-type]  # torch types the base class
+        return lazy
     return with_data(tensor, torch.empty_like(tensor, device="meta", requires_grad=False))
 
 
@@ -222,17 +240,15 @@ def _is_as_before(before: Any, after: Any) -> bool:
 class CopyRecorder(TorchFunctionMode):
     """Records which symbolic tensor is copied into which tensor of a module, and stops at every other write."""
 
-    def __init__(self, own: Mapping[int, tuple[str, torch.Tensor]], copied: Callable[[str, Entry], None]) -> None:
+    def __init__(
+        self, own: Mapping[int, tuple[str, torch.Tensor]], copied: Callable[[str, Entry], None], problems: list[str]
+    ) -> None:
         super().__init__()
         self._own = {stand_in: name for stand_in, (name, _) in own.items()}
         self._copied = copied
         self._kept: list[torch.Tensor] = []  # an id is unique only while its tensor is alive
-        #: Operations that cannot be followed, also those whose exception the code caught.
-        self.problems: list[str] = []
-
-    def name_of(self, tensor: object) -> str | None:
-        """Return the name of the module's tensor for which a tensor stands, also if it was detached from it."""
-        return self._own.get(id(tensor))
+        #: Gets the operations that cannot be followed, also those whose exception the code catches.
+        self.problems = problems
 
     def __torch_function__(
         self,
@@ -272,12 +288,14 @@ class CopyRecorder(TorchFunctionMode):
             return False
         if self._own.get(id(source)) == name:
             return True  # it keeps its values
-        if not isinstance(source, torch.Tensor) or id(source) in self._own:
+        if not isinstance(source, torch.Tensor):
             return False
+        if id(source) in self._own:
+            self._stop(f"loads the module's own {self._own[id(source)]!r} as {name!r}")
         try:
             self._copied(name, source.entry if isinstance(source, SymbolicTensor) else entry_of_values(source))
         except CannotFollow as error:
-            self._stop(str(error))
+            self._stop(f"adds {name!r}: {error}")
         return True
 
     def _stop(self, problem: str) -> None:

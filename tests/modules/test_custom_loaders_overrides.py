@@ -363,11 +363,6 @@ def reorders(self: Net, state: State) -> None:
     nn.Module.load_state_dict(self, {**state, "encoder.1.weight": own["encoder.1.bias"]})
 
 
-def recurses(self: Net, state: State) -> None:
-    for name, part in self._modules.items():
-        part._load_from_state_dict(state, f"{name}.", {}, True, [], [], [])  # type: ignore[union-attr]
-
-
 def ignores(self: Net, state: State) -> None:
     pass
 
@@ -379,8 +374,8 @@ def adds_text(self: Net, state: State) -> None:
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        (computes, r"computes with values: torch.mul .* \(test_load_overrides.py, line \d+\)"),
-        (reads, r"computes with values: torch.sum .* \(test_load_overrides.py, line \d+\)"),
+        (computes, r"computes with values: torch.mul .* \(test_custom_loaders_overrides.py, line \d+\)"),
+        (reads, r"computes with values: torch.sum .* \(test_custom_loaders_overrides.py, line \d+\)"),
         (swallows, "computes with values: torch.add"),
         (invents, "adds 'head.weight': it makes a tensor of 40,000 different values"),
         (sets, "sets the attribute 'loaded' of Own"),
@@ -388,7 +383,6 @@ def adds_text(self: Net, state: State) -> None:
         (configures, "changes the module or an object that it holds"),
         (resizes, "replaces tensors or parts of the module"),
         (reorders, "loads the module's own 'encoder.1.bias' as 'encoder.1.weight'"),
-        (recurses, "calls _load_from_state_dict of encoder itself"),
         (ignores, "neither calls that of nn.Module nor copies a tensor"),
         (adds_text, "adds 'note', which is not a tensor but a str"),
     ],
