@@ -90,9 +90,6 @@ PROBES_PER_FILE = 4096
 #: makes some 40 calls for a piece, so that larger pieces are faster, but malloc keeps their memory in each thread.
 DECODED_ELEMENTS = 1 << 17
 
-#: Most parts of packs that one selection takes apart from each other: each is a fill of its own.
-PACK_PARTS = 4096
-
 #: Elements of one piece of a cast. torch splits larger casts over its own thread pool, and one pool per reader would
 #: oversubscribe the machine (at::internal::GRAIN_SIZE is 32768).
 CAST_PIECE_ELEMENTS = 32_767

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sluice._errors import BudgetError
+from sluice.engine.elementwise import compute
 from sluice.engine.host_copies import StridedBytes
 from sluice.engine.packs import decode_packs
 
@@ -150,9 +151,9 @@ class FakeAccelerator:
         target = pending.target
         source = pending.source
         if source.packing is not None:
-            decode_packs(target, source.on_host(), source.packing, source.function)
+            decode_packs(target, source.on_host(), source.packing, source.arithmetic)
         else:
-            source.function(target, source.on_host())
+            compute(target, source.on_host(), source.arithmetic)
         counts = self._arrived.get(target.untyped_storage().data_ptr())
         if counts is not None:
             counts.as_strided(target.shape, target.stride(), target.storage_offset()).add_(1)

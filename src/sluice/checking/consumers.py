@@ -11,12 +11,10 @@ from typing import Protocol
 import numpy as np
 import torch
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import FormatError
 from sluice.checking.non_finite import NonFiniteCounter, WholeItems
-from sluice.engine.elementwise import cast
 from sluice.engine.packs import decode_packs
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
@@ -192,7 +190,7 @@ class Decoded:
     def __init__(self, consumer: Consumer, packing: Packing) -> None:
         """Start a stream of packs of some code for a consumer."""
         self._taker = consumer
-        self._packing = replace(packing, taken=packing.elements)
+        self._packing = packing
         self._packs = WholeItems(packing.nbytes)
 
     def update(self, data: memoryview) -> None:
@@ -202,5 +200,5 @@ class Decoded:
         for piece in _pieces(self._packs, data, step):
             packs = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
             elements = torch.empty(len(packs) // packing.nbytes, packing.elements)
-            decode_packs(elements, packs.view(-1, packing.nbytes), packing, cast)
+            decode_packs(elements, packs.view(-1, packing.nbytes), packing)
             self._taker.update(bytes_of(elements))

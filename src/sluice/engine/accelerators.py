@@ -63,7 +63,7 @@ class Accelerator(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
-        """Start to copy ``source`` to ``target``, computed by its function and cast if the dtypes differ."""
+        """Start to copy ``source`` to ``target``, computed and cast if the dtypes differ."""
         ...
 
     def mark(self) -> Ticket | None:
@@ -163,7 +163,7 @@ class StreamAccelerator:
             scratch = self._scratch[: source.raw.nbytes]
             self._send(scratch, source)
             if source.packing is not None:
-                decode_packs(target, source.seen_in(scratch), source.packing, source.function)
+                decode_packs(target, source.seen_in(scratch), source.packing, source.arithmetic)
                 return
             # In place, gaps and all, so that no further memory is needed. A view may show an element twice, which torch
             # refuses to compute with in place.

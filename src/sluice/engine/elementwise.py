@@ -1,49 +1,30 @@
-"""Computations on elements between a staging buffer and their target: casts, and arithmetic with numbers.
+"""The computation of elements between a staging buffer and their target: arithmetic with numbers, and casts.
 
-Each element is computed by itself, so that a tensor may be cut anywhere. Functions run in the engine's threads, without
-gradients, and must not keep their arguments.
+Each element is computed by itself, so that a tensor may be cut anywhere. It runs in the engine's threads, without
+gradients. Conjugates and negatives are views, and packs are decoded, before.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
-from sluice.records import Arithmetic, Elements
+from sluice.records import Arithmetic
 
-__all__ = ["ElementFunction", "cast", "computed", "element_function", "scratch"]
+__all__ = ["Steps", "compute", "scratch"]
 
-
-class ElementFunction(Protocol):
-    """Fills elements of a target."""
-
-    def __call__(self, target: torch.Tensor, elements: torch.Tensor, /) -> None:
-        """Compute ``target`` from ``elements``, which have its shape and their own dtype."""
-        ...
+#: Operations with a number, one after the other.
+Steps: TypeAlias = Iterable[tuple[Arithmetic, float]]
 
 
-def cast(target: torch.Tensor, elements: torch.Tensor, /) -> None:
-    """Copy elements, cast to the target's dtype if it differs."""
+def compute(target: torch.Tensor, elements: torch.Tensor, steps: Steps = ()) -> None:
+    """Compute each step in the dtype of the elements, and copy the result, cast to the target's dtype."""
+    for operation, number in steps:
+        elements = getattr(elements, operation)(number)
     target.copy_(elements)
-
-
-def computed(arithmetic: Iterable[tuple[Arithmetic, float]]) -> ElementFunction:
-    """Return the function that computes each step in the dtype of the source, then casts."""
-
-    def compute(target: torch.Tensor, elements: torch.Tensor, /) -> None:
-        for operation, number in arithmetic:
-            elements = getattr(elements, operation)(number)
-        target.copy_(elements)
-
-    return compute
-
-
-def element_function(elements: Elements) -> ElementFunction:
-    """Return what fills a target from elements; conjugates and negatives are views, and packs are decoded, before."""
-    return computed(elements.arithmetic) if elements.arithmetic else cast
 
 
 class _Scratch(threading.local):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._dtypes import is_castable, torch_dtype
 from sluice._private_torch import copy_each, neg_view
-from sluice.engine.elementwise import ElementFunction, cast, element_function, scratch
+from sluice.engine.elementwise import Steps, compute, scratch
 from sluice.engine.packs import decode_packs
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Arithmetic, Constant, Copy, Elements, Packing
@@ -42,8 +42,6 @@ class StridedBytes(Struct, frozen=True):
     stride: tuple[int, ...]
     #: The computation with the elements; None copies or casts them.
     elements: Elements | None = None
-    #: The function that computes it.
-    function: ElementFunction = cast
 
     @property
     def aligned(self) -> bool:
@@ -71,7 +69,7 @@ class StridedBytes(Struct, frozen=True):
         return self.dtype.itemsize if self.packing is None else self.packing.nbytes
 
     def on_host(self) -> torch.Tensor:
-        """Return the view itself, before its function; if it is not aligned, all of its bytes are moved."""
+        """Return the view itself, before it is computed; if it is not aligned, all of its bytes are moved."""
         return self.seen_in(self.raw if self.aligned else self.raw.clone())
 
     def seen_in(self, raw: torch.Tensor) -> torch.Tensor:
@@ -107,14 +105,7 @@ def staged_bytes(copy: Copy, buffer: StagingBuffer, first: int, target_dtype: st
     )
     if copy.dtype == target_dtype and not copy.elements.computed:
         return StridedBytes(raw, BITS[item], copy.shape, copy.source_stride)
-    return StridedBytes(
-        raw,
-        torch_dtype(copy.dtype),
-        copy.shape,
-        copy.source_stride,
-        copy.elements,
-        element_function(copy.elements),
-    )
+    return StridedBytes(raw, torch_dtype(copy.dtype), copy.shape, copy.source_stride, copy.elements)
 
 
 def constant_bytes(constant: Constant) -> StridedBytes:
@@ -123,15 +114,13 @@ def constant_bytes(constant: Constant) -> StridedBytes:
     exact = torch.float64 if is_castable(elements.dtype) else torch.int64
     element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(elements.dtype))
     stride = (0,) * len(constant.shape)
-    return StridedBytes(
-        element.view(torch.uint8), element.dtype, constant.shape, stride, elements, element_function(elements)
-    )
+    return StridedBytes(element.view(torch.uint8), element.dtype, constant.shape, stride, elements)
 
 
 def copy_in_pieces(target: torch.Tensor, source: StridedBytes) -> None:
     """Copy on the host, in pieces small enough that torch stays in this thread: the readers use every core."""
     if source.packing is not None:
-        decode_packs(target, source.on_host(), source.packing, source.function)
+        decode_packs(target, source.on_host(), source.packing, source.arithmetic)
     elif source.aligned or not target.numel():
         _copy_aligned(target, source)
     else:
@@ -152,23 +141,23 @@ def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.T
         yield part, replace(source, raw=room[: piece.nbytes], shape=piece.shape, stride=piece.source_stride)
 
 
-def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: ElementFunction = cast) -> None:
+def copy_in_thread(target: torch.Tensor, source: torch.Tensor, steps: Steps = ()) -> None:
     """Compute elements in pieces that torch does not spread over its own threads; a source on a device as a whole.
 
     If one tensor is transposed against the other, the pieces are tiles, so that each cache line that a tile fetches is
     used up before it is evicted.
     """
     if target.numel() <= defaults.CAST_PIECE_ELEMENTS or source.device != target.device:
-        function(target, source)
+        compute(target, source, steps)
         return
     tile = _tile(target, source)
     pieces = _cut(target, tile), _cut(source, tile)
-    if function is cast:
+    if not steps:
         # One call for all pieces: the interpreter lock is released for the whole of it.
         copy_each(*pieces)
         return
     for into, piece in zip(*pieces, strict=True):
-        function(into, piece)
+        compute(into, piece, steps)
 
 
 def _tile(target: torch.Tensor, source: torch.Tensor) -> dict[int, int]:
@@ -201,4 +190,4 @@ def _cut(tensor: torch.Tensor, tile: Mapping[int, int]) -> list[torch.Tensor]:
 
 
 def _copy_aligned(target: torch.Tensor, source: StridedBytes) -> None:
-    copy_in_thread(target, source.on_host(), source.function)
+    copy_in_thread(target, source.on_host(), source.arithmetic)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sluice import _defaults as defaults
-from sluice.engine.elementwise import ElementFunction, scratch
+from sluice.engine.elementwise import Steps, compute, scratch
 from sluice.entries.slicing import boxes
 from sluice.records import Packing
 
@@ -27,24 +27,24 @@ __all__ = ["DECODERS", "Decoder", "decode_packs"]
 Decoder: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, function: ElementFunction) -> None:
-    """Decode packs, a piece at a time, and fill a target with the elements that a fill takes from each.
+def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, steps: Steps = ()) -> None:
+    """Decode packs, a piece at a time, and compute a target from the elements.
 
     Args:
-        target: One dimension more than the fill: the last is ``packing.taken``.
+        target: One dimension more than the fill: the last is ``packing.elements``.
         packs: The packs, as bytes: the same first dimensions, and then ``packing.nbytes``.
         packing: Their code.
-        function: Computes the target from the decoded elements.
+        steps: As for ``elementwise.compute``.
     """
     shape = packs.shape[:-1]
-    decoder, end = DECODERS.get(packing.name) or _by_package(packing.name), packing.first + packing.taken
+    decoder = DECODERS.get(packing.name) or _by_package(packing.name)
     most = max(defaults.CAST_PIECE_ELEMENTS, defaults.DECODED_ELEMENTS // torch.get_num_threads())
     for key in boxes(tuple(shape), max(1, most // packing.elements)):
         piece = packs[key]
         count = prod(piece.shape[:-1])
         decoded = _room(count * packing.elements, packs.device).view(count, packing.elements)
         decoder(piece.reshape(count, packing.nbytes), decoded)
-        function(target[key], decoded[:, packing.first : end].reshape(*piece.shape[:-1], packing.taken))
+        compute(target[key], decoded.view(*piece.shape[:-1], packing.elements), steps)
 
 
 def _room(count: int, device: torch.device) -> torch.Tensor:

@@ -24,11 +24,11 @@ from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_piec
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.page_sizes import PageSizes
 from sluice.engine.staging import StagingBuffer, StagingPool
-from sluice.records import Constant, Copy, LoadPlan, Read, Swap, View
+from sluice.records import Constant, Copy, LoadPlan, Read, View
 from sluice.records.geometry import span_elements
 from sluice.sources.protocol import MappableSource, Source
 
-__all__ = ["Targets", "swap_bytes"]
+__all__ = ["Targets"]
 
 
 class Targets:
@@ -173,10 +173,9 @@ class Targets:
         """
         started: set[str] = set()
         try:
-            for number, copy in enumerate(read.copies):
-                if number == read.copies_before_swaps:
-                    for swap in read.swaps:
-                        swap_bytes(swap, buffer, first)
+            if read.swap_bytes:
+                _swap_bytes(read, buffer, first)
+            for copy in read.copies:
                 if not self._moves_bytes(copy, buffer.address + first):
                     self._copy(copy, buffer, first, started)
         finally:  # after a failure too: earlier copies are still under way
@@ -378,7 +377,7 @@ def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
     """Return the elements of a target that a copy or a constant writes; those of a pack are one more dimension."""
     shape, stride = box.shape, box.target_stride
     if (packing := box.elements.packing) is not None:
-        shape, stride = (*shape, packing.taken), (*stride, packing.target_step)
+        shape, stride = (*shape, packing.elements), (*stride, packing.target_step)
     return flat.as_strided(shape, stride, flat.storage_offset() + box.target_start)
 
 
@@ -389,14 +388,11 @@ def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return tensor
 
 
-def swap_bytes(swap: Swap, buffer: StagingBuffer, first: int) -> None:
-    """Reverse the bytes of each number in a range of a staging buffer."""
-    np.frombuffer(
-        buffer.memory.mapping,
-        dtype=f"u{swap.item_bytes}",
-        count=swap.nbytes // swap.item_bytes,
-        offset=buffer.start + first + swap.offset,
-    ).byteswap(inplace=True)
+def _swap_bytes(read: Read, buffer: StagingBuffer, first: int) -> None:
+    """Reverse the bytes of each number of a read in a staging buffer."""
+    numbers = np.dtype(f"u{read.swap_bytes}")
+    count = read.nbytes // read.swap_bytes
+    np.frombuffer(buffer.memory.mapping, numbers, count, buffer.start + first).byteswap(inplace=True)
 
 
 def _cast_in_buffer(source: StridedBytes, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> StridedBytes:

@@ -1,7 +1,7 @@
 """Optimizer state that stays on another device until the first step.
 
 ``Optimizer.load_state_dict`` moves state to its parameters: tensors of a subclass refuse that move, and a pre-hook of
-``step`` does it once and removes itself.
+``step`` does it once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["keep_device", "move_at_first_step"]
-
-# torch documents the hooks of optimizers, but their dicts are private and have no public accessor.
-# ruff: noqa: SLF001
 
 
 def keep_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +33,7 @@ class _Fixed(torch.Tensor):
     ) -> Any:
         if func is torch.Tensor.to and isinstance(args[0], cls):
             return args[0].kept
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  the public class
             return func(*args, **(kwargs or {}))
 
 
@@ -46,16 +42,18 @@ def move_at_first_step(optimizer: Optimizer) -> None:
 
     Tensors move one at a time: the memory of each is freed as soon as it is copied.
     """
-    handle: RemovableHandle
+    moved = False
 
     def move(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        for group in optimizer.param_groups:
+        nonlocal moved
+        for group in () if moved else optimizer.param_groups:
             steps_too = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 _move(optimizer.state.get(parameter), parameter.device, steps_too=steps_too)
-        _remove(optimizer, handle)
+        moved = True
 
-    handle = optimizer.register_step_pre_hook(move)
+    # It stays: torch is iterating over the hooks while it runs, and fails if one of them is removed.
+    optimizer.register_step_pre_hook(move)
 
 
 def _move(value: Any, device: torch.device, *, steps_too: bool) -> Any:
@@ -71,24 +69,3 @@ def _move(value: Any, device: torch.device, *, steps_too: bool) -> Any:
     elif isinstance(value, tuple):
         return tuple(_move(child, device, steps_too=steps_too) for child in value)
     return value
-
-
-def _remove(optimizer: Optimizer, handle: RemovableHandle) -> None:
-    """Remove the pre-hook that is running: at once if it is the last one, else after the step.
-
-    torch is iterating over the hooks, and a dict that loses a key fails its iterator unless that is at the end.
-    """
-    if _is_last(optimizer._optimizer_step_pre_hooks, handle):
-        handle.remove()
-        return
-
-    def finish(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        handle.remove()
-        if _is_last(optimizer._optimizer_step_post_hooks, own):
-            own.remove()
-
-    own = optimizer.register_step_post_hook(finish)
-
-
-def _is_last(hooks: Mapping[int, Any], handle: RemovableHandle) -> bool:
-    return next(reversed(list(hooks)), None) == handle.id

@@ -89,7 +89,6 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
             requests=requests,
             prepared=plan_transfer(checkpoint, requests, share_storages=True, options=options),
             key=matched.key,
-            missing=matched.missing,
             unexpected=matched.unexpected,
             notes=matched.notes,
             optimizer=optimizer,
@@ -170,7 +169,7 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
             raise MismatchError(problem, file=file) from error
         if self.deferred:
             move_at_first_step(self.optimizer)
-        return Loaded(result=result, missing=self.missing, unexpected=self.unexpected)
+        return Loaded(result=result, unexpected=self.unexpected)
 
     def _finished(self, entry: Entry, tensor: Any) -> Any:
         if (parameter := self.divided.get(id(entry))) is not None:

@@ -59,8 +59,6 @@ _NEEDED = {
 #: Most parameters that a message names.
 _NAMES_SHOWN = 3
 
-_NO_GROUPS = "the checkpoint has no parameter groups: the optimizer keeps its options"
-
 
 class ParameterOutline(Struct, frozen=True, kw_only=True):
     """One parameter of the optimizer."""
@@ -106,8 +104,6 @@ class MatchedState(Struct, frozen=True, kw_only=True):
     used: int = 0
     #: Values next to state and groups.
     rest: Mapping[object, object] = field(default_factory=dict)
-    #: Parameters without state in the checkpoint, if that is allowed.
-    missing: tuple[str, ...] = ()
     #: ParameterNames of the checkpoint that the optimizer does not have.
     unexpected: tuple[str, ...] = ()
     #: Notes for the report, one sentence each.
@@ -154,7 +150,7 @@ def find_state(
             refused.append((saved, error))
     if len(fitting) == 1:
         [(saved, matched)] = fitting
-        if names.renaming is not None and saved.groups is not None:  # only groups name parameters without state
+        if names.renaming is not None:
             names.renaming.check(map(str, chain(saved.state, *saved.ids)))
         return matched
     if fitting:
@@ -222,10 +218,8 @@ def _tensors(values: Iterable[object]) -> int:
 
 
 def _by_number(saved: SavedState, outline: OptimizerOutline, names: ParameterNames) -> MatchedState:
-    if names.renaming is not None and not any(group.get("param_names") for group in saved.groups or ()):
+    if names.renaming is not None and not any(group.get("param_names") for group in saved.groups):
         raise _ProblemsError("its parameters are numbered, so rename= does not apply")
-    if saved.groups is None:
-        return _without_options(saved, outline)
     ids = saved.ids
     if not outline.adapts:
         _check_groups(ids, outline)
@@ -246,24 +240,6 @@ def _by_number(saved: SavedState, outline: OptimizerOutline, names: ParameterNam
         options=tuple(options),
         rest=saved.rest,
         notes=tuple(notes),
-    )
-
-
-def _without_options(saved: SavedState, outline: OptimizerOutline) -> MatchedState:
-    """Match numbered state without groups: its numbers are positions."""
-    numbers = iter(range(sum(map(len, outline.groups))))
-    ids = tuple(tuple(next(numbers) for _ in group) for group in outline.groups)
-    beyond = saved.state.keys() - set(chain.from_iterable(ids))
-    if beyond and not outline.adapts:
-        count = sum(map(len, ids))
-        raise _ProblemsError(f"it has state for parameter {beyond.pop()}, but the optimizer has {count} parameters")
-    return MatchedState(
-        key=saved.key or None,
-        state=saved.state,
-        ids=ids,
-        options=(None,) * len(ids),
-        rest=saved.rest,
-        notes=(_NO_GROUPS,),
     )
 
 
@@ -302,25 +278,17 @@ def _by_name(saved: SavedState, outline: OptimizerOutline, names: ParameterNames
         for parameter, saved_id in zip(outline.parameters, chain.from_iterable(ids), strict=True)
         if saved_id is None
     ]
-    if absent and (saved.groups is not None or covered == {None}):
-        # Without groups, a parameter that never had state looks like one that is missing.
+    if absent:
         raise _ProblemsError(*(f"it has no state for {name}" for name in absent), missing=absent)
-    if saved.groups is None:
-        options: list[Mapping[str, object] | None] = [None] * len(ids)
-    else:
-        options = [_merged_options(saved, number, group) for number, group in enumerate(ids)]
-        if not saved.ungrouped:
-            _check_partition(saved, ids)
-    # A parameter without state gets an id that the state does not have.
-    filled = ((("absent", i) if each is None else each for each in group) for i, group in enumerate(ids))
+    options = [_merged_options(saved, number, group) for number, group in enumerate(ids)]
+    if not saved.ungrouped:
+        _check_partition(saved, ids)
     return MatchedState(
         key=saved.key or None,
         state={saved_id: value for saved_id, value in saved.state.items() if saved_id in covered},
-        ids=tuple(map(tuple, filled)),
+        ids=tuple(map(tuple, ids)),
         options=tuple(options),
-        missing=tuple(absent),
         unexpected=tuple(str(saved_id) for saved_id in id_of.values() if saved_id not in covered),
-        notes=(_NO_GROUPS,) if saved.groups is None else (),
     )
 
 
@@ -366,7 +334,7 @@ def _merged_options(saved: SavedState, number: int, ids: Sequence[object]) -> Ma
     """Return the options of the parameters of a group in the checkpoint; None if it has none."""
     merged: dict[str, object] = {}
     parameters = set(ids)
-    for group, own in zip(saved.groups or (), saved.ids, strict=True):
+    for group, own in zip(saved.groups, saved.ids, strict=True):
         for name, value in _options(group).items() if parameters.intersection(own) else ():
             if name != "param_names" and not _agree(merged.setdefault(name, value), value):
                 raise _ProblemsError(f"the parameters of group {number} differ in {name!r} in the checkpoint")

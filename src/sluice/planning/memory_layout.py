@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice.planning.packed_fills import packed_fills
+from sluice.planning.packed_fills import packed_fill
 from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target, View
 from sluice.records.geometry import contiguous_stride, is_dense, round_up, span_elements
 
@@ -181,7 +181,7 @@ def _filled_target(
     """Return a target with the given stride, with one fill for the entry or one per part.
 
     Raises:
-        UnsupportedError: It needs too many parts of packs.
+        UnsupportedError: It needs parts of packs.
         ValueError: It has a finisher and is not a new tensor.
     """
     if request.finisher is not None and request.existing:
@@ -192,10 +192,10 @@ def _filled_target(
         pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
         held = [(piece, first) for piece, first in pieces if piece.numel]
         read = [(piece, first) for piece, first in held if piece.constant is None]
-        fills = tuple(fill for piece, first in read for fill in _fills(piece, first, stride, index, offsets))
+        fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in read)
         constants = tuple(_constants(held, stride))
     else:
-        fills = tuple(_fills(entry, 0, stride, index, offsets)) if numel else ()
+        fills = (_fill(entry, 0, stride, index, offsets),) if numel else ()
         constants = ()
     return Target(
         name=request.name,
@@ -211,17 +211,15 @@ def _filled_target(
     )
 
 
-def _fills(
-    piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]
-) -> Iterable[Fill]:
-    """Return the fills from a view of one storage to a target, whose element 0 goes to ``first``: one if not packed."""
+def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
+    """Return the fill from a view of one storage to a target, whose element 0 goes to ``first``."""
     storage = index.storages[piece.storage]
     offset = storage.offset if storage.located else offsets[piece.storage]
     if piece.elements.packing is not None:
-        return packed_fills(piece, first, stride, storage.file, offset)
+        return packed_fill(piece, first, stride, storage.file, offset)
     if piece.storage_offset:  # a sum with 0 would be a new object
         offset += piece.storage_offset * ITEM_BYTES[piece.dtype]
-    fill = Fill(
+    return Fill(
         file=storage.file,
         offset=offset,
         elements=replace(piece.elements, swap_bytes=storage.swap_bytes) if storage.swap_bytes else piece.elements,
@@ -230,7 +228,6 @@ def _fills(
         target_stride=stride,
         target_start=first,
     )
-    return (fill,)
 
 
 def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> Iterator[Constant]:

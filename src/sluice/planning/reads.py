@@ -9,16 +9,15 @@ Pure functions: no I/O, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
-from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Swap, Target
+from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Target
 from sluice.records.geometry import CopyPiece, collapse, cut, round_down, round_up, span_elements, split_evenly
 
 __all__ = [
@@ -33,10 +32,6 @@ __all__ = [
     "read_in_place",
     "shared_ids",
 ]
-
-#: (item size, phase) of byteswapped numbers, in bytes: they begin at offsets that equal the phase modulo the item size.
-#: (0, 0) for bytes that are not swapped.
-_SwapGrid = tuple[int, int]
 
 #: File systems whose files are in memory: they answer no probe, and their reads are copies.
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "memory"})
@@ -217,9 +212,8 @@ class StagedReads:
         self._pieces.extend((collapsed, piece) for piece in pieces)
 
     def reads(self) -> Iterator[Read]:
-        """Yield the reads in file order, with neighboring pieces in one read."""
+        """Yield the reads in file order, with neighboring pieces in one read; big-endian pieces are read alone."""
         pending: list[_FillPiece] = []
-        grids: dict[_SwapGrid, int] = {}
         start = end = 0
         for collapsed, piece in sorted(self._pieces, key=lambda item: (item[0].fill.file, item[1].start_byte)):
             piece_end = piece.start_byte + piece.nbytes
@@ -228,18 +222,15 @@ class StagedReads:
                 and pending[0][0].fill.file == collapsed.fill.file
                 and piece.start_byte - end <= (access := self._facts[collapsed.fill.file].access).gap_bytes
                 and max(end, piece_end) - start <= self._read_limit(access)
-                and not self._conflicts(grids, collapsed, piece)
+                and not (collapsed.fill.elements.swap_bytes or pending[0][0].fill.elements.swap_bytes)
             )
             if pending and not fits:
                 yield self._join(pending, start, end)
-                pending, grids = [], {}
+                pending = []
             if not pending:
                 start, end = piece.start_byte, piece_end
             pending.append((collapsed, piece))
             end = max(end, piece_end)
-            grid = self._swap_grid(collapsed, piece)
-            if grid is not None:
-                grids[grid] = max(piece_end, grids.get(grid, 0))
         if pending:
             yield self._join(pending, start, end)
 
@@ -247,35 +238,12 @@ class StagedReads:
         """Return the most bytes of one read from a source."""
         return min(self._limit_bytes, access.request_bytes)
 
-    def _swap_grid(self, collapsed: CollapsedFill, piece: CopyPiece) -> _SwapGrid | None:
-        """Return the swap grid that a piece needs; None if its copies can be made before the swaps.
-
-        A copy to an accelerator may still read the buffer after the call returns, so that no swap may follow it.
-        """
-        item = collapsed.fill.elements.swap_bytes
-        if item:
-            return item, piece.start_byte % item
-        return None if self._targets[collapsed.target].device == "cpu" else (0, 0)
-
-    def _conflicts(self, grids: Mapping[_SwapGrid, int], collapsed: CollapsedFill, piece: CopyPiece) -> bool:
-        """Return whether a piece overlaps earlier pieces of the same buffer that need a different swap grid.
-
-        Args:
-            grids: End of the last piece of each grid, as an offset in the file.
-            collapsed: Fill of the piece.
-            piece: The next piece in the file.
-        """
-        own = self._swap_grid(collapsed, piece)
-        return own is not None and any(piece.start_byte < end for grid, end in grids.items() if grid != own)
-
     def _join(self, pieces: list[_FillPiece], start: int, end: int) -> Read:
         """Return one read of the bytes from ``start`` to ``end`` with a copy for each piece."""
         file = pieces[0][0].fill.file
-        swaps = tuple(_swaps(pieces, start))
-        early, late = _split_at_swaps(pieces, swaps, start) if swaps else ([], pieces)
         copies = []
         free = round_up(end - start, defaults.BLOCK_BYTES) + 2 * defaults.BLOCK_BYTES
-        for collapsed, piece in (*early, *late):
+        for collapsed, piece in pieces:
             cast_at = None
             if self._host_casts and self._narrows(collapsed):
                 finished_item = ITEM_BYTES[self._targets[collapsed.target].dtype]
@@ -290,8 +258,7 @@ class StagedReads:
             nbytes=end - start,
             methods=_permitted_methods(self._facts[file], start, end - start, self._page_cache),
             copies=tuple(copies),
-            swaps=swaps,
-            copies_before_swaps=len(early),
+            swap_bytes=pieces[0][0].fill.elements.swap_bytes,
         )
 
     def _narrows(self, collapsed: CollapsedFill) -> bool:
@@ -314,43 +281,3 @@ def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int, cast_at: int |
         target_start=piece.target_start,
         cast_at=cast_at,
     )
-
-
-def _split_at_swaps(
-    pieces: Sequence[_FillPiece], swaps: Sequence[Swap], start: int
-) -> tuple[list[_FillPiece], list[_FillPiece]]:
-    """Divide the pieces of a read into those that are copied before its swaps, and the rest.
-
-    Bytes are swapped in place, so pieces that need the stored bytes of a swapped range must be copied first.
-    """
-    early: list[_FillPiece] = []
-    late: list[_FillPiece] = []
-    for collapsed, piece in pieces:
-        first = piece.start_byte - start
-        shared = not collapsed.fill.elements.swap_bytes and any(
-            swap.offset < first + piece.nbytes and first < swap.offset + swap.nbytes for swap in swaps
-        )
-        (early if shared else late).append((collapsed, piece))
-    return early, late
-
-
-def _swaps(pieces: Iterable[_FillPiece], start: int) -> Iterator[Swap]:
-    """Yield the ranges of a read that are byteswapped, each once even if several pieces need it.
-
-    Args:
-        pieces: Pieces of the read in file order. Pieces that overlap are views of one storage.
-        start: First byte of the read in the file.
-    """
-    last: Swap | None = None
-    for collapsed, piece in pieces:
-        if not collapsed.fill.elements.swap_bytes:
-            continue
-        first, end = piece.start_byte - start, piece.start_byte - start + piece.nbytes
-        if last is not None and first < last.offset + last.nbytes:
-            last = replace(last, nbytes=max(last.nbytes, end - last.offset))
-            continue
-        if last is not None:
-            yield last
-        last = Swap(offset=first, nbytes=end - first, item_bytes=collapsed.fill.elements.swap_bytes)
-    if last is not None:
-        yield last

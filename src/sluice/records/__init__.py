@@ -5,7 +5,7 @@
 ``torch_values``: values of torch types without torch: ``TorchText``, ``TorchSize``
 ``targets``:      requested tensors and their final memory: ``Request``, ``Fill``, ``Constant``, ``Target``
 ``facts``:        properties of files and of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
-``plan``:         complete decision of a load: ``Copy``, ``Swap``, ``Read``, ``Block``, ``LoadPlan``, ``DevicePlan``
+``plan``:         complete decision of a load: ``Copy``, ``Read``, ``Block``, ``LoadPlan``, ``DevicePlan``
 ``memory``:       growth of memory, predicted and measured: ``Peaks``, ``DeviceMemory``
 ``requests``:     requests for remote files, planned and made: ``Traffic``, ``RequestRecord``, ``RemoteReads``
 ``bulk``:         fast construction of many records
@@ -51,7 +51,6 @@ from sluice.records.plan import (
     Method,
     Read,
     Reservation,
-    Swap,
     requests_of,
 )
 from sluice.records.requests import RemoteReads, RequestRecord, Traffic
@@ -95,7 +94,6 @@ __all__ = [
     "Reservation",
     "Sparse",
     "Storage",
-    "Swap",
     "Target",
     "TorchSize",
     "TorchText",

@@ -36,11 +36,7 @@ class Packing(Struct, frozen=True, kw_only=True):
     elements: int
     #: Bytes of one pack.
     nbytes: int
-    #: First element that a fill takes from each pack.
-    first: int = 0
-    #: Number of elements that a fill takes from each pack; 0 in an entry.
-    taken: int = 0
-    #: Step of these elements in the target of a fill, in elements.
+    #: Step of the elements of a pack in the target of a fill, in elements.
     target_step: int = 1
 
 

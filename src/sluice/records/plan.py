@@ -24,7 +24,6 @@ __all__ = [
     "Method",
     "Read",
     "Reservation",
-    "Swap",
     "requests_of",
 ]
 
@@ -67,17 +66,6 @@ class Copy(Struct, frozen=True, kw_only=True, gc=False):
         return self.source_stride == self.target_stride == (1,) and not self.elements.computed
 
 
-class Swap(Struct, frozen=True, kw_only=True):
-    """A range of big-endian numbers in a read, whose bytes are swapped."""
-
-    #: First byte, counted from ``Read.offset``.
-    offset: int
-    #: Bytes of the range, a multiple of ``item_bytes``.
-    nbytes: int
-    #: Bytes of one real number: an element, or either half of a complex element.
-    item_bytes: int
-
-
 class Read(Struct, frozen=True, kw_only=True, gc=False):
     """One contiguous range of one file, and the destination of its bytes."""
 
@@ -95,11 +83,8 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     into_offset: int = 0
     #: Without ``into``: the copies out of the staging buffer.
     copies: tuple[Copy, ...] = ()
-    #: Without ``into``: the ranges that are byteswapped. They do not overlap.
-    swaps: tuple[Swap, ...] = ()
-    #: Without ``into``: number of copies, from the first, that precede the swaps: they need the stored bytes of ranges
-    #: that other copies need byteswapped.
-    copies_before_swaps: int = 0
+    #: Without ``into``: bytes of each number, if all of it is big-endian and is byteswapped before the copies; or 0.
+    swap_bytes: int = 0
     #: Whether it is part of the request of the read before it: bytes between them are received and dropped.
     continues: bool = False
 
