@@ -67,8 +67,8 @@ def test_a_view_of_rows_counts_packs() -> None:
     assert (fill.shape, fill.source_stride, fill.target_stride) == ((8,), (1,), (4,))
 
 
-@pytest.mark.parametrize("key", [slice(2, 12), slice(0, 13), slice(0, 16, 2), 3])
-def test_parts_of_packs_are_refused(key: slice | int) -> None:
+@pytest.mark.parametrize("key", [slice(2, 12), slice(0, 13), slice(0, 16, 2), slice(3, 4)])
+def test_parts_of_packs_are_refused(key: slice) -> None:
     with pytest.raises(UnsupportedError, match="parts of packs of 4 elements") as caught:
         packed_fill(slice_entry(entry((6, 16)), (slice(None), key)), 0, (11, 1), 0, 0)
     assert "whole rows" in caught.value.advice

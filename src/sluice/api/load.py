@@ -14,7 +14,8 @@ from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
-from sluice.adapters.config import Adapters, adapter_list
+from sluice.adapters.config import Adapters
+from sluice.api.module_arguments import check_shared, module_request
 from sluice.api.shared import load_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
@@ -136,35 +137,10 @@ def load_into(
     """
     arguments = locals()
     check_model(model, source, "load_into(model, source)")
-    check_load(
-        key=key,
-        limits=limits,
-        rename=rename,
-        rules=rules,
-        strict=strict,
-        allow_empty=allow_empty,
-        ignore_mismatched=ignore_mismatched,
-        place=place,
-        page_cache=page_cache,
-        share=share,
-        progress=progress,
-    )
+    check_shared(arguments)
     if place == "shared" or isinstance(source, SharedCopy):
         return load_shared(load_into, **arguments)
-    request = ModuleRequest(
-        model=model,
-        device=device,
-        dtype=dtype_argument(dtype),
-        key=key,
-        rename=rename,
-        rules=rules,
-        strict=strict,
-        allow_empty=allow_empty,
-        ignore_mismatched=ignore_mismatched,
-        quantize=quantize,
-        adapters=adapter_list(adapters),
-        options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
-    )
+    request = module_request(ModuleRequest, arguments)
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
     if is_assembled_model(model):
         # Here, not above: most models are not quantized before the load.

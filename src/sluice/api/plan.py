@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
+from sluice._arguments import check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
-from sluice.adapters.config import Adapters, adapter_list
+from sluice.adapters.config import Adapters
+from sluice.api.module_arguments import check_shared, module_request
 from sluice.api.shared import plan_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
@@ -135,39 +136,16 @@ def plan(
             place=place,
             device=device,
         )
-    check_load(
-        key=key,
-        limits=limits,
-        rename=rename,
-        rules=rules,
-        strict=strict,
-        allow_empty=allow_empty,
-        ignore_mismatched=ignore_mismatched,
-        place=place,
-        page_cache=page_cache,
-    )
+    check_shared(arguments)
     if place == "shared" or isinstance(source, SharedCopy):
         return plan_shared(plan, **arguments)
-    options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     request: LoadRequest
     if model is not None:
-        request = ModuleRequest(
-            model=model,
-            device=device,
-            dtype=dtype_argument(dtype),
-            key=key,
-            rename=rename,
-            rules=rules,
-            strict=strict,
-            allow_empty=allow_empty,
-            ignore_mismatched=ignore_mismatched,
-            quantize=quantize,
-            adapters=adapter_list(adapters),
-            options=options,
-        )
+        request = module_request(ModuleRequest, arguments)
     else:
         own_dtype = dtype_argument(dtype, auto_is_none=True)
         one = "cpu" if device is None else cast("str | torch.device", device)
+        options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache)
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)
     if stream and (model is None or mesh is not None):
         raise ValueError("plan(): stream=True needs a model, and no mesh")

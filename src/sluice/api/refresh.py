@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from sluice._arguments import check_load, check_model, dtype_argument, memory_limits, path_argument
+from sluice._arguments import check_model, path_argument
 from sluice._dtypes import DType
-from sluice._options import Limits, Memory, TransferOptions
+from sluice._options import Limits, Memory
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.api.module_arguments import check_shared, module_request
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.formats.manifest import Manifest, parse_manifest, read_manifest
@@ -94,27 +95,16 @@ def refresh(
         >>> print(len(state.changed), "of", len(state.contents), "tensors changed")
         0 of ... tensors changed
     """
+    arguments = locals()
     check_model(model, source, "refresh(model, source)")
-    check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, progress=progress)
+    check_shared(arguments)
     if torn not in {"never", "undo", "allow"}:
         raise ValueError(f'torn={torn!r}: one of "never", "undo", "allow"')
     hashes = None if manifest is None else _manifest(manifest, "manifest", limits)
     known = since.contents if isinstance(since, RefreshState) else since and _manifest(since, "since", limits)
     if isinstance(known, Manifest) and hashes is None:
         raise TypeError("since= a manifest needs manifest=, that of the new weights")
-    request = RefreshRequest(
-        model=model,
-        dtype=dtype_argument(dtype),
-        key=key,
-        rename=rename,
-        rules=rules,
-        strict=strict,
-        options=TransferOptions(memory=memory_limits(memory)),
-        since=known or None,
-        torn=torn,
-        lock=lock,
-        manifest=hashes,
-    )
+    request = module_request(RefreshRequest, arguments, since=known or None, manifest=hashes)
     with refusing(model):
         report = load(request, borrow(source, limits=limits), progress=progress)
     assert report.state is not None

@@ -19,11 +19,11 @@ from sluice.adapters.merging import Layout, MergeStep, merge, shape_of_sum
 from sluice.adapters.names import ModulePaths, by_module
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
 from sluice.engine.targets import Targets
-from sluice.loading.quantized import QuantizedMatch
+from sluice.loading.quantized import QuantizedMatch, with_finishers
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
 from sluice.reading.transfer import prepare, run
-from sluice.records import Finisher, Request
+from sluice.records import Request
 from sluice.records.geometry import contiguous_stride
 from sluice.reports.load_figures import MergedAdapter
 from sluice.sharding.dtensors import is_dtensor
@@ -32,8 +32,8 @@ __all__ = ["MergedWeight", "adapted"]
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
-#: Tensors of the size of the weight that a kind holds at a time, if more than one, and bytes for pieces that are added.
-_SUMS, _PIECES_BYTES = {"DoRA": 3, "LoHa": 2}, 16 << 20
+#: Tensors of the size of the weight that a kind holds at a time, if more than one.
+_SUMS = {"DoRA": 3, "LoHa": 2}
 
 
 class _File:
@@ -86,19 +86,23 @@ class MergedWeight(Struct, frozen=True, kw_only=True, eq=False):
 
     #: The adapters and what each does, in order.
     steps: tuple[tuple[_File, MergeStep], ...]
-    #: Bytes of its numbers in the dtype of sums, and of all adapters.
-    sum_bytes: int
+    #: Number of its elements, and bytes of one.
+    count: int
+    item_bytes: int
+    #: Bytes of all adapters.
     adapter_bytes: int
     device: torch.device
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of its finished form."""
+        return (self.count * self.item_bytes,)
+
     def transient_bytes(self, cores: int) -> int:
-        """Return the bytes of the adapters, and of the sums for one weight."""
+        """Return the bytes of the adapters, and of the sums for one weight, at a time."""
         del cores
-        sums = [
-            0,
-            *({"DoRA": 3, "LoHa": 2}.get(step.kind, 1) for _, step in self.steps if step.kind != "bias"),
-        ]
-        return self.adapter_bytes + max(sums) * self.sum_bytes + (8 << 20)
+        sums = max((_SUMS.get(step.kind, 1) for _, step in self.steps if step.kind != "bias"), default=0)
+        return self.adapter_bytes + sums * self.count * max(4, self.item_bytes) + (8 << 20)
 
     def finisher(self, workers: Workers, cores: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that changes the weight; the tensors of the adapters are read now."""
@@ -144,27 +148,17 @@ def adapted(state: ModuleState, matched: Match, adapters: Sequence[Adapter]) -> 
             )
         )
     adapter_bytes = sum(file.nbytes for file in files)
-    positions = {slot: position for position, slot in enumerate(matched.slots)}
-    weights, own = {}, list(matched.requests)
-    for slot, steps in found.items():
-        request, count = requests[slot], prod(state.outline.slots[slot].shape)
-        weight = MergedWeight(
+    weights = {
+        slot: MergedWeight(
             steps=tuple(steps),
-            sum_bytes=count * max(4, ITEM_BYTES[request.dtype]),
+            count=prod(state.outline.slots[slot].shape),
+            item_bytes=ITEM_BYTES[requests[slot].dtype],
             adapter_bytes=adapter_bytes,
-            device=torch.device(request.device),
+            device=torch.device(requests[slot].device),
         )
-        weights[positions[slot]] = weight
-        own[positions[slot]] = replace(
-            request,
-            finisher=Finisher(
-                name=request.name, shape=request.entry.shape, finished_sizes=(count * ITEM_BYTES[request.dtype],)
-            ),
-            existing=False,
-            replaces=request.existing or request.replaces,
-        )
-    merged = replace(matched, requests=tuple(own))
-    return QuantizedMatch(state=state, match=merged, weights=weights, notes=(), adapters=tuple(records))
+        for slot, steps in found.items()
+    }
+    return replace(with_finishers(state, matched, weights), adapters=tuple(records))
 
 
 def _steps(file: _File, state: ModuleState, names: Mapping[str, int]) -> Iterator[tuple[str, MergeStep]]:

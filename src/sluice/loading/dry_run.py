@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.loading.job import LoadJob, LoadRequest
+from sluice.loading.job import LoadJob, LoadRequest, figures
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.read_probe import probed_bytes_per_second
 from sluice.loading.request_meter import RequestMeter
@@ -34,7 +34,6 @@ from sluice.records import LoadPlan
 from sluice.reports.explanation import explain
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
-from sluice.reports.report_rows import casts
 from sluice.sharding.dtensors import local_of
 
 __all__ = ["plan_report"]
@@ -68,36 +67,14 @@ def plan_report(
     recommended, reason = recommend(methods)
     replan = partial(request.replan, checkpoint)
     return PlanReport(
-        source=checkpoint.path,
-        format=checkpoint.format,
-        files=checkpoint.files,
-        key=job.key,
-        prefix=job.prefix,
-        devices=tuple(sorted({target.device for target in plan.targets})),
-        placement=job.placement,
-        subject=job.subject,
-        loaded=job.loaded,
-        total=job.total,
-        loaded_bytes=job.loaded_bytes,
-        tensors=len(plan.targets),
-        final_bytes=plan.final_bytes,
+        **figures(job),
         checkpoint_bytes=checkpoint.nbytes,
-        read_bytes=plan.read_bytes,
         remote=remote,
-        mapped_bytes=plan.mapped_bytes,
         staging_bytes=plan.staging_buffers * plan.staging_buffer_bytes,
-        predicted=plan.predicted,
         device_bytes={device.device: device.predicted_bytes for device in plan.devices},
         limits=limits,
         shortages=tuple(f"{each}, {each.allowed}" for each in short),
         alternatives=find_alternatives(plan, memory, replan, offer=request.offers) if short else (),
-        cast=casts(job.requests),
-        missing=job.missing,
-        unexpected=job.unexpected,
-        mismatched=job.mismatched,
-        adapters=job.adapters,
-        tied=job.tied,
-        initialised=job.initialised,
         methods=methods,
         recommended=recommended,
         reason=reason,

@@ -39,7 +39,7 @@ from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 from sluice.sources.protocol import is_caching
 
-__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load_report", "run"]
+__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "figures", "load_report", "run"]
 
 
 class LoadRequest(Struct, frozen=True, kw_only=True):
@@ -251,6 +251,31 @@ def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | 
     return both
 
 
+def figures(job: LoadJob) -> dict[str, Any]:
+    """Return the fields of ``LoadFigures`` that a decision determines, for the reports of loads and of dry runs."""
+    checkpoint, plan = job.checkpoint, job.plan
+    return {
+        "source": checkpoint.path,
+        "format": checkpoint.format,
+        "files": checkpoint.files,
+        "devices": tuple(sorted({target.device for target in plan.targets})),
+        "tensors": len(plan.targets),
+        "final_bytes": plan.final_bytes,
+        "read_bytes": plan.read_bytes,
+        "mapped_bytes": plan.mapped_bytes,
+        "predicted": plan.predicted,
+        "cast": casts(job.requests),
+        **{name: getattr(job, name) for name in _OF_JOB},
+    }
+
+
+#: Fields of ``LoadFigures`` that a job has by the same names.
+_OF_JOB = (
+    *("key", "prefix", "placement", "subject", "loaded", "total", "loaded_bytes"),
+    *("missing", "unexpected", "mismatched", "adapters", "tied", "initialised"),
+)
+
+
 def load_report(
     job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks, ranks: tuple[RankReport, ...] = ()
 ) -> LoadReport:
@@ -263,47 +288,25 @@ def load_report(
         measured: Peak growth of host memory since then, in bytes.
         ranks: Figures of all ranks that loaded together.
     """
-    checkpoint, plan = job.checkpoint, job.plan
+    own = {**figures(job), "missing": loaded.missing, "unexpected": loaded.unexpected}
     return LoadReport(
-        source=checkpoint.path,
-        format=checkpoint.format,
-        files=checkpoint.files,
-        key=job.key,
-        prefix=job.prefix,
-        devices=tuple(sorted({target.device for target in plan.targets})),
-        placement=job.placement,
-        subject=job.subject,
-        loaded=job.loaded,
-        total=job.total,
-        loaded_bytes=job.loaded_bytes,
-        tensors=len(plan.targets),
-        final_bytes=plan.final_bytes,
-        read_bytes=plan.read_bytes,
-        mapped_bytes=plan.mapped_bytes,
+        **own,
         seconds=seconds,
-        predicted=plan.predicted,
         measured=measured,
         ranks=ranks,
         device_memory=loaded.device_memory,
         remote=loaded.remote,
         reads=loaded.result.read_bytes,
         stepped_down=loaded.result.stepped_down,
-        missing=loaded.missing,
-        unexpected=loaded.unexpected,
-        mismatched=job.mismatched,
-        adapters=job.adapters,
-        tied=job.tied,
-        cast=casts(job.requests),
         origins={request.name: request.entry.origin for request in job.requests if request.entry.origin},
         replaced=loaded.replaced,
-        initialised=job.initialised,
         notes=(
-            *checkpoint.index.notes,
+            *job.checkpoint.index.notes,
             *job.notes,
             *loaded.notes,
-            *plan.reasons,
+            *job.plan.reasons,
             *_surprises(loaded.result),
-            *checkpoint.source_notes,
+            *job.checkpoint.source_notes,
         ),
         state_maker=job.state_maker(),
         rows=job.row_maker(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from sluice.sharding.dtensors import is_dtensor
 if TYPE_CHECKING:
     from sluice.loading.adapted import MergedWeight
 
-__all__ = ["QuantizedMatch", "quantized"]
+__all__ = ["QuantizedMatch", "quantized", "with_finishers"]
 
 
 class QuantizedMatch(Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class QuantizedMatch(Struct, frozen=True, kw_only=True):
     #: The weights, by the positions of their requests.
     weights: Mapping[int, QuantizedWeight | MergedWeight]
     #: Notes for the report, one sentence each.
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     #: Adapters that are merged instead.
     adapters: tuple[MergedAdapter, ...] = ()
 
@@ -91,14 +91,28 @@ def quantized(state: ModuleState, matched: Match, quantize: object) -> Quantized
             state, matched = _untied(state, matched, slot, places, names)
             found[len(state.tensors) - 1] = found.pop(slot)
             untied.append(names[0])
-    positions = {slot: position for position, slot in enumerate(matched.slots)}
-    by_position = {positions[slot]: weights[-1] for slot, weights in found.items()}
-    return QuantizedMatch(
-        state=state,
-        match=replace(matched, requests=tuple(_with_finishers(matched.requests, by_position))),
-        weights=by_position,
-        notes=(_description(by_position), *map(_untied_note, untied)),
+    last = {slot: weights[-1] for slot, weights in found.items()}
+    notes = (
+        _description(last.values()),
+        *(f"{name!r} is not tied any more: it is quantized, and what it was tied to is not" for name in untied),
     )
+    return replace(with_finishers(state, matched, last), notes=notes)
+
+
+def with_finishers(
+    state: ModuleState, matched: Match, weights: Mapping[int, QuantizedWeight | MergedWeight]
+) -> QuantizedMatch:
+    """Return a match whose requests name what finishes them, from the weights by their slots."""
+    requests, by_position = list(matched.requests), {}
+    for position, slot in enumerate(matched.slots):
+        if (weight := weights.get(slot)) is not None:
+            request = requests[position]
+            finisher = Finisher(name=request.name, shape=request.entry.shape, finished_sizes=weight.sizes)
+            # Memory of its own, also where the module has some.
+            replaces = request.existing or request.replaces
+            requests[position] = replace(request, finisher=finisher, existing=False, replaces=replaces)
+            by_position[position] = weight
+    return QuantizedMatch(state=state, match=replace(matched, requests=tuple(requests)), weights=by_position)
 
 
 def _key(owner: Owner) -> tuple[int, str]:
@@ -151,27 +165,12 @@ def _untied(
     )
 
 
-def _with_finishers(requests: Iterable[Request], weights: Mapping[int, QuantizedWeight]) -> Iterator[Request]:
-    """Yield the requests, which name what finishes them."""
-    for position, request in enumerate(requests):
-        found = weights.get(position)
-        if found is None:
-            yield request
-        else:
-            finisher = Finisher(name=request.name, shape=request.entry.shape, finished_sizes=found.sizes)
-            yield replace(request, finisher=finisher)
-
-
-def _untied_note(name: str) -> str:
-    return f"{name!r} is not tied any more: it is quantized, and what it was tied to is not"
-
-
-def _description(weights: Mapping[int, QuantizedWeight]) -> str:
+def _description(weights: Collection[QuantizedWeight]) -> str:
     """Return a note on the weights that are quantized."""
-    kinds = sorted({type(weight.template).__name__ for weight in weights.values()})
-    before = sum(weight.whole_bytes for weight in weights.values())
-    after = sum(sum(weight.sizes) for weight in weights.values())
-    apart = sum(weight.pieces is not None for weight in weights.values())
+    kinds = sorted({type(weight.template).__name__ for weight in weights})
+    before = sum(weight.whole_bytes for weight in weights)
+    after = sum(sum(weight.sizes) for weight in weights)
+    apart = sum(weight.pieces is not None for weight in weights)
     how = f"{counted(apart, 'weight')} in pieces of rows" if apart else "each in whole"
     return (
         f"{counted(len(weights), 'weight')} quantized to {', '.join(kinds)}: {format_bytes(before)} became "

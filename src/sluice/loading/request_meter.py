@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.records import LoadPlan, RemoteReads, Traffic
 from sluice.sources.protocol import RemoteSource
@@ -42,11 +44,8 @@ class RequestMeter:
         planned, now = self.planned(), self._now()
         if planned is None:
             return None
-        return RemoteReads(
-            header_requests=planned.header_requests,
-            header_bytes=planned.header_bytes,
-            planned_requests=planned.planned_requests,
-            planned_bytes=planned.planned_bytes,
+        return replace(
+            planned,
             requests=now.requests - self._before.requests,
             received_bytes=now.nbytes - self._before.nbytes,
         )

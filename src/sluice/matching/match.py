@@ -352,16 +352,10 @@ class _Matcher(Struct, kw_only=True):
 
     def result(self, outline: Outline) -> Match:
         """Return the match."""
+        lists = ("requests", "slots", "comparisons", "zeroed", "initialised", "kept", "missing", "unexpected")
         return Match(
-            requests=tuple(self.requests),
-            slots=tuple(self.slots),
-            comparisons=tuple(self.comparisons),
-            zeroed=tuple(self.zeroed),
-            initialised=tuple(self.initialised),
-            kept=tuple(self.kept),
+            **{name: tuple(getattr(self, name)) for name in lists},
             initial_dtypes=self.initial_dtypes,
-            missing=tuple(self.missing),
-            unexpected=tuple(self.unexpected),
             mismatched=self.mismatched,
             tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
         )

@@ -27,10 +27,8 @@ from sluice._private_torch import EXTRA_STATE_KEY, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import home_of
 from sluice.modules.leftovers import find_leftovers
-from sluice.modules.regions import Region as MemoryRegion
-from sluice.modules.regions import region_of
 from sluice.modules.swap import is_plain
-from sluice.records.geometry import contiguous_stride
+from sluice.records.geometry import contiguous_stride, is_dense, span_elements
 from sluice.sharding.dtensors import UndescribedError, home, is_dtensor, local_of, region_held
 from sluice.sharding.regions import Region
 
@@ -243,26 +241,27 @@ def _join_aliases(collected: Collection[_Collected]) -> list[_Collected]:
 
 
 def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
-    """Yield a problem for each tensor that shares part of its memory with another one.
+    """Yield a problem for each tensor that shares part of its memory with another one, or lies between its elements.
 
     Live tensors with gaps are filled in place and may share.
     """
     storages = [storage_address(held.memory) if held.plain else None for held in slots]
     shared = Counter(storages)  # nearly all tensors have their own storage
-    places: dict[int, list[tuple[tuple[int, int], MemoryRegion, _Collected]]] = {}
+    places: dict[int, list[tuple[int, int, _Collected]]] = {}
     for storage, held in zip(storages, slots, strict=True):
         if storage is not None and shared[storage] > 1 and held.memory.numel():
-            region = region_of(held.memory)
-            if region.is_dense or held.memory.is_meta:
-                places.setdefault(storage, []).append((region.span, region, held))
+            memory, shape, stride = held.memory, tuple(held.memory.shape), held.memory.stride()
+            if memory.is_meta or is_dense(shape, stride):
+                start = int(memory.storage_offset()) * memory.itemsize
+                stop = start + span_elements(shape, stride) * memory.itemsize
+                places.setdefault(storage, []).append((start, stop, held))
     for group in places.values():
-        group.sort(key=lambda place: place[0])
-        for number, ((_, stop), region, held) in enumerate(group):
-            for (start, _), other_region, other in group[number + 1 :]:
+        group.sort(key=lambda place: place[:2])
+        for number, (_, stop, held) in enumerate(group):
+            for start, _, other in group[number + 1 :]:
                 if start >= stop:
                     break
-                if region.overlaps(other_region):
-                    yield f"{held.path!r} and {other.path!r} overlap in memory and are not the same tensor"
+                yield f"{held.path!r} and {other.path!r} overlap in memory and are not the same tensor"
 
 
 def _slot(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import nn
 
 from sluice._errors import MismatchError, SaveError
@@ -41,17 +42,6 @@ class OpenedWeight(Struct, frozen=True, kw_only=True, eq=False):
     parts: tuple[nn.Parameter, ...]
 
 
-class _Opened(Struct, frozen=True, eq=False):
-    """A module whose quantized weights are replaced by their plain tensors."""
-
-    #: The module.
-    part: nn.Module
-    #: Its parameters before, in order.
-    parameters: dict[str, nn.Parameter | None]
-    #: Names of the plain tensors of each quantized weight, by its name.
-    inner: dict[str, list[str]]
-
-
 @contextmanager
 def opened_weights(model: nn.Module, *, finish: bool = True) -> Iterator[tuple[OpenedWeight, ...]]:
     """Replace quantized weights on the meta device by parameters for their plain tensors, during the block.
@@ -64,45 +54,31 @@ def opened_weights(model: nn.Module, *, finish: bool = True) -> Iterator[tuple[O
     Yields:
         The quantized weights.
     """
-    opened = list(_open(model))
-    try:
-        yield _weights(opened)
-    except BaseException:
-        for each in opened:
-            _set_parameters(each.part, each.parameters)
-        raise
-    for each in opened:
-        _set_parameters(each.part, _closed(each) if finish else each.parameters)
-
-
-def _open(model: nn.Module) -> Iterator[_Opened]:
-    made: dict[int, nn.Parameter] = {}  # tied weights share their plain tensors
-    for part in model.modules():
-        before: dict[str, nn.Parameter | None] = dict(part._parameters)  # noqa: SLF001  names and None too
-        inner = {name: _inner_names(name, weight) for name, weight in before.items() if _can_open(weight)}
-        if not inner:
-            continue
-        after = {name: parameter for name, parameter in before.items() if name not in inner}
-        for name, names in inner.items():
-            for inner_name, tensor in zip(names, inner_tensors(_held(before[name])), strict=True):
-                after[inner_name] = made.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False))
+    held = ((part, dict(part._parameters)) for part in model.modules())  # noqa: SLF001  names and None too
+    before = {part: parameters for part, parameters in held if any(map(_can_open, parameters.values()))}
+    weights: dict[int, OpenedWeight] = {}  # tied weights share their plain tensors
+    for part, parameters in before.items():
+        after = dict(parameters)
+        for name, weight in parameters.items():
+            if weight is not None and _can_open(weight):
+                known = weights.get(id(weight)) or _opened(weight)
+                weights[id(weight)] = replace(known, owners=(*known.owners, (part, name)))
+                del after[name]
+                after.update(zip(_inner_names(name, weight), known.parts, strict=True))
         _set_parameters(part, after)
-        yield _Opened(part, before, inner)
+    try:
+        yield tuple(weights.values())
+    except BaseException:
+        finish = False
+        raise
+    finally:
+        for part, parameters in before.items():
+            _set_parameters(part, _closed(part, parameters, weights) if finish else parameters)
 
 
-def _weights(opened: Sequence[_Opened]) -> tuple[OpenedWeight, ...]:
-    """Return the quantized weights of modules, each once."""
-    found: dict[int, OpenedWeight] = {}
-    for each in opened:
-        for name, names in each.inner.items():
-            weight = _held(each.parameters[name])
-            known = found.get(id(weight))
-            found[id(weight)] = OpenedWeight(
-                weight=weight,
-                owners=(*(known.owners if known else ()), (each.part, name)),
-                parts=tuple(_held(each.part._parameters[inner]) for inner in names),  # noqa: SLF001  as above
-            )
-    return tuple(found.values())
+def _opened(weight: nn.Parameter) -> OpenedWeight:
+    parts = tuple(nn.Parameter(tensor, requires_grad=False) for tensor in inner_tensors(weight))
+    return OpenedWeight(weight=weight, owners=(), parts=parts)
 
 
 def _can_open(weight: nn.Parameter | None) -> bool:
@@ -122,23 +98,20 @@ def _names(weight: Any) -> list[str]:
     return list(names)
 
 
-def _held(parameter: nn.Parameter | None) -> nn.Parameter:
-    assert parameter is not None
-    return parameter
-
-
-def _closed(opened: _Opened) -> dict[str, nn.Parameter | None]:
-    now = opened.part._parameters  # noqa: SLF001  names and None too
+def _closed(
+    part: nn.Module, before: Mapping[str, nn.Parameter | None], weights: Mapping[int, OpenedWeight]
+) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module, whose quantized weights consist of what their plain tensors have become."""
+    now = part._parameters  # noqa: SLF001  names and None too
     parameters: dict[str, nn.Parameter | None] = {}
-    for name, before in opened.parameters.items():
-        if name not in opened.inner:
+    for name, weight in before.items():
+        if weight is None or id(weight) not in weights:
             parameters[name] = now[name]
             continue
-        template, parts = _held(before), [_held(now[inner]).detach() for inner in opened.inner[name]]
-        if any(part.is_meta for part in parts):
-            parameters[name] = template
-        else:
-            parameters[name] = nn.Parameter(assemble(template, parts), requires_grad=template.requires_grad)
+        parts = [part.get_parameter(inner).detach() for inner in _inner_names(name, weight)]
+        if not any(inner.is_meta for inner in parts):
+            weight = nn.Parameter(assemble(weight, parts), requires_grad=weight.requires_grad)  # noqa: PLW2901
+        parameters[name] = weight
     return parameters
 
 
