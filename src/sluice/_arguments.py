@@ -144,8 +144,9 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
     page_cache: object = "auto",
     share: object = "auto",
     progress: object = False,
+    **_others: object,
 ) -> None:
-    """Check arguments that several functions share, before anything is opened.
+    """Check arguments that several functions share, before anything is opened; all others are left out.
 
     Raises:
         TypeError: One has a wrong type.

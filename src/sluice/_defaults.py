@@ -148,9 +148,6 @@ OPEN_FILES = 64
 #: Threads that index the files of a directory. They wait for the disk or the network; the GIL serializes parsing.
 INDEXING_THREADS = 8
 
-#: Shorter runs of a shared tensor are small: one request takes as long as copying about this many bytes.
-SHORTEST_RUN_BYTES = 64 << 10
-
 #: Recycled memory has sizes that are multiples of this, so that tensors of one size fit although each begins at another
 #: offset of a page.
 RECYCLED_STEP_BYTES = 64 << 10

@@ -15,7 +15,6 @@ from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache,
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.adapters.config import Adapters
-from sluice.api.module_arguments import check_shared, module_request
 from sluice.api.shared import load_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
@@ -137,10 +136,10 @@ def load_into(
     """
     arguments = locals()
     check_model(model, source, "load_into(model, source)")
-    check_shared(arguments)
+    check_load(**arguments)
     if place == "shared" or isinstance(source, SharedCopy):
         return load_shared(load_into, **arguments)
-    request = module_request(ModuleRequest, arguments)
+    request = ModuleRequest.of(arguments)
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
     if is_assembled_model(model):
         # Here, not above: most models are not quantized before the load.

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from sluice._arguments import check_model, check_plan_without_model, dtype_argument, memory_limits
+from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
 from sluice.adapters.config import Adapters
-from sluice.api.module_arguments import check_shared, module_request
 from sluice.api.shared import plan_shared
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
@@ -136,12 +135,12 @@ def plan(
             place=place,
             device=device,
         )
-    check_shared(arguments)
+    check_load(**arguments)
     if place == "shared" or isinstance(source, SharedCopy):
         return plan_shared(plan, **arguments)
     request: LoadRequest
     if model is not None:
-        request = module_request(ModuleRequest, arguments)
+        request = ModuleRequest.of(arguments)
     else:
         own_dtype = dtype_argument(dtype, auto_is_none=True)
         one = "cpu" if device is None else cast("str | torch.device", device)

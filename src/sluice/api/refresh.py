@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from sluice._arguments import check_model, path_argument
+from sluice._arguments import check_load, check_model, path_argument
 from sluice._dtypes import DType
 from sluice._options import Limits, Memory
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
-from sluice.api.module_arguments import check_shared, module_request
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.formats.manifest import Manifest, parse_manifest, read_manifest
@@ -97,14 +96,14 @@ def refresh(
     """
     arguments = locals()
     check_model(model, source, "refresh(model, source)")
-    check_shared(arguments)
+    check_load(**arguments)
     if torn not in {"never", "undo", "allow"}:
         raise ValueError(f'torn={torn!r}: one of "never", "undo", "allow"')
     hashes = None if manifest is None else _manifest(manifest, "manifest", limits)
     known = since.contents if isinstance(since, RefreshState) else since and _manifest(since, "since", limits)
     if isinstance(known, Manifest) and hashes is None:
         raise TypeError("since= a manifest needs manifest=, that of the new weights")
-    request = module_request(RefreshRequest, arguments, since=known or None, manifest=hashes)
+    request = RefreshRequest.of(arguments, since=known or None, manifest=hashes)
     with refusing(model):
         report = load(request, borrow(source, limits=limits), progress=progress)
     assert report.state is not None

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sluice._arguments import check_model, memory_limits
+from sluice._arguments import check_load, check_model, memory_limits
 from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, Memory, MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
-from sluice.api.module_arguments import check_shared, module_request
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.module_request import ModuleRequest
@@ -94,10 +93,10 @@ def stream(
     arguments = locals()
     check_model(model, source, "stream(model, source)")
     memory_limits(memory)  # raises for a value that is not a size
-    check_shared(arguments)
+    check_load(**arguments)
     if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks or ()):
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
     options = TransferOptions(memory=memory if isinstance(memory, MemoryLimits) else None)
-    load = module_request(ModuleRequest, arguments, options=options)
+    load = ModuleRequest.of(arguments, options=options)
     request = StreamRequest(load=load, memory=memory, blocks=None if blocks is None else tuple(blocks))
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

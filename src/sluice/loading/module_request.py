@@ -9,15 +9,16 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from msgspec.structs import replace
 from torch import nn
 
+from sluice._arguments import dtype_argument, memory_limits
 from sluice._errors import MismatchError
 from sluice._options import TransferOptions
-from sluice.adapters.config import Adapter
+from sluice.adapters.config import Adapter, adapter_list
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
@@ -89,6 +90,22 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     allow_empty: bool = False
     #: Whether names of a different shape keep the module's values.
     ignore_mismatched: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **own: Any) -> Self:
+        """Return the request for the arguments of a verb, which have been checked.
+
+        Args:
+            arguments: The arguments by name; those that are no fields of the request are left out.
+            own: Fields that differ from the arguments of their names.
+        """
+        transfer = {name: arguments[name] for name in ("page_cache", "place") if name in arguments}
+        fields = {name: arguments[name] for name in cls.__struct_fields__ if name in arguments} | {
+            "dtype": dtype_argument(arguments["dtype"]),
+            "adapters": adapter_list(arguments.get("adapters")),
+            "options": TransferOptions(memory=memory_limits(arguments["memory"]), **transfer),
+        }
+        return cls(**{**fields, **own})
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
