@@ -47,15 +47,6 @@ def message(outline: Outline, entries: Mapping[str, Entry], **options: object) -
     return str(caught.value)
 
 
-def test_tied_names_are_one_request_whichever_is_present() -> None:
-    outline = Outline(slots=(slot("embedding", "head"),))
-    for present in ("embedding", "head"):
-        found = match(outline, {present: entry()})
-        assert [request.name for request in found.requests] == [present]
-        assert found.missing == ()
-        assert found.tied == (("embedding", "head"),)
-
-
 def test_tied_names_of_the_same_bytes_are_read_once() -> None:
     found = match(Outline(slots=(slot("embedding", "head"),)), {"embedding": entry(), "head": entry(parameter=True)})
     assert len(found.requests) == 1
@@ -133,50 +124,8 @@ def test_one_element_in_one_dimension_fits_a_scalar() -> None:
     assert "shape" in message(outline, {"scale": entry(shape=(1, 1))})
 
 
-def test_buffers_that_old_modules_did_not_save() -> None:
-    meta = slot("bn.steps", shape=(), dtype="int64", parameter=False, requires_grad=False, added_in=2)
-    live = replace(meta, device="cpu", in_place=True)
-    assert match(Outline(slots=(meta,)), {}).zeroed == (0,)
-    assert match(Outline(slots=(meta,)), {}, versions={"bn": 1}).initial_dtypes == {0: "int64"}
-    assert match(Outline(slots=(live,)), {}).kept == (0,)
-    assert match(Outline(slots=(live,)), {}).missing == ()
-    assert "bn.steps" in message(Outline(slots=(meta,)), {}, versions={"bn": 2})
-
-
-def test_without_strict_live_tensors_keep_their_values_and_meta_tensors_are_initialised() -> None:
-    outline = Outline(slots=(slot("live", device="cpu"), slot("meta", resettable=True), slot("w")))
-    found = match(outline, {"w": entry(), "spare": entry()}, strict=False, dtype="bfloat16")
-    assert found.kept == (0,)
-    assert found.initialised == (1,)
-    assert found.initial_dtypes == {1: "bfloat16"}
-    assert found.missing == ("live", "meta")
-    assert found.unexpected == ("spare",)
-    assert found.slots == (2,)
-    assert "reset_parameters" in message(Outline(slots=(slot("meta"),)), {}, strict=False)
-
-
 def test_refused_tensors_are_not_unexpected() -> None:
     assert match(Outline(slots=(), refused=("b.weight",)), {"b.weight": entry()}).unexpected == ()
-
-
-def test_extra_state_is_missing_or_unexpected_like_any_other_name() -> None:
-    outline = Outline(slots=(), extra_state=("a._extra_state",))
-    assert match(outline, {}, extra_state=["a._extra_state"]).missing == ()
-    text = message(outline, {}, extra_state=["b._extra_state"])
-    assert "not in the checkpoint (1):\n    'a._extra_state'\n" in text
-    assert "not in the module (1):\n    'b._extra_state'\n" in text
-    found = match(outline, {}, extra_state=["b._extra_state"], strict=False)
-    assert (found.missing, found.unexpected) == (("a._extra_state",), ("b._extra_state",))
-
-
-def test_optional_names_are_missing_only_on_meta() -> None:
-    slots = (slot("live", device="cpu", in_place=True), slot("meta", resettable=True), slot("w"))
-    outline, optional = Outline(slots=slots), {"live", "meta"}
-    found = match(outline, {"w": entry()}, optional_names=optional, strict=False)
-    assert (found.missing, found.kept, found.initialised) == (("meta",), (0,), (1,))
-    for strict in (True, False):
-        text = message(outline, {"w": entry()}, optional_names=optional, strict=strict, needs_values=True)
-        assert "not in the checkpoint (1):\n    'meta'" in text
 
 
 def test_optional_names_alone_are_not_a_load() -> None:
@@ -189,30 +138,6 @@ def test_optional_names_alone_are_not_a_load() -> None:
     with_state = replace(outline, extra_state=("_extra_state",))
     assert match(with_state, {}, optional_names={"live"}, extra_state=["_extra_state"]).kept == (0,)
     assert "0 of 1" in message(outline, {}, strict=False, has_attributes=True)  # it requires a tensor
-
-
-def test_every_problem_is_in_one_error() -> None:
-    outline = Outline(
-        slots=(slot("missing.weight"), slot("shape", shape=(4,)), slot("dtype"), slot("fine")),
-        problems=("'x' is a FakeTensor",),
-    )
-    entries = {
-        "renamed.weight": entry(1),
-        "other": entry(2, shape=(9,)),
-        "shape": entry(3),
-        "dtype": entry(4, dtype="complex64"),
-        "fine": entry(5),
-    }
-    with pytest.raises(MismatchError) as caught:
-        match(outline, entries, problems=("'y' failed",))
-    text = str(caught.value)
-    assert caught.value.missing == ("missing.weight",)
-    assert caught.value.unexpected == ("renamed.weight", "other")
-    assert "'missing.weight' [2, 3]; the checkpoint has 'renamed.weight' of the same shape" in text
-    for part in ("'shape' is [4] in the module, [2, 3] in the checkpoint", "imaginary", "FakeTensor", "'y' failed"):
-        assert part in text
-    assert "fine" not in text
-    assert text.endswith("Nothing was changed.")
 
 
 def test_suggestions_have_the_same_shape_and_the_closest_name() -> None:

@@ -85,13 +85,6 @@ def test_a_submodule_that_is_called_module_is_not_a_wrapper() -> None:
     assert select({f"model.{name}": entry for name, entry in plain.items()}, own).entries == plain
 
 
-def test_two_state_dicts_that_fit_are_an_error_that_lists_both() -> None:
-    with pytest.raises(MismatchError) as caught:
-        select({"model": PLAIN, "ema": entries(NAMES, 50)}, MODULE)
-    assert "key='model': 6 names match, 0 tensors of the module are missing" in str(caught.value)
-    assert "key='ema'" in str(caught.value)
-
-
 def test_the_same_entries_at_two_places_are_not_a_conflict() -> None:
     assert select({"model": PLAIN, "best": dict(PLAIN)}, MODULE).entries == PLAIN
     assert select({"model": PLAIN, "best": prefixed("module.")}, MODULE).entries == PLAIN
@@ -100,12 +93,6 @@ def test_the_same_entries_at_two_places_are_not_a_conflict() -> None:
 def test_a_strict_fit_wins_over_others() -> None:
     tree = {"model": PLAIN, "smaller": entries(NAMES[1:], 50), "larger": entries((*NAMES, "more"), 90)}
     assert select(tree, MODULE).key == "model"
-
-
-def test_optimizer_states_are_not_candidates() -> None:
-    optimizer = {"state": {0: entries(["weight", "bias"], 90)}, "param_groups": []}
-    found = select({"optimizer": optimizer, "net": entries(["weight", "bias"])}, outline("weight", "bias"))
-    assert found.key == "net"
 
 
 def test_nested_dicts_that_spell_the_names_are_a_state_dict() -> None:

@@ -24,7 +24,7 @@ from sluice.loading.module_request import ModuleRequest
 from sluice.loading.rank_plans import RankLayout, plan_ranks, tensor_parallel_dims
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
-from sluice.modules.assembled import is_assembled_model
+from sluice.modules.refused_models import is_assembled_model
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
 from sluice.sharding.layouts import mesh_of

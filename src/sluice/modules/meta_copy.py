@@ -208,7 +208,7 @@ class MetaCopy:
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     if is_lazy(tensor):
-        lazy: torch.Tensor = type(tensor)(device="meta")  # type: ignore[arg-type]  # torch types the base class
+        lazy: torch.Tensor = type(tensor)(device="meta")  # type: ignore[call-arg]  # torch types the base class
         return lazy
     return with_data(tensor, torch.empty_like(tensor, device="meta", requires_grad=False))
 

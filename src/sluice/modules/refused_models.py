@@ -1,4 +1,4 @@
-"""Advice for models that a load refuses because a library wrapped, sharded or quantized them.
+"""Models that a library wrapped, sharded or quantized: advice if a load refuses them.
 
 Only names of types are compared: none of the libraries is imported. The advice is added to the error of a load that
 failed, so that a model of which every name fits is never refused here, with one exception: ``refuse_quantized``.
@@ -14,8 +14,9 @@ from torch import nn
 
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
+from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["advice_for", "refuse_flattened", "refuse_quantized"]
+__all__ = ["advice_for", "is_assembled_model", "refuse_flattened", "refuse_quantized"]
 
 _FSDP1 = (
     "The model is wrapped in FullyShardedDataParallel, which flattens and divides its parameters: load into the model "
@@ -48,6 +49,12 @@ _PACKAGES = {
     "torch.ao.nn.quantized": _QUANTIZED,
     "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
 }
+
+
+def is_assembled_model(module: nn.Module) -> bool:
+    """Return whether a module without DTensors has parameters that consist of other tensors."""
+    others = [parameter for parameter in module.parameters() if type(parameter) is not nn.Parameter]
+    return any(hasattr(other, "__tensor_flatten__") for other in others) and not any(map(is_dtensor, others))
 
 
 def advice_for(module: nn.Module) -> str | None:

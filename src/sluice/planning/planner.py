@@ -21,12 +21,12 @@ from sluice.planning.reads import (
     StagedReads,
     cached_share,
     collapse_fills,
+    join_requests,
     needs_no_staging,
     read_in_place,
     shared_ids,
 )
 from sluice.planning.reasons import cast_reasons, read_reasons
-from sluice.planning.requests import join_requests
 from sluice.planning.threads import buffer_count, copier_count, most_threads, reader_count, staging_buffer_bytes
 from sluice.records import (
     Block,

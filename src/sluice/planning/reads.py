@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
@@ -28,6 +29,7 @@ __all__ = [
     "collapse_fills",
     "is_cached",
     "is_verbatim",
+    "join_requests",
     "needs_no_staging",
     "read_in_place",
     "shared_ids",
@@ -281,3 +283,29 @@ def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int, cast_at: int |
         target_start=piece.target_start,
         cast_at=cast_at,
     )
+
+
+def join_requests(reads: Iterable[Read], files: Sequence[FileFacts]) -> Iterator[Read]:
+    """Yield the reads, and mark those that continue the request of the read before them.
+
+    A read is as large as a tensor or a staging buffer, which is less than what suits a server: at a latency of 50 ms,
+    the 16 requests for 2 MiB at a time bring 0.6 GB/s. So a reader keeps the answer of one request open for several
+    reads. A request is at most ``AccessFacts.request_bytes`` long, and has gaps of at most ``AccessFacts.gap_bytes``.
+
+    Args:
+        reads: Reads in file order.
+        files: Facts of all files.
+    """
+    file = first = end = -1
+    for read in reads:
+        access, stop = files[read.file].access, read.offset + read.nbytes
+        continues = (
+            access.joins_reads
+            and read.file == file
+            and 0 <= read.offset - end <= access.gap_bytes
+            and stop - first <= access.request_bytes
+        )
+        yield replace(read, continues=True) if continues else read
+        if not continues:
+            file, first = read.file, read.offset
+        end = stop

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sluice.planning.requests import join_requests
+from sluice.planning.reads import join_requests
 from sluice.records import AccessFacts, FileFacts, Read, local_access, requests_of
 
 REMOTE = AccessFacts(request_bytes=1000, gap_bytes=50, parallel_requests=4, joins_reads=True)
