@@ -96,7 +96,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         """Return the request for the arguments of a verb, which have been checked.
 
         Args:
-            arguments: The arguments by name; those that are no fields of the request are left out.
+            arguments: The arguments by name; only fields of the request are taken.
             own: Fields that differ from the arguments of their names.
         """
         transfer = {name: arguments[name] for name in ("page_cache", "place") if name in arguments}

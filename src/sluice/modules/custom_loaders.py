@@ -38,7 +38,7 @@ _ADVICE = "it needs the tensors themselves: pass it the result of sluice.load_st
 
 
 class _Call(Struct, eq=False):
-    """What a call of ``nn.Module.load_state_dict`` reports; names are those of the whole module."""
+    """Reports of a call of ``nn.Module.load_state_dict``, by the names of the whole module."""
 
     missing: set[str] = field(default_factory=set)
     unexpected: dict[str, Entry] = field(default_factory=dict)
