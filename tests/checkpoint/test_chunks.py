@@ -122,12 +122,7 @@ ONES = torch.ones(2, 3)
         ([{"w": (ONES, [0, 0])}, {"w": (ONES.double(), [2, 0])}], "differ in dtype"),
         ([{"w": (ONES, [0, 0])}, {"w": (torch.ones(3), [2])}], "differ in dtype"),
         ([{"w": (ONES, [0])}], "no valid place"),
-        ([{"w": (ONES, [0, -1])}], "no valid place"),
-        ([{"w": (ONES, [0, True])}], "no valid place"),
-        ([{"w": (ONES, [0, 1.0])}], "no valid place"),
-        ([{"w": (ONES, [0, 2**63])}], "no valid place"),
-        ([{"w": (ONES, "00")}], "no valid place"),
-        ([{"w": (ONES, None)}], "no valid place"),
+        ([{"w": (ONES, [0, 2**63 - 2])}], "no valid place"),
     ],
 )
 def test_chunks_that_contradict_each_other(tmp_path: Path, files: list[Chunks], problem: str) -> None:
@@ -178,11 +173,13 @@ def test_a_shard_of_whole_tensors_opens_alone_and_is_converted_without_places(tm
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "{}", "[" * 99_999, '{"w": {}}', '{"w": []}', '{"w": {"saved_offsets": [0, NaN]}}']
+    "text",
+    ["", "[]", "{", "{}", "[" * 99_999, '{"w": {}}', '{"w": []}']
+    + [f'{{"w": {{"saved_offsets": {place}}}}}' for place in ("[0, NaN]", "[0, -1]", "[0, true]", '"00"', "null")],
 )
 def test_places_that_are_not_what_torch_writes(tmp_path: Path, text: str) -> None:
     save_file({"w": ONES}, tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": text})
-    with pytest.raises(FormatError, match="places of chunks|no valid place"):  # noqa: RUF043 - alternatives
+    with pytest.raises(FormatError, match="description of chunks|no valid place"):  # noqa: RUF043 - alternatives
         sluice.open(tmp_path)
 
 
@@ -192,7 +189,7 @@ def test_chunks_count_against_the_limits(tmp_path: Path) -> None:
     with pytest.raises(LimitError, match="corners"):
         sluice.open(tmp_path, limits=Limits(entries=7))
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
-    many: list[Any] = [{str(number): {} for number in range(20)}, {"w": [[]] * 20}, {"w": [0] * 1000}]
+    many: list[Any] = [{str(number): {} for number in range(20)}, {"w": [0] * 1000}]
     for text in map(json.dumps, many):
         save_file({"w": ONES}, path, {"DCP_SHARDING_INFO": text})
         with pytest.raises(LimitError, match="places of chunks"):

@@ -46,7 +46,9 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert index.total_bytes == 12
 
 
-@pytest.mark.parametrize("metadata", ["", '"metadata": {},', '"metadata": null,', '"metadata": {"total_size": true},'])
+@pytest.mark.parametrize(
+    "metadata", ["", '"metadata": {},', '"metadata": null,', '"metadata": {"total_size": true},', '"metadata": [1],']
+)
 def test_a_total_size_may_be_absent(tmp_path: Path, metadata: str) -> None:
     assert read(tmp_path, "{" + metadata + ' "weight_map": {"a": "x"}}').total_bytes is None
 
@@ -116,40 +118,38 @@ def test_an_accepted_name_stays_inside_on_every_platform(tmp_path: Path, file: s
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ('{"weight_map": []}', "not a JSON object with tensor names"),
-        ('{"weight_map": {}}', "not a JSON object with tensor names"),
-        ('{"weight_map": null}', "not a JSON object with tensor names"),
-        ('{"weight_map": {"a": 1}}', "not a file name"),
-        ('{"weight_map": {"a": null}}', "not a file name"),
-        ('{"weight_map": {"a": ["x"]}}', "not a file name"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "'a' is given twice"),
-        ('{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}', "'weight_map' is given twice"),
-        ('{"weight_map": {"a": "x"}', "strict JSON"),
-        ('{"weight_map": {"a": "x"}} x', "strict JSON"),
-        ('{"weight_map": {"a": "x"}}\0', "strict JSON"),
-        ('{"weight_map": {"a": "x",}}', "strict JSON"),
-        ('{"weight_map": {"a": "x\n"}}', "strict JSON"),
-        ('{"metadata": NaN, "weight_map": {"a": "x"}}', "NaN"),
-        ('{"metadata": -Infinity, "weight_map": {"a": "x"}}', "Infinity"),
-        ('{"metadata": 1e400, "weight_map": {"a": "x"}}', "1e400"),
-        ('{"metadata": ' + "7" * 5000 + ', "weight_map": {"a": "x"}}', "strict JSON"),
-        ('{"metadata": ' + "[" * 400 + ', "weight_map": {"a": "x"}}', "strict JSON"),
-        ('{"weight_map": {"\\ud800": "x"}}', "lone surrogate"),
-        ('{"weight_map": {"a": "\\udfff"}}', "lone surrogate"),
-        ('\ufeff{"weight_map": {"a": "x"}}', "strict JSON"),
-        ('{"weight_map": {"a": "x"}}'.encode("utf-16"), "strict JSON"),
-        (b'{"weight_map": {"\xff": "x"}}', "strict JSON"),
-        ('["weight_map"]', "not a JSON object"),
-        ("3", "not a JSON object"),
-        (b"\x80\x02}.", "strict JSON"),
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": null}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": ["x"]}}',
+        '{"weight_map": {"a": "x", "a": "y"}}',
+        '{"weight_map": {"a": "x", "\\u0061": "y"}}',
+        '{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}',
+        '{"weight_map": {"a": "x"}',
+        '{"weight_map": {"a": "x"}} x',
+        '{"weight_map": {"a": "x"}}\0',
+        '{"weight_map": {"a": "x",}}',
+        '{"weight_map": {"a": "x\n"}}',
+        '{"metadata": NaN, "weight_map": {"a": "x"}}',
+        '{"metadata": -Infinity, "weight_map": {"a": "x"}}',
+        '{"metadata": ' + "[" * 400 + ', "weight_map": {"a": "x"}}',
+        '{"metadata": ' + "[" * 2_000_000 + ', "weight_map": {"a": "x"}}',
+        '{"weight_map": {"\\ud800": "x"}}',
+        '{"weight_map": {"a": "\\udfff"}}',
+        '\ufeff{"weight_map": {"a": "x"}}',
+        '{"weight_map": {"a": "x"}}'.encode("utf-16"),
+        b'{"weight_map": {"\xff": "x"}}',
+        b'{"metadata": "\xff", "weight_map": {"a": "x"}}',
+        '["weight_map"]',
+        "3",
+        b"\x80\x02}.",
     ],
 )
-def test_values_that_are_not_an_index(tmp_path: Path, text: str | bytes, words: str) -> None:
-    error = refusal(tmp_path, text)
-    assert type(error) is FormatError
-    assert words in str(error)
+def test_values_that_are_not_an_index(tmp_path: Path, text: str | bytes) -> None:
+    assert type(refusal(tmp_path, text)) is FormatError
 
 
 def test_json_of_a_different_kind(tmp_path: Path) -> None:
@@ -168,10 +168,9 @@ def test_an_empty_file_is_truncated(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "x", "b": "y", "c": "z"}}', Limits(files=2), "files"),
         ('{"weight_map": {"' + "a" * 5000 + '": "x"}}', Limits(name_bytes=4096), "name_bytes"),
         ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', Limits(name_bytes=4096), "name_bytes"),
-        ('{"metadata": [' + "1," * 1_500_000 + '1], "weight_map": {"a": "x"}}', Limits(), "entries"),
-        ('{"metadata": ' + "[" * 2_000_000 + ', "weight_map": {"a": "x"}}', Limits(), "brackets"),
+        ('{"metadata": {' + '"":1,' * 1_500_000 + '"":1}, "weight_map": {"a": "x"}}', Limits(), "entries"),
     ],
-    ids=["size", "entries", "files", "long name", "long file name", "values", "nesting"],
+    ids=["size", "entries", "files", "long name", "long file name", "values"],
 )
 def test_limits(tmp_path: Path, text: str, limits: Limits, words: str) -> None:
     error = refusal(tmp_path, text, limits)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from sluice._errors import FormatError, UnsupportedError
 from sluice._messages import type_of
 from sluice._public import public
-from sluice.formats.strict_json import parse_strict_json
+from sluice.formats.strict_json import decode_json
 from sluice.sources.opening import PathOrAddress, find_place
 
 if TYPE_CHECKING:
@@ -112,9 +112,7 @@ def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
         nbytes = source.identity.nbytes
         if nbytes > min(limits.header_bytes, 1 << 20):
             raise FormatError("the configuration of the adapter is too large", file=source.path, found=nbytes)
-        values = parse_strict_json(source.read_at(0, nbytes))
-        if not isinstance(values, dict):
-            raise FormatError("the configuration of the adapter is not a JSON object", file=source.path)
+        values = decode_json(source.read_at(0, nbytes), dict[str, Any], "the configuration of the adapter", source.path)
         return _checked(values, source.path)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the configuration of the adapter is damaged: {error}", file=source.path) from error

@@ -18,18 +18,18 @@ Refused: chunks of one tensor that overlap, leave a gap, or differ in dtype or i
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
 from sluice._options import Limits
 from sluice.checkpoint.layout import PLACES
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
-from sluice.formats.strict_json import parse_strict_json
+from sluice.formats.strict_json import count_strings, decode_json, has_longer_list, without_strings
 from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue
 from sluice.records.geometry import contiguous_stride
 
@@ -37,8 +37,6 @@ __all__ = ["ChunkFile", "alone", "assemble_chunks", "plain_metadata"]
 
 #: Further key of the metadata that describes chunks.
 _VERSION = "DCP_VERSION"
-
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 #: Note for the report.
 _SHAPES = "The shapes of the tensors follow from their chunks; the files do not state them."
@@ -60,6 +58,12 @@ class ChunkFile(NamedTuple):
     metadata: Mapping[str, str]
     #: Its chunks, by the names of their tensors.
     chunks: Mapping[str, object]
+
+
+class _Place(Struct):
+    """The place of a chunk in its tensor."""
+
+    saved_offsets: tuple[Annotated[int, Meta(ge=0, le=_MAX_SIGNED)], ...]
 
 
 class _Chunk(NamedTuple):
@@ -132,45 +136,37 @@ def assemble_chunks(files: Sequence[ChunkFile], limits: Limits) -> tuple[dict[st
     return tree, (*notes, _SHAPES)
 
 
-def _read_places(metadata: Mapping[str, str], path: str, limits: Limits) -> Mapping[str, object] | None:
-    """Return the value of each name in the description of chunks; None if there is no description."""
+def _read_places(metadata: Mapping[str, str], path: str, limits: Limits) -> Mapping[str, _Place] | None:
+    """Return the place of each name in the description of chunks; None if there is no description."""
     text = metadata.get(PLACES)
     if text is None:
         return None
-    structure = _STRING.sub("", text)
-    for mark, most in (("[", limits.entries), ("{", limits.entries + 1), (",", limits.entries * limits.dimensions)):
-        if structure.count(mark) > most:
-            expected = f"at most {most} of {mark!r}"
-            raise LimitError("the places of chunks exceed the limit 'entries'", file=path, expected=expected)
-    try:
-        places = parse_strict_json(text.encode())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the places of chunks are not strict JSON: {error}", file=path) from error
-    if not isinstance(places, dict):
-        raise FormatError("the places of chunks are not a JSON object", file=path)
+    data = text.encode()
+    if count_strings(data) > 2 * limits.entries or has_longer_list(without_strings(data), limits.dimensions):
+        raise LimitError(
+            "the places of chunks exceed the limit 'entries'", file=path, expected=f"at most {limits.entries}"
+        )
+    places = decode_json(data, dict[str, _Place], "the description of chunks", path)
+    if count_strings(data) != 2 * len(places):
+        raise FormatError("the place of a chunk is given twice", file=path)
     return places
 
 
-def _start(places: Mapping[str, object] | None, name: str, entry: Entry, path: str) -> tuple[int, ...]:
+def _start(places: Mapping[str, _Place] | None, name: str, entry: Entry, path: str) -> tuple[int, ...]:
     """Return the index of the first element of a chunk in its tensor."""
     if places is None:
         return (0,) * len(entry.shape)
-    place = places.get(name)
-    start = place.get("saved_offsets") if isinstance(place, dict) else None
+    start = places[name].saved_offsets if name in places else ()
     sizes = entry.shape
-    valid = isinstance(start, list) and len(start) == len(sizes)
-    if not valid or not all(
-        type(first) is int and 0 <= first <= _MAX_SIGNED - size
-        for first, size in zip(start, sizes, strict=True)  # type: ignore[arg-type]  # a list, if valid
-    ):
+    if len(start) != len(sizes) or any(first > _MAX_SIGNED - size for first, size in zip(start, sizes, strict=True)):
         raise FormatError(
             "a chunk has no valid place in its tensor",
             file=path,
             tensor=name,
             expected=f"saved_offsets: {len(sizes)} integers",
-            found=repr(place)[:80],
+            found=list(start),
         )
-    return tuple(start)  # type: ignore[arg-type]  # as above
+    return start
 
 
 def _shape(name: str, chunks: Sequence[_Chunk]) -> tuple[tuple[int, ...], list[_Chunk]]:

@@ -11,7 +11,7 @@ the file format nor on the layout of the tensor in its storage. A sparse or quan
 (``"sparse_coo"``, ``"quantized"``), and its hash covers its component tensors in order: indices, then values;
 integers, then scales and zero points. Components that are plain numbers follow as float64.
 
-Refused: anything but strict JSON in UTF-8, names or fields of other types, other versions, unknown algorithms.
+Refused: anything but strict JSON in UTF-8 (``strict_json``), fields of other types, other versions, unknown algorithms.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Annotated, Literal, Protocol, cast, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
-from msgspec import Meta, Struct, ValidationError, convert, structs
+from msgspec import Meta, Struct, structs
 
 from sluice._errors import FormatError, LimitError, MissingFileError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.strict_json import kind_of, parse_strict_json
+from sluice.formats.strict_json import decode_json, without_strings
 from sluice.records.bulk import collector_paused
 from sluice.sources.opening import open_source
 from sluice.sources.remote_names import missing_advice
@@ -83,6 +83,14 @@ class Manifest(Struct, frozen=True, kw_only=True):
         return (head + ",".join(f"\n  {line}" for line in lines) + "\n}}\n").encode()
 
 
+class _Kind(Struct):
+    """The members of a manifest that are decoded first."""
+
+    format: str = ""
+    version: int = 0
+    algorithm: str = ""
+
+
 def _fields(tensor: TensorHash) -> dict[str, object]:
     return {name: value for name, value in structs.asdict(tensor).items() if name != "layout" or value != "strided"}
 
@@ -133,34 +141,19 @@ def read_manifest(path: str, limits: Limits) -> Manifest:
 
 def parse_manifest(data: bytes, path: str, limits: Limits) -> Manifest:
     """Check the bytes of a manifest; raises as ``read_manifest`` does."""
-    try:
-        content = parse_strict_json(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest is not strict JSON: {error}", file=path) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    kind = decode_json(data, _Kind, "the manifest", path)
+    if kind.format != _FORMAT:
         raise UnsupportedError("this is JSON text, but not a manifest", file=path, expected=f'"format": "{_FORMAT}"')
-    version, algorithm, tensors = (content.get(field) for field in ("version", "algorithm", "tensors"))
-    if type(version) is not int or version != _VERSION:
-        raise UnsupportedError("unsupported manifest version", file=path, expected=_VERSION, found=version)
-    if algorithm not in get_args(HashAlgorithm):
-        expected = f"one of {', '.join(get_args(HashAlgorithm))}"
-        raise UnsupportedError("unknown hash algorithm in the manifest", file=path, expected=expected, found=algorithm)
-    if not isinstance(tensors, dict):
-        raise FormatError("the field tensors of the manifest is not a JSON object", file=path, found=kind_of(tensors))
-    if len(tensors) > limits.entries:
-        expected = f"at most {limits.entries} (entries)"
-        raise LimitError("the manifest has too many tensors", file=path, expected=expected, found=len(tensors))
-    return Manifest(
-        algorithm=cast("HashAlgorithm", algorithm),
-        tensors={name: _tensor(name, value, path) for name, value in tensors.items()},
-    )
-
-
-def _tensor(name: str, value: object, path: str) -> TensorHash:
-    try:
-        found = convert(value, TensorHash)
-    except ValidationError as error:
-        expected = "strings dtype and hash, and a list of sizes in shape"
-        problem = "the manifest entry for this tensor lacks a field, or a field has the wrong type"
-        raise FormatError(problem, file=path, tensor=name, expected=expected, found=str(error)) from error
-    return structs.replace(found, hash=found.hash.lower())
+    if kind.version != _VERSION:
+        raise UnsupportedError("unsupported manifest version", file=path, expected=_VERSION, found=kind.version)
+    if kind.algorithm not in get_args(HashAlgorithm):
+        expected, found = f"one of {', '.join(get_args(HashAlgorithm))}", kind.algorithm
+        raise UnsupportedError("unknown hash algorithm in the manifest", file=path, expected=expected, found=found)
+    manifest = decode_json(data, Manifest, "the manifest", path)
+    if len(manifest.tensors) > limits.entries:
+        expected, found = f"at most {limits.entries} (entries)", len(manifest.tensors)
+        raise LimitError("the manifest has too many tensors", file=path, expected=expected, found=found)
+    if without_strings(data).count(b"{") != 2 + len(manifest.tensors):
+        raise FormatError("a name is given twice in the manifest", file=path)
+    tensors = {name: structs.replace(each, hash=each.hash.lower()) for name, each in manifest.tensors.items()}
+    return structs.replace(manifest, tensors=tensors)

@@ -133,7 +133,7 @@ class _Slice:
 
     def get_dtype(self) -> str:
         """Return the dtype as the header has it: ``"F32"``, ``"BF16"``, ..."""
-        return next(code.decode() for code, dtype in DTYPES.items() if dtype == self._lazy.entry.dtype)
+        return next(code for code, dtype in DTYPES.items() if dtype == self._lazy.entry.dtype)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, list):

@@ -20,7 +20,7 @@ from sluice.formats.safetensors.header import DTYPES
 __all__ = ["SafetensorsLayout", "TensorOutline", "lay_out_safetensors"]
 
 #: safetensors dtype by torch dtype name: the inverse of the reader's table.
-_NAMES = {name: spelled.decode() for spelled, name in DTYPES.items()}
+_NAMES = {name: spelled for spelled, name in DTYPES.items()}
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 

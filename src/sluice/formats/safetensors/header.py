@@ -1,22 +1,21 @@
-"""Parser of the JSON header of a safetensors file; ``reader`` has the specification.
+"""Decoder of the JSON header of a safetensors file; ``reader`` has the specification.
 
-The header is parsed with regular expressions instead of a JSON parser. Its grammar has no recursion, so regular
-expressions describe exactly what is allowed, and nothing else is ever built: no deep nesting, floats, NaN, booleans,
-byte-order marks, duplicate fields or lists of a million elements. All repetitions are possessive, so the time is linear
-in the length of the header. Tensors are kept in columns: with 100,000 tensors, one record per tensor and parsing step
-would double the time and memory.
+msgspec builds the declared types and nothing else: no deep nesting, floats, NaN or booleans. Tensors are kept in
+columns: with 100,000 tensors, one record per tensor and step would double the time and memory.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from math import prod
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct, field
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
+from sluice.formats.strict_json import count_strings, decode_json, has_longer_list, without_strings
+from sluice.records.geometry import contiguous_stride
 
 __all__ = ["LENGTH_BYTES", "Columns", "parse_header", "parse_texts"]
 
@@ -31,56 +30,52 @@ _F4_BITS = 4
 #: Maximum number of cached layouts. Models have a few dozen; a header of distinct layouts must not double its memory.
 _KNOWN_LAYOUTS = 4096
 
+#: Strings of one tensor: its name, the names of three fields, and the dtype.
+_TENSOR_STRINGS = 5
+
 #: torch's name of each dtype of the format.
 DTYPES = {
-    b"BOOL": "bool",
-    b"U8": "uint8",
-    b"I8": "int8",
-    b"U16": "uint16",
-    b"I16": "int16",
-    b"U32": "uint32",
-    b"I32": "int32",
-    b"U64": "uint64",
-    b"I64": "int64",
-    b"F16": "float16",
-    b"BF16": "bfloat16",
-    b"F32": "float32",
-    b"F64": "float64",
-    b"C64": "complex64",
-    b"F8_E4M3": "float8_e4m3fn",
-    b"F8_E5M2": "float8_e5m2",
-    b"F8_E4M3FNUZ": "float8_e4m3fnuz",
-    b"F8_E5M2FNUZ": "float8_e5m2fnuz",
-    b"F8_E8M0": "float8_e8m0fnu",
-    b"F4": "float4_e2m1fn_x2",
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
 }
 
 #: Dtypes of the format that torch does not have, with the size of an element in bits.
-FOREIGN_DTYPES = {b"F6_E2M3": 6, b"F6_E3M2": 6}
+FOREIGN_DTYPES = {"F6_E2M3": 6, "F6_E3M2": 6}
 
 
-def _grammar(pattern: bytes) -> re.Pattern[bytes]:
-    """Compile ``pattern``, in which a space matches any amount of JSON white space."""
-    return re.compile(pattern.replace(b" ", rb"[\x20\t\n\r]*+"))
+_Size = Annotated[int, Meta(ge=0, le=_TORCH_MAX)]
 
 
-_CHARACTERS = rb'[^"\\\x00-\x1f]*+'
-_STRING = rb'"(' + _CHARACTERS + rb"(?:\\." + _CHARACTERS + rb')*+)"'
-_INTEGER = rb"(?:0|[1-9][0-9]{0,19}+)"
-_FIELDS = (
-    rb'"dtype" : "(' + _CHARACTERS + rb')"',
-    rb'"shape" : \[ ((?:' + _INTEGER + rb" (?:, " + _INTEGER + rb" )*+)?+)\]",
-    rb'"data_offsets" : \[ (' + _INTEGER + rb") , (" + _INTEGER + rb") \]",
-)
-#: A name, three fields in any order, and the delimiter after them. A field is followed by a comma and another field, or
-#: by the closing brace.
-_TENSOR = _grammar(rb" " + _STRING + rb" : \{ (?:(?:" + b"|".join(_FIELDS) + rb') (?:, (?=")|(?=\}))){3}\} ([,}])')
-_METADATA = _grammar(rb' "__metadata__" : \{ (\})?+')
-_METADATA_ITEM = _grammar(rb" " + _STRING + rb" : " + _STRING + rb" ([,}])")
-_TEXTS = _grammar(rb" \{ (\})?+")
-_SEPARATOR = _grammar(rb" ([,}])")
-_EMPTY = _grammar(rb"\{ \}")
-_PADDING = _grammar(rb" ")
+class _Member(Struct, gc=False):
+    """A member of a header: a tensor, or ``__metadata__``, whose items are text under any name."""
+
+    dtype: str | None = None
+    shape: tuple[_Size, ...] | str = ""
+    data_offsets: tuple[_Size, _Size] | str = ""
+
+
+class _Header(Struct):
+    """A header, of which only the metadata is decoded."""
+
+    metadata: dict[str, str] = field(default_factory=dict, name="__metadata__")
 
 
 class HeaderLayout(NamedTuple):
@@ -124,9 +119,25 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
     Raises:
         CheckpointError: The header violates the specification; the subclass states how.
     """
-    parser = _HeaderParser(header, path, limits)
-    parser.parse()
-    return parser.columns, parser.metadata or {}
+    strings = count_strings(header)
+    if strings > _TENSOR_STRINGS * (limits.entries + 1) + 2 * limits.entries:
+        raise _over_limit("entries", path, limits)
+    if has_longer_list(header, limits.dimensions):
+        raise _over_limit("dimensions", path, limits)
+    members = decode_json(header, dict[str, _Member], "the header", path)
+    has_metadata = members.pop("__metadata__", None) is not None
+    metadata = decode_json(header, _Header, "the header", path).metadata if has_metadata else {}
+    if max(len(members), len(metadata)) > limits.entries:
+        raise _over_limit("entries", path, limits)
+    layouts = _Layouts(path, limits)
+    columns = Columns([], [], [], [], {})
+    for name, member in members.items():
+        layouts.add(name, member, columns)
+    if strings != _TENSOR_STRINGS * len(members) + has_metadata + 2 * len(metadata):
+        raise FormatError("a name or a field is given twice, or a tensor has other fields", file=path)
+    if b"-0" in header and b"-" in without_strings(header):
+        raise FormatError("a size or an offset is negative", file=path)
+    return columns, metadata
 
 
 def parse_texts(data: bytes, path: str, limits: Limits) -> dict[str, str]:
@@ -136,171 +147,80 @@ def parse_texts(data: bytes, path: str, limits: Limits) -> dict[str, str]:
         FormatError: The text is anything else, or a key appears twice.
         LimitError: It has more than ``limits.entries`` items.
     """
-    parser = _HeaderParser(data, path, limits)
-    start = _TEXTS.match(data)
-    if start is None:
-        raise FormatError("expected a JSON object of strings", file=path)
-    texts, end = parser.read_texts(start)
-    if _PADDING.fullmatch(data, end) is None:
-        raise FormatError("bytes follow a JSON object of strings", file=path)
+    strings = count_strings(data)
+    if strings > 2 * limits.entries:
+        raise _over_limit("entries", path, limits)
+    texts = decode_json(data, dict[str, str], "an object of strings", path)
+    if strings != 2 * len(texts):
+        raise FormatError("a key of an object of strings appears twice", file=path)
     return texts
 
 
-class _HeaderParser:
-    """Parser of one header into ``columns`` and ``metadata``."""
+class _Layouts:
+    """The layouts of the tensors of one header."""
 
-    def __init__(self, header: bytes, path: str, limits: Limits) -> None:
-        self._header = header
+    def __init__(self, path: str, limits: Limits) -> None:
         self._path = path
         self._limits = limits
-        self._layouts: dict[tuple[bytes, bytes], HeaderLayout] = {}
-        self.columns = Columns([], [], [], [], {})
-        self.metadata: dict[str, str] | None = None
+        self._known: dict[tuple[str, tuple[int, ...]], HeaderLayout] = {}
 
-    def parse(self) -> None:
-        empty = _EMPTY.match(self._header)
-        position, after = (empty.end(), b"}") if empty else (1, b",")
-        while after == b",":
-            match = _TENSOR.match(self._header, position)
-            if match is None:
-                position, after = self._read_metadata(position)
-            else:
-                after = self._add(match)
-                position = match.end()
-        if _PADDING.fullmatch(self._header, position) is None:
-            raise self._unexpected("only white space may follow the header's closing brace", position)
-
-    def _add(self, match: re.Match[bytes]) -> bytes:
-        """Add the tensor of ``match`` to the columns; return the delimiter after it."""
-        raw_name, dtype, shape, begin_text, end_text, after = match.groups()
-        names, begins, ends, layouts, unsupported = self.columns
-        if len(names) == self._limits.entries or len(raw_name) > self._limits.name_bytes:
-            raise self._over_limit("name_bytes" if len(names) < self._limits.entries else "entries", match.start(1))
-        name = self._text(raw_name, match.start(1))
-        if dtype is None or shape is None or begin_text is None:
-            raise self._error(
-                FormatError, "dtype, shape and data_offsets must each appear exactly once", match.start(1), name
-            )
-        layout = self._layouts.get((dtype, shape))
+    def add(self, name: str, member: _Member, columns: Columns) -> None:
+        """Add a tensor to the columns."""
+        dtype, shape, offsets = member.dtype, member.shape, member.data_offsets
+        if dtype is None or isinstance(shape, str) or isinstance(offsets, str):
+            expected = "dtype, shape and data_offsets"
+            raise self._error(FormatError, "a tensor lacks a field, or one has another type", name, expected=expected)
+        if len(name.encode()) > self._limits.name_bytes:
+            raise _over_limit("name_bytes", self._path, self._limits)
+        layout = self._known.get((dtype, shape))
         if layout is None:
-            layout = self._layout(dtype, shape, match.start(1), name)
-            if len(self._layouts) < _KNOWN_LAYOUTS:
-                self._layouts[dtype, shape] = layout
-        begin, end = int(begin_text), int(end_text)
+            layout = self._layout(dtype, shape, name)
+            if len(self._known) < _KNOWN_LAYOUTS:
+                self._known[dtype, shape] = layout
+        begin, end = offsets
         if end - begin != layout.nbytes:
             raise self._error(
                 FormatError,
                 "the data offsets do not match the shape and dtype",
-                match.start(4),
                 name,
                 expected=f"{layout.nbytes} bytes for shape {list(layout.shape)} of {layout.dtype}",
                 found=f"bytes {begin} to {end}",
             )
         if layout.unsupported:
-            unsupported[name] = layout
-        names.append(name)
-        begins.append(begin)
-        ends.append(end)
-        layouts.append(layout)
-        return after
+            columns.unsupported[name] = layout
+        columns.names.append(name)
+        columns.begins.append(begin)
+        columns.ends.append(end)
+        columns.layouts.append(layout)
 
-    def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> HeaderLayout:
+    def _layout(self, dtype: str, shape: tuple[int, ...], name: str) -> HeaderLayout:
         torch_name = DTYPES.get(dtype)
         if torch_name is None and dtype not in FOREIGN_DTYPES:
-            found = dtype.decode("utf-8", "backslashreplace")
-            known = ", ".join(sorted(map(bytes.decode, (*DTYPES, *FOREIGN_DTYPES))))
-            raise self._error(UnsupportedError, "unknown dtype", where, name, expected=known, found=found)
-        if shape_text.count(b",") >= self._limits.dimensions:
-            raise self._over_limit("dimensions", where)
-        shape = [int(size) for size in shape_text.split(b",")] if shape_text else []
-        if torch_name is None or (dtype == b"F4" and not (shape and shape[-1] % 2 == 0)):
-            return self._foreign_layout(dtype, shape, where, name)
-        if dtype == b"F4":
-            shape[-1] //= 2
-        strides = []
-        step = 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        if step * ITEM_BYTES[torch_name] > _TORCH_MAX:
-            raise self._error(FormatError, "the shape is larger than torch can represent", where, name, found=shape)
-        nbytes = 0 if 0 in shape else step * ITEM_BYTES[torch_name]
-        return HeaderLayout(torch_name, tuple(shape), tuple(reversed(strides)), nbytes)
-
-    def _foreign_layout(self, dtype: bytes, shape: list[int], where: int, name: str) -> HeaderLayout:
-        """Return the layout of a tensor that the format defines but torch cannot represent."""
-        bits = prod(shape) * FOREIGN_DTYPES.get(dtype, _F4_BITS)
+            known = ", ".join(sorted((*DTYPES, *FOREIGN_DTYPES)))
+            raise self._error(UnsupportedError, "unknown dtype", name, expected=known, found=dtype)
+        odd = dtype == "F4" and not (shape and shape[-1] % 2 == 0)
+        bits = FOREIGN_DTYPES.get(dtype, _F4_BITS) if odd or torch_name is None else 8 * ITEM_BYTES[torch_name]
+        if dtype == "F4" and not odd:
+            shape = (*shape[:-1], shape[-1] // 2)
+        if prod(max(size, 1) for size in shape) * bits // 8 > _TORCH_MAX:
+            raise self._error(FormatError, "the shape is larger than torch can represent", name, found=list(shape))
+        bits *= prod(shape)
         if bits % 8:
-            problem = f"the size of an {dtype.decode()} tensor is not a whole number of bytes"
-            raise self._error(UnsupportedError, problem, where, name, found=shape)
-        if bits // 8 > _TORCH_MAX:
-            raise self._error(FormatError, "the shape is larger than torch can represent", where, name, found=shape)
-        odd = "torch packs F4 values in pairs, but the last dimension is odd"
-        reason = odd if dtype == b"F4" else "torch has no such dtype"
-        return HeaderLayout(dtype.decode(), tuple(shape), (), bits // 8, reason)
-
-    def _read_metadata(self, position: int) -> tuple[int, bytes]:
-        """Read ``"__metadata__"`` at ``position``; return the position after it and the delimiter there."""
-        match = _METADATA.match(self._header, position)
-        if match is None:
-            raise self._unexpected("expected a tensor with dtype, shape and data_offsets, or __metadata__", position)
-        if self.metadata is not None:
-            raise self._error(FormatError, "__metadata__ appears twice", position)
-        self.metadata, position = self.read_texts(match)
-        match = _SEPARATOR.match(self._header, position)
-        if match is None:
-            raise self._unexpected("expected a comma or a closing brace after __metadata__", position)
-        return match.end(), match[1]
-
-    def read_texts(self, start: re.Match[bytes]) -> tuple[dict[str, str], int]:
-        """Read the items of an object of strings after its opening brace; return them and the position after them.
-
-        Args:
-            start: Match up to the first item; its group is the closing brace of an empty object.
-        """
-        texts: dict[str, str] = {}
-        position, after = start.end(), b"," if start[1] is None else b"}"
-        while after == b",":
-            match = _METADATA_ITEM.match(self._header, position)
-            if match is None:
-                raise self._unexpected("__metadata__ does not map strings to strings", position)
-            if len(texts) == self._limits.entries:
-                raise self._over_limit("entries", position)
-            key = self._text(match[1], match.start(1))
-            if key in texts:
-                raise self._error(FormatError, "a metadata key appears twice", match.start(1), found=repr(key))
-            texts[key] = self._text(match[2], match.start(2))
-            position, after = match.end(), match[3]
-        return texts, position
-
-    def _text(self, raw: bytes, where: int) -> str:
-        """Decode a JSON string from the bytes between its quotes."""
-        try:
-            text = raw.decode()
-            if "\\" in text:
-                text = str(json.loads(f'"{text}"'))
-                text.encode()  # raises for lone surrogates, which escapes can spell
-        except ValueError as error:
-            raise self._error(FormatError, f"a string is not valid JSON in UTF-8: {error}", where) from error
-        return text
-
-    def _over_limit(self, limit: str, where: int) -> CheckpointError:
-        expected = f"at most {getattr(self._limits, limit)}"
-        return self._error(LimitError, f"the header exceeds the limit {limit!r}", where, expected=expected)
-
-    def _unexpected(self, problem: str, position: int) -> CheckpointError:
-        found = self._header[position : position + 60] or "the end of the header"
-        return self._error(FormatError, problem, position, found=found)
+            problem = f"the size of an {dtype} tensor is not a whole number of bytes"
+            raise self._error(UnsupportedError, problem, name, found=list(shape))
+        if odd or torch_name is None:
+            reason = (
+                "torch packs F4 values in pairs, but the last dimension is odd" if odd else "torch has no such dtype"
+            )
+            return HeaderLayout(dtype, shape, (), bits // 8, reason)
+        return HeaderLayout(torch_name, shape, contiguous_stride(shape), bits // 8)
 
     def _error(
-        self,
-        kind: type[CheckpointError],
-        problem: str,
-        position: int,
-        tensor: str | None = None,
-        *,
-        expected: object = None,
-        found: object = None,
+        self, kind: type[CheckpointError], problem: str, name: str, *, expected: object = None, found: object = None
     ) -> CheckpointError:
-        offset = LENGTH_BYTES + position
-        return kind(problem, file=self._path, tensor=tensor, offset=offset, expected=expected, found=found)
+        return kind(problem, file=self._path, tensor=name, offset=LENGTH_BYTES, expected=expected, found=found)
+
+
+def _over_limit(limit: str, path: str, limits: Limits) -> LimitError:
+    expected = f"at most {getattr(limits, limit)}"
+    return LimitError(f"the header exceeds the limit {limit!r}", file=path, offset=LENGTH_BYTES, expected=expected)
