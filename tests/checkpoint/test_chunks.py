@@ -189,7 +189,7 @@ def test_chunks_count_against_the_limits(tmp_path: Path) -> None:
     with pytest.raises(LimitError, match="corners"):
         sluice.open(tmp_path, limits=Limits(entries=7))
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
-    many: list[Any] = [{str(number): {} for number in range(20)}, {"w": [0] * 1000}]
+    many: list[Any] = [{str(number): {} for number in range(30)}, {"w": [0] * 1000}]
     for text in map(json.dumps, many):
         save_file({"w": ONES}, path, {"DCP_SHARDING_INFO": text})
         with pytest.raises(LimitError, match="places of chunks"):

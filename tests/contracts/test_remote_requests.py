@@ -141,50 +141,18 @@ def divided(directory: Path, ranks: int) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_distributed_checkpoint_takes_one_request_for_each_file_to_open(
-    server: RangeServer, tmp_path: Path, ranks: int
-) -> None:
-    whole = divided(tmp_path / "model", ranks)
-    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    most = len(server.files) + 1  # the metadata, each data file, and values that are not in its first bytes
-    where = sluice.Remote(server.url("/model/.metadata"), gap_bytes=0)
-    with sluice.open(where) as checkpoint:
-        shapes = {name: tensor.shape for name, tensor in checkpoint.items()}
-        assert shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
-        assert checkpoint.nbytes == sum(tensor.nbytes for tensor in whole.values())
-        assert len(server.requests) <= most
-        lazy = checkpoint["layers.3"]
-        part = sluice.open(checkpoint, key="layers")
-        assert torch.equal(lazy[1:6, 7].read(), whole["layers.3"][1:6, 7])
-        assert len(server.requests) > most
-        opened = len(server.requests)
-        assert torch.equal(part["3"].read(), whole["layers.3"])
-        assert len(server.requests) <= opened + ranks
-        found = sluice.load_state_dict(checkpoint)
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
-
-
 def test_the_headers_of_items_take_one_request_each(server: RangeServer, tmp_path: Path) -> None:
     whole = divided(tmp_path / "model", 2)
     server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with sluice.open(sluice.Remote(server.url("/model/.metadata"), gap_bytes=0)) as checkpoint:
+        opened = len(server.requests)
+        assert torch.equal(checkpoint["layers.3"][1:6, 7].read(), whole["layers.3"][1:6, 7])
+        assert len(server.requests) == opened + 1
+        server.requests.clear()
     found = sluice.load_state_dict(sluice.Remote(server.url("/model/.metadata"), gap_bytes=0))
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     items = 2 * len(whole)
     assert len(server.requests) <= len(server.files) + 1 + (items + 2) + items
-
-
-def test_an_item_that_differs_from_the_metadata_is_refused_before_data_is_read(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    stored = distributed.rows(torch.zeros(8, 400), 2, files=2)
-    wrong = replace(stored.chunks[1], item=distributed.item(torch.zeros(4, 400, dtype=torch.int32)))
-    distributed.write(tmp_path / "model", {"w": replace(stored, chunks=[stored.chunks[0], wrong])})
-    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    with sluice.open(server.url("/model/.metadata")) as checkpoint:
-        assert checkpoint.keys() == {"w"}
-        with pytest.raises(FormatError, match="does not hold the tensor that the metadata describes"):
-            checkpoint["w"].read()
 
 
 class Huge:

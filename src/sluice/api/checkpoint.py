@@ -42,7 +42,7 @@ class LazyTensor:
     @property
     def entry(self) -> Entry:
         """Record in the index: dtype as text, shape, stride and storage, without torch."""
-        return self._checkpoint.settled(self.name, self._entry)
+        return self._entry
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,7 +160,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
 
     @cached_property
     def _not_built(self) -> dict[str, Opaque]:
-        return trees.opaques(self.outline.tree)
+        return trees.opaques(self.index.tree)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Return the tensor of this name.
@@ -170,7 +170,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
             UnsafeContentError: It is an object that only running code could build.
             UnsupportedError: It is a tensor of a kind that sluice does not read.
         """
-        entry = self.outlined.get(name)
+        entry = self.entries.get(name)
         if entry is not None:
             return LazyTensor(self, name, entry)
         if name in self._not_built:
@@ -178,13 +178,13 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
         raise _UnknownNameError(name, self)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.outlined
+        return name in self.entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.outlined)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self.outlined)
+        return len(self.entries)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.format} {self.path}>"

@@ -10,8 +10,8 @@ several chunks become one entry that is assembled from them. The tree has the ne
 (``formats.distributed.unflatten``).
 
 Opening a directory reads the metadata, the values that are not tensors and the first bytes of each chunk
-(``checkpoint.distributed_files``). Where requests are expensive, it does not read chunks: their dtypes and shapes are
-those of the metadata, and ``OpenFile.settle`` reads their headers when strides or data are needed.
+(``checkpoint.distributed_files``). Where requests are expensive, it reads all of each chunk but its data, so that no
+further request is needed for headers.
 
 Refused: everything that these three modules refuse; missing files; chunks whose dtype or shape differs from the
 metadata. Values that only running code could build become placeholders with their names, as in a ``torch.save`` file.
@@ -19,7 +19,6 @@ metadata. Values that only running code could build become placeholders with the
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -41,8 +40,7 @@ from sluice.formats.distributed.unflatten import unflatten
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
 from sluice.records.geometry import contiguous_stride
-from sluice.sources.protocol import Source, checks_with_data
-from sluice.sources.section import Section
+from sluice.sources.protocol import Source
 
 __all__ = ["open_distributed"]
 
@@ -62,8 +60,7 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
     if not limits.symlinks_outside:
         layout.directory.check_inside(METADATA_FILE)
     with closing(layout.directory.open(METADATA_FILE)) as source:
-        once = _Metadata(source, limits) if checks_with_data(source) else None
-        contents = read_metadata(source if once is None else once.unpacked(), limits)
+        contents = read_metadata(source, limits)
     files = _items_by_file(contents)
     if len(files) > limits.files:
         expected = f"at most {limits.files}"
@@ -73,43 +70,10 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
     members = DataFiles(layout.directory, limits)
     try:
         members.open(files)
-        builder = _IndexBuilder(source.path, limits, members)
-        if once is None or not members.expensive:
-            return builder.build(contents, layout, files, members.chunks(files))
-        index, opened = builder.build(contents, layout, files, [_assumed(items) for items in files.values()])
-        settle = partial(_settled, once, layout, limits, members)
-        return index, tuple(replace(file, settle=settle) for file in opened)
+        return _IndexBuilder(source.path, limits, members).build(contents, layout, files, members.headers(files))
     except BaseException:
         members.close()
         raise
-
-
-class _Metadata:
-    """The metadata of a checkpoint, read once; compressed it takes less memory than its items, which are parsed again.
-
-    Metadata that exceeds the limit is not read.
-    """
-
-    def __init__(self, source: Source, limits: Limits) -> None:
-        nbytes = source.identity.nbytes
-        self._source = source
-        self._data = zlib.compress(source.read_at(0, nbytes), 1) if nbytes <= limits.header_bytes else None
-
-    def unpacked(self) -> Source:
-        """Return a source that makes no requests."""
-        if self._data is None:
-            return self._source
-        return Section(self._source, 0, self._source.identity.nbytes, known=[(0, zlib.decompress(self._data))])
-
-
-def _settled(
-    metadata: _Metadata, layout: CheckpointLayout, limits: Limits, members: DataFiles
-) -> tuple[Index, tuple[OpenFile, ...]]:
-    """Return the index with the headers of all chunks, and the files."""
-    source = metadata.unpacked()
-    contents = read_metadata(source, limits)
-    files = _items_by_file(contents)
-    return _IndexBuilder(source.path, limits, members).build(contents, layout, files, members.located(files))
 
 
 def _items_by_file(contents: DistributedMetadata) -> dict[str, list[ListedItem]]:
@@ -129,15 +93,6 @@ def _items_by_file(contents: DistributedMetadata) -> dict[str, list[ListedItem]]
 
 def _chunk_name(tensor: TensorItem, chunk: SavedChunk) -> str:
     return tensor.name if len(tensor.chunks) == 1 else f"{tensor.name}[{', '.join(map(str, chunk.start))}]"
-
-
-def _assumed(listed: Sequence[ListedItem]) -> list[ChunkHeader]:
-    """Return the headers of the chunks of a file as they are for dense, row-major tensors."""
-    return [
-        ChunkHeader(_contiguous(item.tensor.dtype, item.chunk.shape, storage=0), item.chunk_bytes, None)
-        for item in listed
-        if item.tensor is not None and item.chunk is not None and item.filled
-    ]
 
 
 class _ItemFileRecords(Struct):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sluice._defaults import INDEXING_THREADS, REMOTE_REQUESTS
-from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
@@ -39,13 +37,6 @@ class ListedItem(NamedTuple):
         """Whether it is a chunk of a tensor that has elements."""
         return self.tensor is not None and 0 not in self.tensor.shape
 
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of the elements of the chunk."""
-        assert self.tensor is not None
-        assert self.chunk is not None
-        return prod(self.chunk.shape) * ITEM_BYTES[self.tensor.dtype]
-
 
 class DataFiles:
     """The data files of one directory. Each is opened, and its headers are read, in a thread of several."""
@@ -65,11 +56,6 @@ class DataFiles:
     def sources(self) -> list[Source]:
         """The open files, in the order of their names."""
         return [source for source in self._opened if source is not None]
-
-    @property
-    def expensive(self) -> bool:
-        """Whether each read of a file is a request."""
-        return any(map(checks_with_data, self.sources))
 
     def open(self, files: Mapping[str, Sequence[ListedItem]]) -> None:
         """Open the files, check the places of their items and read their values.
@@ -105,36 +91,29 @@ class DataFiles:
             text = f"files named in the metadata do not exist\n{lines}\nNothing was read"
             raise FormatError(text, file=self._directory.path, advice=IncompleteCheckpointError.advice)
 
-    def chunks(self, files: Mapping[str, Sequence[ListedItem]]) -> list[list[ChunkHeader]]:
-        """Return the headers of the chunks of each file that have elements, by the first bytes of the items."""
-        return self._headers(files, self.reader.chunks)
+    def headers(self, files: Mapping[str, Sequence[ListedItem]]) -> list[list[ChunkHeader]]:
+        """Return the headers of the chunks of each file that have elements.
 
-    def located(self, files: Mapping[str, Sequence[ListedItem]]) -> list[list[ChunkHeader]]:
-        """Return the same with the places of the data, by all of the items but their data."""
-        return self._headers(files, self.reader.located)
+        They are read by the first bytes of the items or, where each read is a request, by all of them but their data.
+        """
+        sources, listed = self.sources, list(files.values())
+        expensive = any(map(checks_with_data, sources))
+        read = self.reader.located if expensive else self.reader.chunks
+        found: list[list[ChunkHeader]] = [[] for _ in sources]
+
+        def work(position: int) -> None:
+            found[position] = read(sources[position], [each.item for each in listed[position] if each.filled])
+
+        # Files with many items are read one after the other: the items of each are read in several threads.
+        most = max((sum(each.filled for each in items) for items in listed), default=0)
+        threads = REMOTE_REQUESTS // max(1, most) if expensive else 1
+        in_threads(work, len(sources), threads=max(1, threads), name="sluice-index")
+        return found
 
     def close(self) -> None:
         """Close the files."""
         for source in self.sources:
             source.close()
-
-    def _headers(
-        self,
-        files: Mapping[str, Sequence[ListedItem]],
-        read: Callable[[Source, Sequence[Item]], list[ChunkHeader]],
-    ) -> list[list[ChunkHeader]]:
-        sources, listed = self.sources, list(files.values())
-        found: list[list[ChunkHeader]] = [[] for _ in sources]
-
-        def work(position: int) -> None:
-            filled = [each.item for each in listed[position] if each.filled]
-            found[position] = read(sources[position], filled)
-
-        # Files with many items are read one after the other: the items of each are read in several threads.
-        most = max((sum(each.filled for each in items) for items in listed), default=0)
-        threads = REMOTE_REQUESTS // max(1, most) if self.expensive else 1
-        in_threads(work, len(sources), threads=max(1, threads), name="sluice-index")
-        return found
 
     def _read_values(self, source: Source, listed: Sequence[ListedItem]) -> None:
         check_items(source, [each.item for each in listed])

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,18 +39,12 @@ class OpenCheckpoint:
         self.path = path
         #: Where it was opened.
         self.place = place
-        #: The names, dtypes and shapes of every tensor. Where ``index`` takes further requests, strides, storages and
-        #: views are not those of the files.
-        self.outline = index
+        #: The records of every tensor, which do not need torch.
+        self.index = index
         self._files = files
         self.limits = limits
         self._offsets: dict[int, int] = {}
         self._closed = False
-        self._settle = next((file.settle for file in files if file.settle is not None), None)
-        self._settling = threading.RLock()
-        self._key: str | None = None
-        #: The entries of the outline, if they were needed before those of the index.
-        self._early: dict[str, Entry] | None = None
 
     @classmethod
     def open(
@@ -67,14 +60,15 @@ class OpenCheckpoint:
         If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
         """
         if isinstance(source, OpenCheckpoint):
-            opened, owned = cls._view(source), False
+            files = source._files  # noqa: SLF001  (its own class)
+            opened = cls(source.path, source.index, files, source.limits, source.place)
         else:
-            opened, owned = cls._open_files(source, limits or Limits(), check_encoding(encoding)), True
+            opened = cls._open_files(source, limits or Limits(), check_encoding(encoding))
         if key is not None:
             try:
-                opened._take(key)  # noqa: SLF001  (its own class)
+                opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
             except BaseException:
-                if owned:
+                if not isinstance(source, OpenCheckpoint):
                     opened.close()
                 raise
         return opened
@@ -88,57 +82,6 @@ class OpenCheckpoint:
             place.stream.seek(files[0].end)
         return cls(place.title or layout.path, index, files, limits, place)
 
-    @classmethod
-    def _view(cls, source: OpenCheckpoint) -> Self:
-        """Return a checkpoint with the same files."""
-        with source._settling:
-            opened = cls(source.path, source.outline, source._files, source.limits, source.place)
-            opened._settle = source._settle and source._settled
-            return opened
-
-    def _take(self, key: str) -> None:
-        self.outline = self._part_of(self.outline, key)
-        self._key = key
-
-    def _part_of(self, index: Index, key: str | None) -> Index:
-        return index if key is None else replace(index, tree=_part(index.tree, key, self.path))
-
-    def _settled(self) -> tuple[Index, tuple[OpenFile, ...]]:
-        return self.index, self._files
-
-    @property
-    def index(self) -> Index:
-        """The records of every tensor, which do not need torch.
-
-        Raises:
-            CheckpointError: Headers that opening left out are damaged, or contradict the outline.
-            ReadError: They cannot be read.
-            ValueError: They were not read before the checkpoint was closed.
-        """
-        if self._settle is not None:
-            with self._settling:
-                if self._settle is not None:
-                    if self._closed:
-                        raise ValueError("the checkpoint is closed")
-                    index, files = self._settle()
-                    self.outline, self._files = self._part_of(index, self._key), files
-                    self._settle = None
-        return self.outline
-
-    def settled(self, name: str, entry: Entry) -> Entry:
-        """Return the entry in ``index`` of an entry in ``outline``; every other entry unchanged.
-
-        Raises:
-            UnsafeContentError: It is an object that only running code could build.
-            UnsupportedError: It is a tensor of a kind that sluice does not read.
-        """
-        if self._early is None or self._early.get(name) is not entry:
-            return entry
-        found = self.entries.get(name)
-        if found is None:
-            raise trees.refusal(trees.opaques(self.index.tree)[name], name, self.path)
-        return found
-
     @property
     def format(self) -> str:
         """Name of the format.
@@ -151,30 +94,22 @@ class OpenCheckpoint:
         per parameter; ``"torch-ranks"`` for directories with a file of each rank;
         ``"torch-distributed"`` for a directory of torch.distributed.checkpoint. In a tar archive after ``"tar-"``.
         """
-        return self.outline.format
+        return self.index.format
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths of the files that hold its data."""
-        return tuple(dict.fromkeys(file.path for file in self.outline.files))
+        return tuple(dict.fromkeys(file.path for file in self.index.files))
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data; bytes that several tensors share count once."""
-        return sum(storage.nbytes for storage in self.outline.storages)
+        return sum(storage.nbytes for storage in self.index.storages)
 
     @property
     def metadata(self) -> Mapping[str, str]:
         """Metadata strings of the file; of several files, those that all of them share."""
-        return self.outline.metadata
-
-    @cached_property
-    def outlined(self) -> dict[str, Entry]:
-        """The entries of ``outline`` when they were first needed, by dotted name."""
-        if self._settle is None:
-            return self.entries
-        self._early = trees.flatten(self.outline.tree, self.limits)
-        return self._early
+        return self.index.metadata
 
     @cached_property
     def entries(self) -> dict[str, Entry]:

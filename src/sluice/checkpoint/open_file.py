@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -35,9 +35,6 @@ class OpenFile(Struct, frozen=True, kw_only=True):
     start: int = 0
     #: Its bytes from there on; None for all that follow. A member of an archive is not the only checkpoint in it.
     nbytes: int | None = None
-    #: Reads the headers that opening left out, because each is a request, and returns the complete index of the
-    #: checkpoint and its files; None if nothing was left out.
-    settle: Callable[[], tuple[Index, tuple[OpenFile, ...]]] | None = None
 
     def locate(self, storages: Iterable[int], *, at_once: bool = False) -> dict[int, int]:
         """Return the data offset of each of ``storages`` that is not located in its index.

@@ -67,7 +67,7 @@ class BitsAndBytesQuantizer(LibraryQuantizer):
             for name, tensor in _plain_tensors(weight).items():
                 model.get_submodule(path).register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         view = OpenCheckpoint.open(checkpoint)
-        view.outline = replace(view.index, tree=_without_dots(view.index.tree))
+        view.index = replace(view.index, tree=_without_dots(view.index.tree))
         yield view
         for path, weight in weights.items():
             self._close(model, path, weight, checkpoint.path)

@@ -25,7 +25,7 @@ def with_inner_tensors(checkpoint: OpenCheckpoint) -> tuple[OpenCheckpoint, dict
     if not found:
         return checkpoint, {}
     view = OpenCheckpoint.open(checkpoint)
-    view.outline = replace(view.index, tree=tree)
+    view.index = replace(view.index, tree=tree)
     return view, found
 
 

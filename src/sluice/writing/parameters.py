@@ -159,7 +159,7 @@ def _check_old(directory: Path | Upload, files: set[str], *, overwrite: bool) ->
 def _is_one_tensor(path: str) -> bool:
     try:
         with OpenCheckpoint.open(path) as checkpoint:
-            return isinstance(checkpoint.outline.tree, Entry)
+            return isinstance(checkpoint.index.tree, Entry)
     except SluiceError:
         return False
 

@@ -66,14 +66,9 @@ def inspect_command(
     with sluice.open(source_of(paths), key=key, encoding=encoding) as checkpoint:
         path = checkpoint.path
         if as_tree:  # does not need dotted names, which can be ambiguous
-            print_outline(path_and_key(path, key), checkpoint.outline.tree, everything=everything)
+            print_outline(path_and_key(path, key), checkpoint.index.tree, everything=everything)
             return
-        # Only the JSON has strides, which may take further requests.
-        summary = (
-            summarise(path, key, checkpoint.index, checkpoint.entries)
-            if as_json
-            else summarise(path, key, checkpoint.outline, checkpoint.outlined)
-        )
+        summary = summarise(path, key, checkpoint.index, checkpoint.entries)
         if as_json:
             click.echo(json.dumps(to_json(summary, checkpoint.limits)))
             return
