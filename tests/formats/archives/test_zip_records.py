@@ -20,7 +20,6 @@ from torch.serialization import set_crc32_options
 import sluice
 from sluice._errors import FormatError
 from sluice._options import Limits
-from sluice.formats.archives import zip_records
 from sluice.formats.archives.zip_directory import ZipRecord, read_directory
 from sluice.formats.archives.zip_records import expect_records, locate_records
 from sluice.testing import MemorySource
@@ -185,24 +184,6 @@ def test_shifted_data_with_padding_is_refused_unless_it_is_equal(data: bytes, sh
     except FormatError:
         return
     assert shift == padding or torch.equal(found["w"], storage)
-
-
-def test_the_directory_is_read_once_for_all_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = io.BytesIO(built(after=lambda _: b"\1" * 4))
-    count = 0
-    read = read_directory
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        return read(*arguments)
-
-    with sluice.open(file) as checkpoint:
-        monkeypatch.setattr(zip_records, "read_directory", counted)
-        assert torch.equal(checkpoint["a"].read(), STATE["a"])
-        count = 0
-        sluice.load_state_dict(checkpoint)
-    assert count == 1
 
 
 class Expecting(MemorySource):

@@ -112,7 +112,7 @@ class CentralDirectory(Struct, frozen=True, kw_only=True):
 
     #: Common directory of all names.
     archive: str
-    #: Position of each record, by its name under ``archive`` in lower case: torch's lookup ignores case.
+    #: Position of each record, by its name under ``archive``.
     positions: dict[str, int]
     #: Offset of each local header in the file, in bytes, ascending.
     headers: array[int]
@@ -124,17 +124,15 @@ class CentralDirectory(Struct, frozen=True, kw_only=True):
     start: int
     #: Size of the data of each compressed record of code after unpacking, in bytes, by position.
     unpacked: dict[int, int]
-    #: Original spelling of the names that are not in lower case, by their key in ``positions``.
-    spelled: dict[str, str]
     #: Error for the first compressed or encrypted record. Callers raise it, unless they have a more specific reason.
     unsupported: UnsupportedError | LimitError | None
 
     def __contains__(self, name: str) -> bool:
-        return name.lower() in self.positions
+        return name in self.positions
 
     def record(self, name: str) -> ZipRecord | None:
         """Return the record with this name under ``archive``, or None."""
-        position = self.positions.get(name.lower())
+        position = self.positions.get(name)
         if position is None:
             return None
         return ZipRecord(
@@ -149,7 +147,7 @@ class CentralDirectory(Struct, frozen=True, kw_only=True):
     def records(self) -> Iterator[ZipRecord]:
         """Yield all records in file order."""
         for name in self.positions:
-            record = self.record(self.spelled.get(name, name))
+            record = self.record(name)
             assert record is not None
             yield record
 
@@ -278,7 +276,6 @@ class _DirectoryParser:
         self._limits = limits
         self._file = file
         self._prefix = b""
-        self._spelled: dict[str, str] = {}
         self._unpacked: dict[int, int] = {}
         self._unsupported: UnsupportedError | LimitError | None = None
 
@@ -303,6 +300,8 @@ class _DirectoryParser:
             at = following
         if at != len(self._raw) or not free <= self._end.offset <= free + _MAX_SLACK_BYTES:
             raise self._error("the central directory does not end at the offset in the end record", at)
+        if len({name.lower() for name in positions}) != len(positions):  # torch's lookup ignores case
+            raise self._error("two records have names that differ only in case", at, advice=_ADDED)
         return CentralDirectory(
             archive=self._prefix[:-1].decode(),
             positions=positions,
@@ -311,7 +310,6 @@ class _DirectoryParser:
             crcs=crcs,
             start=self._end.offset,
             unpacked=self._unpacked,
-            spelled=self._spelled,
             unsupported=self._unsupported,
         )
 
@@ -363,10 +361,7 @@ class _DirectoryParser:
             raise self._error(problem, at, advice=_ADDED)
         try:
             prefix.decode()  # the common directory is kept as text
-            key = name[len(prefix) :].lower().decode()
-            if key.encode() != name[len(prefix) :]:
-                self._spelled[key] = name[len(prefix) :].decode()
-            return key
+            return name[len(prefix) :].decode()
         except UnicodeDecodeError:
             raise self._error(f"the name of record {_printable(name)} is not UTF-8", at, advice=_ADDED) from None
 

@@ -4,9 +4,9 @@ Layout: 30 bytes, the name, an extra field whose length only the local header de
 extra field so that the data starts at a multiple of 64 bytes, writes 0 for the CRC and sizes, and appends their values
 after the data. Headers that are close to each other are read together.
 
-A wrong length of the extra field shifts the data, and all numbers with it. Therefore the bytes after the data are
-checked too: torch's data descriptor with the sizes of the record, or the header of the next record. If there is
-anything else, such as padding or a descriptor without signature, which other writers leave, the CRC-32 decides.
+A wrong length of the extra field shifts the data, and all numbers with it. Therefore the data must end where its record
+does: at the next header, or at torch's data descriptor with data at a multiple of 64 bytes. If it does not, because of
+padding or a descriptor of a different form, which other writers leave, the CRC-32 decides.
 
 Refused: a local header that contradicts the central directory, data that overlaps the next record, and data that
 neither ends where its record does nor has the CRC-32 of the central directory.
@@ -15,14 +15,9 @@ neither ends where its record does nor has the CRC-32 of the central directory.
 from __future__ import annotations
 
 import struct
-import sys
 import zlib
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
-
-from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
@@ -48,21 +43,11 @@ _IN_ZIP64 = 0xFFFFFFFF
 #: Flag bit: the sizes follow the data, and the local header holds zeros. torch writes records this way.
 _SIZES_FOLLOW = 0x0008
 
-#: Signatures of a data descriptor, and of the headers that may follow data: a local one, the first of the directory.
-_DESCRIPTOR = b"PK\7\x08"
-_HEADERS = (b"PK\3\4", b"PK\1\2")
-
-#: Maximum size of a data descriptor, in bytes: signature, CRC-32 and two sizes of 64 bits.
-_DESCRIPTOR_BYTES = 24
-
 #: Sizes of the data descriptors of torch, with numbers of 32 and 64 bits, and the alignment of its data, in bytes.
 _PACKED_DESCRIPTORS, _PACKED_ALIGNMENT = (16, 24), 64
 
 #: Most bytes of an extra field without the padding: its own header, and the fields of zip64.
 _EXTRA_BYTES = 32
-
-#: No limits, for a directory that was read before, within limits.
-_ANY = Limits(entries=sys.maxsize, header_bytes=sys.maxsize, name_bytes=sys.maxsize)
 
 #: Bytes of one read for a CRC-32.
 _CHECKED_BYTES = 1 << 20
@@ -80,17 +65,12 @@ def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
     """
     order = sorted(range(len(records)), key=lambda position: records[position].header)
     ordered = [records[position] for position in order]
-    # A header is read with the bytes before it, which are the end of the record before.
-    starts = [max(0, record.header - _DESCRIPTOR_BYTES) for record in ordered]
-    sizes = [record.header + _header_bytes(record) - start for start, record in zip(starts, ordered, strict=True)]
-    pieces = read_ranges(source, starts, sizes)
-    data = [
-        _locate(source, record, piece[record.header - start :])
-        for record, start, piece in zip(ordered, starts, pieces, strict=True)
-    ]
-    _check_ends(source, ordered, data, starts, pieces)
-    located = dict(zip(order, data, strict=True))
-    return [located[position].offset for position in range(len(records))]
+    pieces = read_ranges(source, [record.header for record in ordered], list(map(_header_bytes, ordered)))
+    offsets = {
+        position: _data_offset(source, record, piece)
+        for position, record, piece in zip(order, ordered, pieces, strict=True)
+    }
+    return [offsets[position] for position in range(len(records))]
 
 
 def expect_records(source: CheckingSource, records: Sequence[ZipRecord]) -> list[int]:
@@ -124,7 +104,7 @@ def _packed_offset(record: ZipRecord) -> int | None:
 
 def _check_offset(source: Source, record: ZipRecord, offset: int, header: bytes) -> None:
     """Raise unless a local header is right and ends at ``offset``."""
-    found = _locate(source, record, header).offset
+    found, _ = _locate(source, record, header)
     if found != offset:
         raise FormatError(
             f"the local header of record {record.name!r} does not end where the data begins",
@@ -146,10 +126,7 @@ def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int,
     largest = max(record.nbytes, record.unpacked or 0)
     if largest > max_bytes:
         raise LimitError(f"record {record.name!r} has more than {max_bytes} bytes", file=source.path, found=largest)
-    located = _locate(source, record, source.read_at(record.header, _header_bytes(record)))
-    offset = located.offset
-    if not record.crc and record.unpacked is None:
-        _check_ends(source, [record], [located], [], [])
+    offset = _data_offset(source, record, source.read_at(record.header, _header_bytes(record)))
     data = source.read_at(offset, record.nbytes)
     if record.unpacked is not None:
         data = _unpack(data, record.unpacked)
@@ -208,77 +185,27 @@ def _offset_or_error(source: Source, record: ZipRecord) -> int | CheckpointError
         return error
 
 
-class _LocatedData(NamedTuple):
-    """The place of the data of a record."""
-
-    #: First byte in the file.
-    offset: int
-    #: First byte after it.
-    end: int
-    #: Whether a data descriptor follows.
-    described: bool
-
-
-def _check_ends(
-    source: Source,
-    records: Sequence[ZipRecord],
-    data: Sequence[_LocatedData],
-    starts: Sequence[int],
-    pieces: Sequence[bytes],
-) -> None:
-    """Check that the data of each record ends where the record does.
-
-    Args:
-        source: The archive.
-        records: The records in file order.
-        data: The place of the data of each record.
-        starts: First byte of each piece of the file that was read already, in order.
-        pieces: The bytes of these pieces.
-    """
-    unread = []
-    for position, (record, located) in enumerate(zip(records, data, strict=True)):
-        known = position + 1 < len(starts) and starts[position + 1] <= located.end
-        after = pieces[position + 1][located.end - starts[position + 1] :] if known else b""
-        if record.nbytes and not _is_end(after, record, described=located.described):
-            unread.append(position)
-    size = source.identity.nbytes
-    ends = [data[position].end for position in unread]
-    bytes_after = read_ranges(source, ends, [min(_DESCRIPTOR_BYTES, size - end) for end in ends])
-    directory = None
-    for position, after in zip(unread, bytes_after, strict=True):
-        if not _is_end(after, records[position], described=data[position].described):
-            record = records[position]
-            if not record.crc:  # records of an index do not have it
-                directory = directory or read_directory(source, _ANY)
-                record = replace(record, crc=directory.crcs[bisect_right(directory.headers, record.header) - 1])
-            _check_by_checksum(source, record, data[position], after)
-
-
-def _is_end(after: bytes, record: ZipRecord, *, described: bool) -> bool:
-    """Return whether the bytes after the data of a record are its descriptor, or a header if it has no descriptor."""
+def _is_end(record: ZipRecord, end: int, *, described: bool) -> bool:
+    """Return whether data that ends at a byte of the file fills its record up to the next header or descriptor."""
     if not described:
-        return after.startswith(_HEADERS)
-    size = record.nbytes.to_bytes(8, "little")
-    return after.startswith(_DESCRIPTOR) and (
-        after[8:24] == size * 2 or (record.nbytes < _IN_ZIP64 and after[8:16] == size[:4] * 2)
-    )
+        return end == record.limit
+    return record.limit - end in _PACKED_DESCRIPTORS and (end - record.nbytes) % _PACKED_ALIGNMENT == 0
 
 
-def _check_by_checksum(source: Source, record: ZipRecord, located: _LocatedData, after: bytes) -> None:
+def _check_by_checksum(source: Source, record: ZipRecord, offset: int) -> None:
     """Raise unless the data has the CRC-32 that the central directory has for the record."""
-    crc, at = 0, located.offset
-    while at < located.end:
-        piece = source.read_at(at, min(_CHECKED_BYTES, located.end - at))
+    crc, at, end = 0, offset, offset + record.nbytes
+    while at < end:
+        piece = source.read_at(at, min(_CHECKED_BYTES, end - at))
         crc = zlib.crc32(piece, crc)
         at += len(piece)
     if crc != record.crc:
         raise FormatError(
             f"the data of record {record.name!r} is not at the offset that its local header declares",
             file=source.path,
-            offset=located.offset,
-            expected=f"{'its data descriptor' if located.described else 'the next header'} at byte {located.end}, or a "
-            f"CRC-32 of {record.crc:#010x}",
-            found=f"{after[:16]!r} and {crc:#010x}",
+            offset=offset,
+            expected=f"data that ends in front of byte {record.limit}, or a CRC-32 of {record.crc:#010x}",
+            found=f"{crc:#010x}",
         )
 
 
@@ -286,7 +213,17 @@ def _header_bytes(record: ZipRecord) -> int:
     return LOCAL_HEADER_BYTES + len(record.name.encode())
 
 
-def _locate(source: Source, record: ZipRecord, header: bytes) -> _LocatedData:
+def _data_offset(source: Source, record: ZipRecord, header: bytes) -> int:
+    """Return the offset of the data of a record, which ends where the record does or has its CRC-32."""
+    offset, described = _locate(source, record, header)
+    whole = record.unpacked is not None or _is_end(record, offset + record.nbytes, described=described)
+    if record.nbytes and not whole:
+        _check_by_checksum(source, record, offset)
+    return offset
+
+
+def _locate(source: Source, record: ZipRecord, header: bytes) -> tuple[int, bool]:
+    """Return the offset of the data of a record by its local header, and whether a data descriptor follows it."""
     signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
     name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes]
     expected = DEFLATED if record.unpacked is not None else 0
@@ -322,4 +259,4 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> _LocatedData:
             expected=f"at most {record.limit - offset} bytes",
             found=f"{record.nbytes} bytes",
         )
-    return _LocatedData(offset, offset + record.nbytes, bool(flags & _SIZES_FOLLOW))
+    return offset, bool(flags & _SIZES_FOLLOW)

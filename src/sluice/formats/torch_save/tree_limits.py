@@ -16,9 +16,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
-
-from msgspec import Struct, field
+from typing import Any
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, UnsafeContentError, UnsupportedError
@@ -50,32 +48,47 @@ _NAME_CHARACTERS = 64
 _POSITION_CHARACTERS = 8
 
 
-class _Extent(NamedTuple):
-    """The extent of the subtree below a container."""
+class _Visit:
+    """A container: on the path from the root to the current value, or visited."""
 
-    #: Levels of containers.
-    height: int = 0
-    #: Number of containers and leaves, each counted once for every place where it appears.
-    places: int = 0
-    #: Total length of their dotted names relative to the container, in characters.
-    characters: int = 0
+    __slots__ = ("characters", "children", "container", "height", "key", "places", "result")
 
+    def __init__(self, container: Any) -> None:
+        self.container = container
+        #: The container, or the values of a tuple in which elements were replaced.
+        self.result = container
+        #: Keys and values of the children not visited yet.
+        self.children = _children(container)
+        #: Key of the current child.
+        self.key: Any = ""
+        #: Levels of containers below it.
+        self.height = 0
+        content = container.attributes if isinstance(container, Entry) else container
+        #: Number of containers and leaves below it, each counted once for every place where it appears.
+        self.places = len(content)
+        #: Total length of their dotted names relative to the container, in characters.
+        self.characters = sum(map(len, filter(_is_text, content))) if isinstance(content, dict) else 0
 
-class _Visit(Struct):
-    """A container on the path from the root to the current value."""
+    def add(self, child: _Visit) -> None:
+        """Add the extent of a visited container, which is the current child."""
+        self.height = max(self.height, child.height + 1)
+        self.places += child.places
+        self.characters += child.characters + child.places * _characters(self.key)
+        if child.result is not child.container:
+            self.replace(child.result)
 
-    #: The container.
-    container: object
-    #: Keys and values of the children not visited yet.
-    children: Iterator[tuple[object, object]]
-    #: Extent of the children visited so far.
-    extent: _Extent
-    #: Length of the dotted name of the container, in characters.
-    prefix: int = 0
-    #: Key of the current child.
-    key: object = ""
-    #: Replacements of elements of a tuple, by position.
-    replacements: dict[object, object] = field(default_factory=dict)
+    def replace(self, value: object) -> None:
+        """Replace the current child."""
+        if type(self.container) is tuple:
+            if self.result is self.container:
+                self.result = list(self.container)
+            self.result[self.key] = value
+        elif type(self.container) is Entry:
+            self.container.attributes[self.key] = value  # type: ignore[index]  # only entries with attributes are visited
+        elif self.key is _METADATA:
+            self.container._metadata = value  # noqa: SLF001 - torch's own name
+        else:
+            self.container[self.key] = value
 
 
 def check_object(
@@ -139,23 +152,16 @@ class _TreeCheck:
         self._limits = limits
         self._file = file
         self._path: list[_Visit] = []
-        #: Ids of the containers on the path.
-        self._open: set[int] = set()
-        #: Extents of the visited containers, by id; the tree and ``_kept`` keep the containers alive.
-        self._visited: dict[int, _Extent] = {}
-        #: Tuples with replaced elements, by the id of the original tuple.
-        self._replaced_tuples: dict[int, object] = {}
-        #: The original tuples.
-        self._kept: list[object] = []
+        #: The visited containers by their ids; None for one on the path.
+        self._visited: dict[int, _Visit | None] = {}
         #: Entries of bare storages, by position.
         self._storages: dict[StorageReference, Entry] = {}
         #: Number of repeated values so far.
         self._repeats = 0
 
     def run(self, tree: object) -> object:
-        path = self._path
-        root = [tree]
-        path.append(_Visit(container=root, children=iter([(0, tree)]), extent=_Extent()))
+        root, path = [tree], self._path
+        path.append(_Visit(root))
         while path:
             visit = path[-1]
             for key, child in visit.children:
@@ -163,61 +169,40 @@ class _TreeCheck:
                 kind = type(child)
                 if kind in _CONTAINERS or (kind is Entry and child.attributes is not None):  # type: ignore[attr-defined]
                     if id(child) not in self._visited:
-                        self._enter(child)
+                        self._visited[id(child)] = None
+                        path.append(_Visit(child))
+                        self._check_depth()
                         break
                     self._repeat(visit, child)
                 elif not (kind in _LEAVES or issubclass(kind, Opaque)):
-                    self._replace(visit, self._replacement(child))
+                    visit.replace(self._replacement(child))
             else:
                 self._leave()
         return root[0]
 
-    def _enter(self, container: object) -> None:
-        if id(container) in self._open:
-            raise UnsupportedError("a container contains itself", file=self._file, tensor=self._name())
-        parent = self._path[-1]
-        prefix = parent.prefix + _characters(parent.key) if len(self._path) > 1 else 0
-        extent = _Extent(0, *_own_size(container))
-        self._path.append(_Visit(container=container, children=_children(container), prefix=prefix, extent=extent))
-        self._open.add(id(container))
-        self._check_depth(0)
-
     def _leave(self) -> None:
         visit = self._path.pop()
-        container = visit.container
-        self._open.discard(id(container))
         if not self._path:
-            self._check_names(visit.extent.characters)
+            self._check_names(visit.characters)
             return
-        self._visited[id(container)] = visit.extent
-        if visit.replacements:
-            assert isinstance(container, tuple)
-            self._kept.append(container)
-            self._replaced_tuples[id(container)] = tuple(
-                visit.replacements.get(position, value) for position, value in enumerate(container)
-            )
-        self._add(self._path[-1], container)
+        if type(visit.result) is list and type(visit.container) is tuple:
+            visit.result = tuple(visit.result)
+        self._visited[id(visit.container)] = visit
+        self._path[-1].add(visit)
+        self._check_depth()
 
     def _repeat(self, visit: _Visit, container: object) -> None:
-        extent = self._visited[id(container)]
-        name = visit.prefix + _characters(visit.key)
-        self._repeats += 1 + extent.places + (extent.places * name + extent.characters) // _NAME_CHARACTERS
+        known = self._visited[id(container)]
+        if known is None:
+            raise UnsupportedError("a container contains itself", file=self._file, tensor=self._name())
+        self._repeats += 1 + known.places + known.characters // _NAME_CHARACTERS
         if self._repeats > self._limits.repeats:
             problem = (
                 f"the checkpoint has more than {self._limits.repeats} repeated values in shared containers (repeats)"
             )
             raise LimitError(problem, file=self._file, tensor=self._name() or None)
-        self._add(visit, container)
-
-    def _add(self, visit: _Visit, container: object) -> None:
-        """Add the extent of a visited container to the extent of its parent."""
-        height, places, characters = self._visited[id(container)]
-        parent = visit.extent
-        characters += parent.characters + places * _characters(visit.key)
-        visit.extent = _Extent(max(parent.height, height + 1), parent.places + places, characters)
-        self._check_depth(visit.extent.height)
-        if id(container) in self._replaced_tuples:
-            self._replace(visit, self._replaced_tuples[id(container)])
+        visit.add(known)
+        self._check_depth()
 
     def _check_names(self, characters: int) -> None:
         if characters > self._limits.header_bytes:
@@ -225,21 +210,11 @@ class _TreeCheck:
             expected = f"at most {self._limits.header_bytes} characters"
             raise LimitError(problem, file=self._file, expected=expected, found=characters)
 
-    def _check_depth(self, height: int) -> None:
-        if len(self._path) - 1 + height > self._limits.depth:  # the path starts with a list around the tree
+    def _check_depth(self) -> None:
+        if (
+            len(self._path) - 1 + self._path[-1].height > self._limits.depth
+        ):  # the path starts with a list around the tree
             raise LimitError(f"the checkpoint nests deeper than {self._limits.depth} levels", file=self._file)
-
-    def _replace(self, visit: _Visit, value: object) -> None:
-        """Replace the current child by ``value``."""
-        container: Any = visit.container
-        if type(container) is tuple:
-            visit.replacements[visit.key] = value
-        elif type(container) is Entry:
-            container.attributes[visit.key] = value  # type: ignore[index]  # only entries with attributes are visited
-        elif visit.key is _METADATA:
-            container._metadata = value  # noqa: SLF001 - torch's own name
-        else:
-            container[visit.key] = value
 
     def _replacement(self, leaf: object) -> Entry | UnsupportedValue:
         """Return the leaf that replaces a bare storage; raise the error of any other placeholder."""
@@ -275,14 +250,6 @@ def _characters(key: object) -> int:
     if isinstance(key, (str, bytes)):
         return 1 + len(key)
     return _POSITION_CHARACTERS if type(key) is int else _NAME_CHARACTERS
-
-
-def _own_size(container: Any) -> tuple[int, int]:
-    """Return the number of children of a container, and the total length of their keys in characters."""
-    if isinstance(container, Entry):
-        container = container.attributes
-    names = sum(map(len, filter(_is_text, container))) if isinstance(container, dict) else 0
-    return len(container), names
 
 
 def _is_text(key: object) -> bool:

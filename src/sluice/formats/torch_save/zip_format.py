@@ -145,8 +145,9 @@ class TorchZipFormat:
                 header=storage.offset,
                 nbytes=storage.nbytes,
                 limit=limits[storage.offset],
+                crc=index.crcs[position],
             )
-            for storage in map(index.storages.__getitem__, unlocated)
+            for position, storage in zip(unlocated, map(index.storages.__getitem__, unlocated), strict=True)
         ]
         found = expect_records(source, records) if checks_with_data(source) else None
         return dict(zip(unlocated, found or locate_records(source, records), strict=True))
@@ -253,7 +254,7 @@ def _positions(references: Sequence[StorageReference], directory: CentralDirecto
     """Return the position of each storage's record in the directory."""
     positions = []
     for reference in references:
-        position = directory.positions.get(f"data/{reference.key}".lower())
+        position = directory.positions.get(f"data/{reference.key}")
         if position is None:
             if f"tensors/{reference.key}" in directory:
                 problem = "an experimental zip file of torch 1.3 to 1.5, which later versions of torch do not read"
