@@ -126,11 +126,11 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "a name given twice by an escape": (
         header(f'{{"a":{FIELDS},"\\u0061":{FIELDS.replace("0,4", "4,8")}}}', bytes(8)),
         sluice.FormatError,
-        "duplicated",
+        "given twice",
     ),
-    "a negative zero": (header(f'{{"a":{FIELDS.replace("0,4", "-0,4")}}}'), sluice.FormatError, "expected a tensor"),
-    "a form feed as white space": (header(f'{{"a":\f{FIELDS}}}'), sluice.FormatError, "expected a tensor"),
-    "overlong UTF-8": (header(b'{"\xc0\x80":' + FIELDS.encode() + b"}"), sluice.FormatError, "not valid JSON"),
+    "a negative zero": (header(f'{{"a":{FIELDS.replace("0,4", "-0,4")}}}'), sluice.FormatError, "is negative"),
+    "a form feed as white space": (header(f'{{"a":\f{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
+    "overlong UTF-8": (header(b'{"\xc0\x80":' + FIELDS.encode() + b"}"), sluice.FormatError, "not strict JSON"),
     "nothing times 2**63": (
         header('{"a":{"dtype":"F32","shape":[0,9223372036854775807,4],"data_offsets":[0,0]}}', b""),
         sluice.FormatError,
@@ -225,15 +225,15 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     ),
     "a legacy file sent as text": (LEGACY.replace(b"\n", b"\r\n"), sluice.FormatError, "in binary mode"),
     # safetensors files
-    "a comma after the last size": (shape_of("[1,]"), sluice.FormatError, "expected a tensor"),
-    "a size in hexadecimal": (shape_of("[0x1]"), sluice.FormatError, "expected a tensor"),
-    "a size in other digits": (shape_of("[\u0661]"), sluice.FormatError, "expected a tensor"),
-    "a line break in a name": (header(f'{{"a\nb":{FIELDS}}}'), sluice.FormatError, "expected a tensor"),
-    "an escape that does not exist": (header(f'{{"\\x41":{FIELDS}}}'), sluice.FormatError, "not valid JSON"),
-    "half an escape": (header(f'{{"\\u12":{FIELDS}}}'), sluice.FormatError, "not valid JSON"),
+    "a comma after the last size": (shape_of("[1,]"), sluice.FormatError, "not strict JSON"),
+    "a size in hexadecimal": (shape_of("[0x1]"), sluice.FormatError, "not strict JSON"),
+    "a size in other digits": (shape_of("[\u0661]"), sluice.FormatError, "not strict JSON"),
+    "a line break in a name": (header(f'{{"a\nb":{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
+    "an escape that does not exist": (header(f'{{"\\x41":{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
+    "half an escape": (header(f'{{"\\u12":{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
     "names in single quotes": (header(f"{{'a':{FIELDS}}}"), sluice.FormatError, "looks like safetensors"),
-    "a comment in the header": (header(f'{{"a":/**/{FIELDS}}}'), sluice.FormatError, "expected a tensor"),
-    "fields in capitals": (header(f'{{"a":{FIELDS.upper()}}}'), sluice.FormatError, "expected a tensor"),
+    "a comment in the header": (header(f'{{"a":/**/{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
+    "fields in capitals": (header(f'{{"a":{FIELDS.upper()}}}'), sluice.FormatError, "lacks a field"),
     "a dtype of torch": (
         header(f'{{"a":{FIELDS.replace("F32", "torch.float32")}}}'),
         sluice.UnsupportedError,
@@ -248,7 +248,7 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "a header that was never written": (
         header(f'{{"a":{FIELDS}')[:30] + bytes(80),
         sluice.FormatError,
-        "expected a tensor",
+        "not strict JSON",
     ),
 }
 

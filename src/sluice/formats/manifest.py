@@ -151,8 +151,9 @@ def parse_manifest(data: bytes, path: str, limits: Limits) -> Manifest:
         raise UnsupportedError("unknown hash algorithm in the manifest", file=path, expected=expected, found=found)
     manifest = decode_json(data, Manifest, "the manifest", path)
     if len(manifest.tensors) > limits.entries:
-        expected, found = f"at most {limits.entries} (entries)", len(manifest.tensors)
-        raise LimitError("the manifest has too many tensors", file=path, expected=expected, found=found)
+        expected = f"at most {limits.entries} (entries)"
+        problem = "the manifest has too many tensors"
+        raise LimitError(problem, file=path, expected=expected, found=len(manifest.tensors))
     if without_strings(data).count(b"{") != 2 + len(manifest.tensors):
         raise FormatError("a name is given twice in the manifest", file=path)
     tensors = {name: structs.replace(each, hash=each.hash.lower()) for name, each in manifest.tensors.items()}

@@ -14,7 +14,7 @@ Limits: the length of the header, against the file size and ``Limits.header_byte
 Refused, as in the safetensors library: tensors that do not cover every byte of the data exactly once; data offsets that
 do not match the shape and dtype; invalid UTF-8 and lone surrogates; metadata that does not map strings to strings.
 Refused in addition, because no writer needs it and readers disagree on it: duplicate names; fields other than the
-three; white space before the header; metadata that is ``null``; sizes that torch cannot represent.
+three; white space before the header; metadata that is ``null``; sizes that torch cannot represent; negative zeros.
 
 Dtypes: torch packs two F4 values into one element, so the last dimension is halved, as in the torch reader of the
 safetensors library. torch has no F6 dtypes: such tensors become ``UnsupportedValue`` leaves. A dtype outside the format
@@ -25,7 +25,6 @@ The tree is a flat dict in data order, regardless of the order in the header. Ti
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import repeat
 from operator import add, sub
 
@@ -151,9 +150,6 @@ def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
     names, layouts = columns.names, columns.layouts
     entries = (Entry(elements_of(each.dtype), each.shape, each.stride, i) for i, each in enumerate(layouts))
     tree: dict[str, Entry | UnsupportedValue] = dict(zip(names, entries, strict=True))
-    if len(tree) != len(names) or "__metadata__" in tree:
-        duplicate = next(name for name, count in Counter([*names, "__metadata__"]).items() if count > 1)
-        raise FormatError("the name is duplicated or reserved", file=path, tensor=duplicate)
     for name, layout in columns.unsupported.items():
         tree[name] = UnsupportedValue(qualified_name=layout.dtype, reason=layout.unsupported, file=path)
     return tree

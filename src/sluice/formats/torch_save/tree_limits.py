@@ -63,7 +63,7 @@ class _Visit:
         self.key: Any = ""
         #: Levels of containers below it.
         self.height = 0
-        content = container.attributes if isinstance(container, Entry) else container
+        content: Any = container.attributes if isinstance(container, Entry) else container
         #: Number of containers and leaves below it, each counted once for every place where it appears.
         self.places = len(content)
         #: Total length of their dotted names relative to the container, in characters.
