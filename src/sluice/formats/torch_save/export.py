@@ -20,14 +20,14 @@ leaves: tensors that were pickled (subclasses), and those of unknown dtypes and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.archives.zip_directory import CentralDirectory
 from sluice.formats.archives.zip_records import read_record
-from sluice.formats.strict_json import parse_strict_json
+from sluice.formats.strict_json import decode_json
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.plain_values import DTYPE_PREFIX
 from sluice.formats.torch_save.storages import storage_kinds
@@ -74,13 +74,9 @@ def read_exported(
     start = f"{directory.archive}/{_WEIGHTS}"
     for record in directory.records():
         if record.name.startswith(start) and record.name.endswith(_CONFIG):
-            offset, text = read_record(source, record, left)
+            _, text = read_record(source, record, left)
             left -= len(text)
-            try:
-                value = parse_strict_json(text)
-            except (ValueError, RecursionError) as error:
-                problem = f"the description of the weights is not strict JSON: {error}"
-                raise FormatError(problem, file=source.path, offset=offset) from error
+            value = decode_json(text, dict[str, Any], "the description of the weights", source.path)
             models[record.name[len(start) : -len(_CONFIG)]] = reader.state_dict(value)
     if not models:
         problem = "this is an archive of torch.export without the weights of a program, such as a compiled package"
@@ -105,9 +101,9 @@ class _WeightsReader:
         self._rebuild = cast("Callable[[tuple[Any, ...]], Entry]", find("torch._utils", "_rebuild_tensor_v3"))
         self._parameter = cast("Callable[[tuple[Any, ...]], Entry]", find("torch._utils", "_rebuild_parameter"))
 
-    def state_dict(self, value: object) -> OrderedDict[str, object]:
+    def state_dict(self, value: Mapping[str, Any]) -> OrderedDict[str, object]:
         """Return the tensors that a description of weights names."""
-        config = value.get("config") if isinstance(value, dict) else None
+        config = value.get("config")
         if not isinstance(config, dict):
             raise FormatError("the description of the weights has no object 'config'", file=self._file)
         if len(config) > self._limits.entries:
