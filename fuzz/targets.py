@@ -25,7 +25,7 @@ from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.formats.torch_save.tree_limits import check_object
 from sluice.formats.torch_save.zip_format import TorchZipFormat
-from sluice.testing import MemorySource
+from support.sources import MemorySource
 
 __all__ = ["MAX_SECONDS", "TARGETS", "run"]
 

@@ -28,7 +28,6 @@ from sluice import (
 )
 from sluice.entries import tree as _tree
 from sluice.formats.distributed.metadata import read_metadata
-from sluice.testing import MemorySource
 from support.distributed import StoredChunk, StoredTensor, chunks, item, rows, save, torch_loaded, write
 from support.distributed_metadata import (
     chunk_metadata,
@@ -40,6 +39,7 @@ from support.distributed_metadata import (
 )
 from support.hostile_archives import Call, Global, Raw, encode, pickled, torch_archive
 from support.oracles import same
+from support.sources import MemorySource
 
 WHOLE = chunk_metadata((0, 0), (2, 3))
 FILE = "__0_0.distcp"

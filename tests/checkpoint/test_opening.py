@@ -18,9 +18,10 @@ from sluice.entries import tree as trees
 from sluice.formats.divided import divided_directory
 from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
-from sluice.testing import MemorySource, RecordingSource
+from sluice.testing import RecordingSource
 from support import distributed
 from support.directories import save, tensors, two_shards
+from support.sources import MemorySource
 
 
 class Named(NamedTuple):

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sluice
 from sluice import BudgetError, LimitError, MismatchError, ReadError
-from sluice.testing import FaultySource, record_reads
+from sluice.testing import record_reads
 from support.distributed import save as save_distributed
+from support.sources import FaultySource
 from support.training_runs import KINDS, differences, net, stopped, train
 
 kind = KINDS["AdamW"]

@@ -16,7 +16,7 @@ from sluice.machine.facts import file_facts, machine_facts
 from sluice.machine.page_cache import probe_cache
 from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
-from sluice.testing import MemorySource
+from support.sources import MemorySource
 
 MIB = 1 << 20
 

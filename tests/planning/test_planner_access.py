@@ -17,8 +17,9 @@ from sluice.records import AccessFacts, FileFacts, LoadPlan, MachineFacts, Reque
 from sluice.sources.protocol import Source
 from sluice.sources.read_ahead import ReadAhead
 from sluice.sources.section import Section
-from sluice.testing import MemorySource, RecordingSource
+from sluice.testing import RecordingSource
 from support.plans import FILE, MIB, entry, facts, index_of, request
+from support.sources import MemorySource
 
 #: An object store: large requests, wide gaps, many at once.
 STORE = AccessFacts(request_bytes=16 * MIB, gap_bytes=4 * MIB, parallel_requests=32)

@@ -17,8 +17,8 @@ from torch import nn
 import sluice
 from sluice._errors import BudgetError, ReadError
 from sluice.quantizing.inner_tensors import inner_bytes, inner_tensors
-from sluice.testing import FaultySource
 from support.quantized import CONFIGS, Scaled, scale_modules
+from support.sources import FaultySource
 
 WIDTH = 1024
 IDS = torch.tensor([[1, 2, 3]])

@@ -37,7 +37,6 @@ from sluice.entries import tree as _tree
 from sluice.formats.detection import detect
 from sluice.records import Entry, Index
 from sluice.sources.protocol import Source
-from sluice.testing import MemorySource
 from support.hostile_archives import (
     ArchiveRecord,
     Global,
@@ -50,6 +49,7 @@ from support.hostile_archives import (
     torch_archive,
 )
 from support.oracles import bits, loaded, same
+from support.sources import MemorySource
 
 __all__ = ["BEYOND", "FORMATS", "Verdicts", "edit", "judge_safetensors", "judge_torch", "run"]
 

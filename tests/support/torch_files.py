@@ -16,7 +16,7 @@ from sluice._options import Limits
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, TorchSize, TorchText
 from sluice.sources.protocol import Source
-from sluice.testing import MemorySource
+from support.sources import MemorySource
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 

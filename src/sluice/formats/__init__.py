@@ -2,6 +2,5 @@
 
 In: a ``Source`` and the ``Limits`` for hostile files. Out: an ``Index`` of every tensor, without tensor data.
 
-Start with ``detection.detect`` and ``protocol.Format``. ``sluice.testing.check_format`` is the conformance suite of
-new formats.
+Start with ``detection.detect`` and ``protocol.Format``.
 """

@@ -45,7 +45,7 @@ class Locator(Protocol):
 
 
 class Format(Locator, Protocol):
-    """A file format: reads headers only, never tensor data. ``sluice.testing.check_format`` checks implementations."""
+    """A file format: reads headers only, never tensor data."""
 
     #: Name for reports and messages: ``"torch-zip"``.
     name: str

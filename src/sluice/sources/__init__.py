@@ -2,6 +2,5 @@
 
 In: a path, a URL or a file object. Out: a ``Source``, which reads any range from any thread and detects changes.
 
-Start with ``opening.open_source`` and ``protocol.Source``. ``sluice.testing.check_source`` is the conformance suite of
-new sources.
+Start with ``opening.open_source`` and ``protocol.Source``.
 """

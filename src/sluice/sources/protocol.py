@@ -35,7 +35,7 @@ class Source(Protocol):
 
     Implementations raise ``ReadError`` for failures of the operating system or a server, with the offset and from the
     original exception, and ``SourceChangedError`` if the identity differs from that of the opened source. They allocate
-    nothing for a range outside the source. ``sluice.testing.check_source`` checks all of this.
+    nothing for a range outside the source.
     """
 
     @property

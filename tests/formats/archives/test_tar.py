@@ -16,8 +16,8 @@ import torch
 import sluice
 from sluice import CheckpointError, FormatError, LimitError, MissingFileError, PathEscapeError, UnsupportedError
 from sluice.formats.archives.tar import TarDirectory, is_tar
-from sluice.testing import MemorySource
 from support.range_server import RangeServer
+from support.sources import MemorySource
 
 STATE = {"a.weight": torch.arange(300_000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
 FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}

@@ -22,8 +22,8 @@ from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.formats.archives.zip_directory import ZipRecord, read_directory
 from sluice.formats.archives.zip_records import expect_records, locate_records
-from sluice.testing import MemorySource
 from support.hostile_archives import ArchiveRecord, build_archive
+from support.sources import MemorySource
 
 STATE = {
     "a": torch.arange(1, 12, dtype=torch.float32),

@@ -31,7 +31,7 @@ from sluice.formats.detection import detect
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index
 from sluice.sources.local import LocalFile
-from sluice.testing import FaultySource, MemorySource, RecordingSource
+from sluice.testing import RecordingSource
 from support.hostile_archives import (
     Call,
     Global,
@@ -44,6 +44,7 @@ from support.hostile_archives import (
     torch_archive,
 )
 from support.mutations import Verdicts, edit, judge_torch
+from support.sources import FaultySource, MemorySource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader
 

@@ -14,7 +14,6 @@ import sluice
 from sluice import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import UnsupportedValue
-from sluice.testing import MemorySource
 from support.hostile_archives import (
     ArchiveRecord,
     Raw,
@@ -25,6 +24,7 @@ from support.hostile_archives import (
     tensor_call,
     torch_archive,
 )
+from support.sources import MemorySource
 from support.torch_files import tree_of
 
 W = tensor_call(storage("0", 4), shape=(4,))

@@ -19,9 +19,10 @@ from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Index, Opaque
-from sluice.testing import MemorySource, RecordingSource
+from sluice.testing import RecordingSource
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
+from support.sources import MemorySource
 from support.torch_files import PROTOCOLS, Comparison, check, filled, index_of, saved
 
 

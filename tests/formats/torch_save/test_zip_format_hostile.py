@@ -23,7 +23,6 @@ from sluice._errors import (
 from sluice._options import Limits
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Opaque, UnsupportedValue
-from sluice.testing import MemorySource
 from support.hostile_archives import (
     ArchiveRecord,
     Call,
@@ -36,6 +35,7 @@ from support.hostile_archives import (
     tensor_call,
     torch_archive,
 )
+from support.sources import MemorySource
 from support.torch_files import PROTOCOLS, index_of, saved, tree_of
 
 W = {"w": tensor_call(storage("0", 4), shape=(4,))}

@@ -21,8 +21,8 @@ from sluice._errors import (
 )
 from sluice.sources.remote.fsspec_files import open_directory, open_source
 from sluice.sources.remote.location import Remote
-from sluice.testing import check_source
 from support.memory_files import filesystem
+from support.source_conformance import check_source
 
 __all__ = ["filesystem"]
 

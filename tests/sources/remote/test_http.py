@@ -31,7 +31,6 @@ from sluice.records import RequestRecord
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.protocol import RemoteSettings
-from sluice.testing import check_source
 from support.range_server import (
     Answer,
     Fault,
@@ -47,6 +46,7 @@ from support.range_server import (
     whole,
 )
 from support.skipped_time import SkippedTime
+from support.source_conformance import check_source
 
 CONTENT = random.Random(17).randbytes(300_000)
 OTHER = random.Random(18).randbytes(300_000)

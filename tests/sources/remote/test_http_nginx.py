@@ -10,10 +10,10 @@ import torch
 
 import sluice
 from sluice.sources.opening import open_source
-from sluice.testing import check_source
 from support.leaks import open_files
 from support.nginx import nginx
 from support.range_server import make_certificate
+from support.source_conformance import check_source
 from support.waiting import wait_until
 
 pytest.importorskip("urllib3", reason="urllib3 is not installed: pip install 'sluice[remote]'")

@@ -25,8 +25,8 @@ from sluice.sources.remote import store_clients
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.stores import StoredObject, open_directory, open_source
-from sluice.testing import check_source
 from support.object_stores import SERVERS, Bucket, connections_closed
+from support.source_conformance import check_source
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 

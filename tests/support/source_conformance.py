@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from sluice._defaults import BLOCK_BYTES, SMALLEST_STAGING_BYTES
 from sluice._errors import ReadError, SluiceError, SourceChangedError, TruncatedError
-from sluice._public import public
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
 __all__ = ["check_source"]
@@ -36,7 +35,6 @@ _THREADS = 8
 _UNTOUCHED = 0xA5
 
 
-@public("sluice.testing")
 def check_source(
     make_source: MakeSource,
     content: bytes,
@@ -60,9 +58,6 @@ def check_source(
     Raises:
         AssertionError: Checks failed; the message lists all of them with the expected behavior.
         ValueError: ``content`` is too short.
-
-    Example:
-        >>> check_source(lambda: LocalFile("f.bin"), Path("f.bin").read_bytes())
     """
     if len(content) < _SMALLEST_BYTES:
         raise ValueError(f"content must have at least {_SMALLEST_BYTES} bytes, not {len(content)}")
@@ -142,7 +137,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 
 
 def _random_ranges(end: int, count: int, *, seed: int) -> list[tuple[int, int]]:
-    generator = random.Random(seed)  # noqa: S311  (the same ranges every time)
+    generator = random.Random(seed)
     firsts = [generator.randrange(end) for _ in range(count)]
     return [(first, generator.randint(1, end - first)) for first in firsts]
 
@@ -303,7 +298,7 @@ class _Case:
                 require(error.__cause__, f"the error of a failing {name} must be raised from the system's error")
         require(source.read_at(11, 4) == self.content[11:15], "reads must work after a failed read")
 
-    def changes(self, change: Callable[[], object], pinned: bool, kept: Source) -> None:  # noqa: FBT001  (a partial)
+    def changes(self, change: Callable[[], object], pinned: bool, kept: Source) -> None:
         with closing(self.make_source()) as closed:
             kept.read_at(0, 1)
             closed.read_at(0, 1)

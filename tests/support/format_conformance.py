@@ -19,13 +19,13 @@ import numpy as np
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, LimitError, ReadError
 from sluice._options import Limits
-from sluice._public import public
 from sluice.entries.tree import flatten
 from sluice.formats.protocol import Checksum, Format
 from sluice.records import Entry, Index
 from sluice.sources.protocol import Source
-from sluice.testing._conformance import in_threads, must_raise, require, run_checks
-from sluice.testing._sources import FaultySource, MemorySource, RecordingSource
+from sluice.testing import RecordingSource
+from support.source_conformance import in_threads, must_raise, require, run_checks
+from support.sources import FaultySource, MemorySource
 
 __all__ = ["ExpectedTensor", "check_format"]
 
@@ -46,7 +46,6 @@ _FAULTS = 16
 _THREADS = 4
 
 
-@public("sluice.testing")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTensor:
     """One tensor that a file holds."""
@@ -59,7 +58,6 @@ class ExpectedTensor:
     data: bytes
 
 
-@public("sluice.testing")
 def check_format(
     file_format: Format,
     content: bytes,
@@ -82,11 +80,6 @@ def check_format(
     Raises:
         AssertionError: Checks failed; the message lists all of them and what was expected.
         ValueError: ``tensors`` holds too little data.
-
-    Example:
-        >>> saved = sluice.save({"w": torch.zeros(512, 512)}, "w.safetensors")
-        >>> expected = {"w": ExpectedTensor(dtype="float32", shape=(512, 512), data=bytes(1 << 20))}
-        >>> check_format(SafetensorsFormat(), Path("w.safetensors").read_bytes(), expected)
     """
     data_bytes = sum(len(tensor.data) for tensor in tensors.values())
     if data_bytes < _SMALLEST_DATA_BYTES:
@@ -208,7 +201,7 @@ class _FormatCase:
 
     def truncated(self) -> None:
         """Check that a file that is cut is refused, unless every tensor is still complete."""
-        generator = random.Random(0)  # noqa: S311  (the same places every time)
+        generator = random.Random(0)
         ends = {1, 7, 8, 9, 64, self._end // 2, *range(self._end - 24, self._end)}
         ends.update(generator.randrange(1, self._end) for _ in range(_TRUNCATIONS))
         for end in sorted(ends):
@@ -218,7 +211,7 @@ class _FormatCase:
 
     def damaged(self) -> None:
         """Check that damaged headers raise only typed errors; they may go unnoticed."""
-        generator = random.Random(1)  # noqa: S311  (the same places every time)
+        generator = random.Random(1)
         headers = self._header_offsets()
         for _ in range(_FLIPS):
             offset = generator.choice(headers)
