@@ -22,7 +22,7 @@ METADATA_FILE = ".metadata"
 PARAMETER_SUFFIX = ".pt"
 
 #: Key of the metadata of a shard that torch's ``HuggingFaceStorageWriter`` wrote: the places of its chunks in their
-#: tensors (``chunks``).
+#: tensors.
 PLACES = "DCP_SHARDING_INFO"
 
 

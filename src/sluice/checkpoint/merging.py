@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
-from sluice.checkpoint.chunks import ChunkFile, alone, assemble_chunks, plain_metadata
+from sluice.checkpoint.chunks import without_places
 from sluice.checkpoint.layout import PARAMETER_SUFFIX, PLACES, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.rank_directories import RANK_FILES, rank_tensors
@@ -73,22 +73,21 @@ def merge(
     Args:
         layout: The files and how they relate.
         opened: The open files, in the order of the layout; None for missing files.
-        limits: Bounds on chunks.
+        limits: Bounds on names.
 
     Raises:
         IncompleteCheckpointError: Files are missing.
         FormatError: The files contradict each other, the index file or the layout. Both errors list all problems.
-        LimitError: The files have too many chunks.
+        UnsupportedError: A file holds chunks of tensors.
+        LimitError: The files have too many names.
     """
     found = {name: file for name, file in zip(layout.files, opened, strict=True) if file is not None}
     problems = _Problems()
     _add_missing(problems, layout, [name for name in layout.files if name not in found])
     if layout.kind == "whole" and found:
         return _whole(layout, *found.values(), limits=limits)
-    if layout.kind == "parts" and not problems and any(PLACES in file.index.metadata for file in found.values()):
-        return _merge_chunks(layout, list(found.values()), limits)
-    if any(PLACES in file.index.metadata for file in found.values()):  # of an index file, or next to missing files
-        found = {name: replace(file, index=alone(file.index, limits)) for name, file in found.items()}
+    if any(PLACES in file.index.metadata for file in found.values()):
+        found = {name: replace(file, index=without_places(file.index, limits)) for name, file in found.items()}
     parts = {name: _part(layout, name, file.index.tree, limits) for name, file in found.items()}
     tied, tied_notes = _find_ties(layout, found, parts.values(), problems, limits)
     parts = _with_tied(parts, tied) if tied else parts
@@ -118,34 +117,6 @@ def _whole(layout: CheckpointLayout, file: OpenFile, *, limits: Limits) -> tuple
     """Return the index of the only file; its tree may be nested."""
     index = one_file(file.index, limits)
     return replace(index, format=_format_name(layout, [file]), notes=(*layout.notes, *index.notes)), (file,)
-
-
-def _merge_chunks(
-    layout: CheckpointLayout, files: Sequence[OpenFile], limits: Limits
-) -> tuple[Index, tuple[OpenFile, ...]]:
-    """Return the index of files that hold chunks of tensors; two files may have the same name."""
-    parts = [_part(layout, file.index.files[0].path, file.index.tree, limits) or {} for file in files]
-    unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
-    joined, values = _join(files, unique, {})
-    chunk_files = [
-        ChunkFile(file.index.files[0].path, file.index.metadata, {name: values[f"{number} {name}"] for name in part})
-        for number, (file, part) in enumerate(zip(files, parts, strict=True))
-    ]
-    tree, notes = assemble_chunks(chunk_files, limits)
-    problems = _Problems()
-    tied, tied_notes = _find_ties(layout, dict(zip(layout.files, files, strict=True)), parts, problems, limits)
-    if problems:
-        raise problems.error(layout.path)
-    tree.update((name, tree[stored]) for name, stored in tied.items())
-    index = Index(
-        format="safetensors-chunks",
-        files=tuple(chain.from_iterable(file.index.files for file in joined)),
-        storages=tuple(chain.from_iterable(file.index.storages for file in joined)),
-        tree=tree,
-        metadata=plain_metadata(_agreed([file.index.metadata for file in joined])),
-        notes=(*layout.notes, *notes, *tied_notes),
-    )
-    return index, tuple(joined)
 
 
 def _find_ties(

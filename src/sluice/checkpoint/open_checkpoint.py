@@ -90,8 +90,7 @@ class OpenCheckpoint:
         ``"torch-export"`` for a program;
         ``"huggingface-safetensors"`` or ``"huggingface-bin"`` for a Hugging Face directory or a shard index;
         ``"safetensors-parts"``, ``"torch-parts"`` or ``"gguf-parts"`` for parts without an index;
-        ``"safetensors-chunks"`` for shards of torch's ``HuggingFaceStorageWriter``; ``"per-parameter"`` for one file
-        per parameter; ``"torch-ranks"`` for directories with a file of each rank;
+        ``"per-parameter"`` for one file per parameter; ``"torch-ranks"`` for directories with a file of each rank;
         ``"torch-distributed"`` for a directory of torch.distributed.checkpoint. In a tar archive after ``"tar-"``.
         """
         return self.index.format

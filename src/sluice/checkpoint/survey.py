@@ -18,8 +18,7 @@ The rules are tried in this order; the first that applies decides:
 2. The only other ``*.index.json``.
 3. A file or a directory for each rank, as Megatron and NeMo write them (``rank_directories``).
 4. ``.metadata``: a torch.distributed.checkpoint directory, or the remains of one that was never completed.
-5. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist. Parts may
-   hold chunks of tensors (``chunks``).
+5. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist.
 6. Parameters: every ``*.pt``, each one tensor, named after the file without ``.pt``.
 
 The directory is listed once and its entries are not examined: their kinds come with the listing. Other subdirectories

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from sluice._errors import LimitError, SluiceError
 from sluice._messages import listed
 from sluice._options import Limits
-from sluice.checkpoint.chunks import alone
+from sluice.checkpoint.chunks import without_places
 from sluice.checkpoint.layout import PLACES
 from sluice.checkpoint.survey import open_member
 from sluice.formats.safetensors.header import parse_texts
@@ -66,12 +66,12 @@ def one_file(index: Index, limits: Limits) -> Index:
     """Return the index of a checkpoint of one file, with its tied names and without the places of its chunks.
 
     Raises:
-        IncompleteCheckpointError: It holds chunks from the middle of tensors.
-        FormatError: It places its chunks in a malformed way.
+        UnsupportedError: It holds chunks of tensors.
+        FormatError: It describes its chunks in a malformed way.
         LimitError: It has too many names.
     """
     if PLACES in index.metadata:
-        index = alone(index, limits)
+        index = without_places(index, limits)
     return with_ties(index, index.files[0].path, limits) if index.tied else index
 
 
