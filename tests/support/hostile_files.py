@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import struct
 import zipfile
 
@@ -83,10 +82,6 @@ def subclass(inner: object) -> Call:
 
 ORDERED = b"ccollections\nOrderedDict\n"
 CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
-    "records that differ in case": (with_record("DATA.PKL"), sluice.FormatError, "two records"),
-    "a directory as record": (with_record("dir/", b"x"), sluice.FormatError, "not a plain path"),
-    "a record named dot": (with_record("."), sluice.FormatError, "not a plain path"),
-    "a double slash": (with_record("a//b"), sluice.FormatError, "not a plain path"),
     "a version of many digits": (with_record("version", b"9" * 5000), sluice.LimitError, "more than 64 bytes"),
     "a version in other digits": (
         with_record("version", "\u0663".encode()),
@@ -107,10 +102,8 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         sluice.UnsupportedError,
         "contains itself",
     ),
-    "an id that is a number": (program(b"K\1Q"), sluice.FormatError, "persistent id"),
     "an id as a line of text": (program(b"Pabc\n"), sluice.UnsupportedError, "PERSID"),
     "an integer of negative length": (program(b"\x8b\xff\xff\xff\xff"), sluice.LimitError, "out of range: -1 bytes"),
-    "an overlong character": (program(b"}X\2\0\0\0\xc0\x80Ns"), sluice.FormatError, "not UTF-8"),
     "a size that is a bool": (
         torch_archive({"w": tensor_call(storage("0", 12), shape=(True, 4))}, DATA),
         sluice.FormatError,
@@ -123,19 +116,7 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     ),
     "a legacy file before an archive": (LEGACY + GOOD, sluice.FormatError, "bytes follow"),
     "an archive's mark before a legacy file": (b"PK\3\4" + LEGACY, sluice.TruncatedError, "end record"),
-    "a name given twice by an escape": (
-        header(f'{{"a":{FIELDS},"\\u0061":{FIELDS.replace("0,4", "4,8")}}}', bytes(8)),
-        sluice.FormatError,
-        "given twice",
-    ),
-    "a negative zero": (header(f'{{"a":{FIELDS.replace("0,4", "-0,4")}}}'), sluice.FormatError, "is negative"),
     "a form feed as white space": (header(f'{{"a":\f{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
-    "overlong UTF-8": (header(b'{"\xc0\x80":' + FIELDS.encode() + b"}"), sluice.FormatError, "not strict JSON"),
-    "nothing times 2**63": (
-        header('{"a":{"dtype":"F32","shape":[0,9223372036854775807,4],"data_offsets":[0,0]}}', b""),
-        sluice.FormatError,
-        "larger than torch",
-    ),
     # archives of other programs
     "deflated by another packer": (
         repacked(GOOD, zipfile.ZIP_DEFLATED),
@@ -170,11 +151,6 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "a set of tensors": (program(b"\x8f(" + encode(W) + b"\x90"), sluice.UnsupportedError, "unsupported type Entry"),
     "a frozenset of lists": (program(b"(]\x91"), sluice.UnsupportedError, "unsupported type list"),
     "a tensor as key": (program(b"}" + encode(W) + b"Ns"), sluice.UnsupportedError, "unsupported type Entry"),
-    "a tensor of a tensor": (
-        torch_archive({"w": tensor_call(W, shape=(3, 4))}, DATA),
-        sluice.FormatError,
-        "not a view",
-    ),
     "a parameter of a number": (
         torch_archive(
             {
@@ -198,10 +174,7 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     ),
     "an ordered dict of no pairs": (program(ORDERED + b"](K\1K\2e\x85R"), sluice.FormatError, "pairs of key and value"),
     "a size of text": (torch_archive({"s": Call(Global("torch", "Size"), (["a"],))}), sluice.FormatError, "torch.Size"),
-    "protocol 6": (torch_archive(b"\x80\x06}."), sluice.UnsupportedError, "protocol 6"),
     "protocol 0": (torch_archive(b"(dp0\n."), sluice.UnsupportedError, "opcode DICT of protocol 0"),
-    "a mark that stays open": (program(b"(K\1"), sluice.FormatError, "stops before it is complete"),
-    "two values at the end": (program(b"K\1K\2"), sluice.FormatError, "stops before it is complete"),
     "elements for a tensor": (program(encode(W) + b"K\1a"), sluice.FormatError, "passes elements to an object"),
     "attributes for a number": (program(b"K\1}b"), sluice.FormatError, "passes attributes to an object"),
     "a call of a number": (program(b"K\1)R"), sluice.FormatError, "pickle"),
@@ -217,7 +190,6 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         sluice.FormatError,
         "size of storage '2' does not match",
     ),
-    "a key list of numbers": (legacy_file({"w": 1}, keys=[7]), sluice.FormatError, "not a list of strings"),
     "code in the system information": (
         legacy_file({"w": 1}, system={"little_endian": True, "x": Call(Global("os", "system"), ("x",))}),
         sluice.UnsafeContentError,
@@ -225,11 +197,8 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     ),
     "a legacy file sent as text": (LEGACY.replace(b"\n", b"\r\n"), sluice.FormatError, "in binary mode"),
     # safetensors files
-    "a comma after the last size": (shape_of("[1,]"), sluice.FormatError, "not strict JSON"),
     "a size in hexadecimal": (shape_of("[0x1]"), sluice.FormatError, "not strict JSON"),
     "a size in other digits": (shape_of("[\u0661]"), sluice.FormatError, "not strict JSON"),
-    "a line break in a name": (header(f'{{"a\nb":{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
-    "an escape that does not exist": (header(f'{{"\\x41":{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
     "half an escape": (header(f'{{"\\u12":{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
     "names in single quotes": (header(f"{{'a':{FIELDS}}}"), sluice.FormatError, "looks like safetensors"),
     "a comment in the header": (header(f'{{"a":/**/{FIELDS}}}'), sluice.FormatError, "not strict JSON"),
@@ -239,12 +208,6 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         sluice.UnsupportedError,
         "expected BF16, BOOL",
     ),
-    "a length with the most significant byte first": (
-        struct.pack(">Q", 60) + json.dumps({"a": 1}).encode().ljust(60) + bytes(4),
-        sluice.TruncatedError,
-        "inside its header",
-    ),
-    "two files in one": (2 * header(f'{{"a":{FIELDS}}}'), sluice.FormatError, "bytes follow the last tensor"),
     "a header that was never written": (
         header(f'{{"a":{FIELDS}')[:30] + bytes(80),
         sluice.FormatError,

@@ -74,10 +74,10 @@ _PLACEHOLDERS = (
         "a git-lfs pointer",
         "run 'git lfs pull' in its repository, or download it from there",
     ),
-    _pointer(rb"# xet version", "a git-xet pointer", "run 'git xet checkout' in its repository, or download it"),
-    _pointer(rb"\.?[./]*/annex/objects/", "a git-annex pointer", "run 'git annex get' in its repository"),
     _pointer(
-        rb"(?:md5: [0-9a-f]{32}|wdir: [^\n]*)?\s*outs:\s*\n- ", "a DVC pointer", "run 'dvc pull' in its repository"
+        rb"# xet version|\.?[./]*/annex/objects/|(?:md5: [0-9a-f]{32}|wdir: [^\n]*)?\s*outs:\s*\n- ",
+        "a pointer of git-xet, git-annex or DVC",
+        "pull it with that program in its repository",
     ),
     _Kind(
         rb"(?:\xef\xbb\xbf)?\s*(?:<!--.{0,2000}?-->\s*)?(?i:<!doctype|<html|<head|<body|<\?xml|<error>)",
@@ -97,17 +97,17 @@ _KINDS = (
     _unread(
         rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "Load it with Keras or h5py, and save its tensors with safetensors."
     ),
-    _unread(rb"lmgg|tjgg|fmgg|algg", "a GGML file", "Get the model in the format that it was converted from."),
     _unread(rb"\x93NUMPY", "a numpy .npy file", "Load it with numpy, and save it with safetensors.numpy.save_file."),
     _unread(
         rb"\x1f\x8b",
         "a gzip-compressed file",
         "Unpack it: gunzip -c FILE > FILE.tar; a tar is read in place.",
     ),
-    _unread(rb"\x28\xb5\x2f\xfd", "a zstd-compressed file", "Unpack it with zstd -d."),
-    _unread(rb"BZh[1-9]1AY&SY|\xfd7zXZ\x00", "a bzip2- or xz-compressed file", "Unpack it with bunzip2 or unxz."),
-    _unread(rb"\x04\x22\x4d\x18", "an lz4-compressed file", "Unpack it with lz4 -d."),
-    _unread(rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", _UNPACK),
+    _unread(
+        rb"\x28\xb5\x2f\xfd|BZh[1-9]1AY&SY|\xfd7zXZ\x00|\x04\x22\x4d\x18|7z\xbc\xaf\x27\x1c|Rar!\x1a\x07",
+        "a compressed file or archive (zstd, bzip2, xz, lz4, 7z, rar)",
+        _UNPACK,
+    ),
     _Kind(rb"PK\x05\x06", FormatError, "this is an empty zip archive", CheckpointError.advice),
     # The number of bytes of the magic number, 10, is a line feed.
     _Kind(
@@ -138,13 +138,11 @@ _KINDS = (
     ),
     # Field 1 of ModelProto is the version, then comes a producer, a domain, a graph or an operator set.
     _unread(
-        rb"\x08[\x03-\x1f](?:\x12[\x00-\x40][\x20-\x7e]*|\x1a|\x22|\x3a|\x42)",
-        "an ONNX model",
-        "Export the weights from the framework that wrote it, as a state dict.",
+        rb"\x08[\x03-\x1f](?:\x12[\x00-\x40][\x20-\x7e]*|\x1a|\x22|\x3a|\x42)"
+        rb"|\x08\x01\x12[\x80-\xff]|.{4}TFL3|ftrt|lmgg|tjgg|fmgg|algg",
+        "a model for another runtime (ONNX, TensorFlow, TensorRT, GGML)",
+        "Get the weights from the framework that wrote it, as a state dict.",
     ),
-    _unread(rb"\x08\x01\x12[\x80-\xff]", "a TensorFlow SavedModel", "Load it with TensorFlow, and save its variables."),
-    _unread(rb".{4}TFL3", "a TensorFlow Lite model", "Get the model in the format that it was converted from."),
-    _unread(rb"ftrt", "a TensorRT engine", "Get the model in the format that it was converted from."),
     _unread(
         rb"(?:[\x81-\x8f]|\xde..|\xdf.{4})\xa6params",
         "a Flax msgpack file",

@@ -141,35 +141,8 @@ class _Slice:
                 raise SafetensorError("Non empty lists are not implemented")
             key = slice(0, 0)
         keys = key if isinstance(key, tuple) else (key,)
-        if self._file._numpy:  # noqa: SLF001  one module
-            self._check(keys)  # torch clamps slices, and the library's own indexing of arrays does not
         with as_safetensors():
             return self._file._result(self._lazy[keys].read(device=self._file._device))  # noqa: SLF001  one module
-
-    def _check(self, keys: Sequence[Any]) -> None:
-        shape = self.get_shape()
-        for number, (size, key) in enumerate(zip(shape, keys, strict=False)):
-            if isinstance(key, slice):
-                last = size - 1 if key.stop is None or key.stop <= size else key.stop - 1
-            elif isinstance(key, int):
-                last = key
-                if key < -size:
-                    raise SafetensorError(f"Invalid index {key} for dimension {number} of size {size}")
-            else:
-                return  # what follows an ellipsis is checked by the index itself
-            if last >= size > 0:
-                text = ", ".join(_text(each) for each in keys)
-                raise SafetensorError(
-                    f"Error during slicing [{text}] with shape {shape}: "
-                    f"index {last} out of bounds for tensor dimension #{number} of size {size}"
-                )
-
-
-def _text(key: object) -> str:
-    if not isinstance(key, slice):
-        return str(key)
-    parts = [key.start, key.stop] + ([key.step] if key.step is not None else [])
-    return ":".join("" if part is None else str(part) for part in parts)
 
 
 def _place(storages: Sequence[Any], lazy: LazyTensor) -> int:
