@@ -263,6 +263,13 @@ REMOTE_PROGRESS_BYTES = 64 << 10
 #: does not understand ranges fails always.
 REMOTE_WRONG_ANSWERS = 3
 
+#: Answers for each permitted connection after which one more is tried, once a server has refused some.
+REMOTE_ANSWERS_FOR_MORE = 4
+
+#: Longest wait for one of the connections that a busy server permits. The thread that holds it may wait for memory that
+#: the waiting request has.
+REMOTE_TURN_SECONDS = 5.0
+
 #: Longest pauses before the first repeated attempt and before any; each is drawn between zero and its limit, which
 #: doubles ("full jitter", Marc Brooker, Exponential Backoff and Jitter, AWS Architecture Blog, 2015).
 REMOTE_FIRST_PAUSE, REMOTE_LONGEST_PAUSE = 0.2, 10.0

@@ -31,6 +31,7 @@ from sluice.records import RequestRecord
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.servers import server_of
 from support.range_server import (
     Answer,
     Fault,
@@ -548,4 +549,7 @@ def test_a_server_that_limits_requests_is_read(server: RangeServer, monkeypatch:
             pieces[number] = file.read_at(FAR + number, 1000)
 
         in_threads(read, 64, threads=16, name="reader")
+        limit = server_of(file.path).limit
     assert pieces == [CONTENT[FAR + n : FAR + n + 1000] for n in range(64)]
+    assert limit is not None
+    assert limit <= 8

@@ -13,6 +13,7 @@ from sluice._errors import RemoteError
 from sluice._threads import stops_when
 from sluice.sources.remote.protocol import RequestFailedError, WrongResponseError
 from sluice.sources.remote.retries import Attempts, Speed, TooSlowError, pause_seconds, wait
+from sluice.sources.remote.servers import Server
 
 
 class Time:
@@ -46,12 +47,14 @@ def time() -> Time:
 
 @pytest.fixture
 def attempts(time: Time) -> Attempts:
-    return Attempts("http://h/x", 7, sleep=time.sleep, clock=time)
+    return Attempts("http://h/x", 7, sleep=time.sleep, clock=time, server=Server())
 
 
 @pytest.mark.parametrize("reached", [True, False])
 def test_patience_is_two_minutes_unless_the_server_was_never_reached(time: Time, reached: bool) -> None:
-    attempts = Attempts("http://h/x", 7, sleep=time.sleep, clock=time, reached=reached)
+    server = Server()
+    server.reached = reached
+    attempts = Attempts("http://h/x", 7, sleep=time.sleep, clock=time, server=server)
     began, error = time.now, RequestFailedError("it failed", temporary=True, unreached=True)
     with pytest.raises(RemoteError, match=r"http://h/x, byte 7: it failed after \d+ tries in (120|10) s") as caught:
         repeat(lambda: attempts.failed(error, defaults.REMOTE_PROGRESS_BYTES - 1))
@@ -88,7 +91,7 @@ def test_a_call_that_has_ended_waits_for_no_server() -> None:
 
     def work() -> None:
         stops_when(ended.is_set)
-        attempts = Attempts("http://h/x", 7, sleep=wait, clock=clock.monotonic)
+        attempts = Attempts("http://h/x", 7, sleep=wait, clock=clock.monotonic, server=Server())
         busy = RequestFailedError("busy", temporary=True, retry_after=60.0)
         try:
             repeat(lambda: attempts.failed(busy, 0))

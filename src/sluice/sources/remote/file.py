@@ -21,6 +21,7 @@ from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.requests import OpenedObject, OpenRequest
 from sluice.sources.remote.retries import Attempts, Speed, wait
+from sluice.sources.remote.servers import server_of
 from sluice.sources.short_reads import too_early
 
 __all__ = ["RemoteFile", "remote_access"]
@@ -72,6 +73,7 @@ class RemoteFile:
         """
         self._remote, self._sleep, self._clock = remote, sleep, clock
         self._traffic, self._counting = Traffic(), threading.Lock()
+        self._server = server_of(remote.path)
         self._requests: list[RequestRecord] = []
         self._observer: Callable[[RequestRecord], object] | None = None
         self._expected = Expectations()
@@ -94,6 +96,7 @@ class RemoteFile:
         self._opened = OpenedObject(
             remote=remote,
             facts=facts,
+            server=self._server,
             expected=self._expected,
             clock=clock,
             count=self._count,
@@ -204,10 +207,10 @@ class RemoteFile:
             finally:
                 self._count(done, self._clock() - began, status)
 
-        return self._attempts(0, reached=False).repeat(first_bytes)
+        return self._attempts(0).repeat(first_bytes)
 
-    def _attempts(self, offset: int, *, reached: bool = True) -> Attempts:
-        return Attempts(self.path, offset, sleep=self._sleep, clock=self._clock, reached=reached)
+    def _attempts(self, offset: int) -> Attempts:
+        return Attempts(self.path, offset, sleep=self._sleep, clock=self._clock, server=self._server)
 
     def observe(self, observer: Callable[[RequestRecord], object]) -> None:
         """Call a function after each request, also for those of the opening."""

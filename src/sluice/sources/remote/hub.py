@@ -34,6 +34,7 @@ from sluice.sources.remote.http_responses import ResponseHead, check_status
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
 from sluice.sources.remote.retries import Attempts, wait
+from sluice.sources.remote.servers import server_of
 
 __all__ = ["HubAddress", "open_commit", "open_directory", "open_place", "open_source", "parse_address"]
 
@@ -273,7 +274,7 @@ def _model_info(address: HubAddress, settings: RemoteSettings) -> Mapping[str, A
     """
     url = f"{_endpoint()}/api/models/{address.repository}/revision/{quote(address.revision, safe='')}"
     hub = http.HttpObject(url, _with_token(settings), shown=str(address))
-    attempts = Attempts(str(address), None, sleep=wait, clock=time.monotonic)
+    attempts = Attempts(str(address), None, sleep=wait, clock=time.monotonic, server=server_of(url))
     try:
         return attempts.repeat(lambda: _information(address, *hub.document(_MOST_INFORMATION_BYTES)))
     finally:

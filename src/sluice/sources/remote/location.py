@@ -49,7 +49,8 @@ class Remote:
     verify: bool | str = True
     #: Client certificate for servers of HTTP that ask for one: the path of a PEM file with its key, or two paths.
     cert: str | tuple[str, str] | None = None
-    #: Requests for one file in flight at once; None for the default of the server's kind.
+    #: Requests for one file in flight at once; None for the default of the server's kind. A server that answers 429 or
+    #: 503 gets fewer.
     connections: int | None = None
     #: Largest request, in bytes or as text such as ``"8MiB"``; a multiple of 4 KiB, at least 1 MiB.
     request_bytes: int | str | None = None

@@ -12,6 +12,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
+from sluice.sources.remote.servers import Server
 
 __all__ = ["OpenRequest", "OpenedObject"]
 
@@ -26,6 +27,8 @@ class OpenedObject(Struct, frozen=True, kw_only=True):
     remote: RemoteObject
     #: Its opened version.
     facts: ObjectFacts
+    #: The server, which permits requests.
+    server: Server
     #: Ranges that are checked together with the data after them.
     expected: Expectations
     #: Seconds.
@@ -59,7 +62,7 @@ class OpenRequest(ForwardingSource):
         self._response: ExitStack | None = None
         self._body: Body | None = None
         self._speed = Speed(opened.clock)
-        self._received = 0
+        self._received = self._round = 0
         self._began = 0.0
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
@@ -116,6 +119,7 @@ class OpenRequest(ForwardingSource):
         try:
             response.__exit__(type(error) if error else None, error, None)
         finally:
+            self._opened.server.end(self._round, error)
             self._opened.count(received, self._opened.clock() - self._began, status)
 
     def _skip(self, nbytes: int) -> None:
@@ -127,6 +131,7 @@ class OpenRequest(ForwardingSource):
     def _some(self, buffer: memoryview) -> int:
         """Receive some bytes, at least one."""
         if self._body is None:
+            self._round = self._opened.server.begin()
             self._response, self._received, self._speed = ExitStack(), 0, Speed(self._opened.clock)
             self._began = self._opened.clock()
             request = self._opened.remote.open_range(self._position, self._end - self._position, self._opened.facts)

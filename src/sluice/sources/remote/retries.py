@@ -12,6 +12,7 @@ from sluice._errors import RemoteError
 from sluice._threads import stopping
 from sluice._units import format_bytes
 from sluice.sources.remote.protocol import RequestFailedError, WrongResponseError
+from sluice.sources.remote.servers import Server
 
 __all__ = ["Attempts", "Speed", "TooSlowError", "pause_seconds", "wait"]
 
@@ -79,9 +80,9 @@ class Attempts:
         *,
         sleep: Callable[[float], None],
         clock: Callable[[], float],
-        reached: bool = False,
+        server: Server,
     ) -> None:
-        self._path, self._offset, self._sleep, self._clock, self._reached = path, offset, sleep, clock, reached
+        self._path, self._offset, self._sleep, self._clock, self._server = path, offset, sleep, clock, server
         self._began = self._last = clock()
         self._failures = self._in_a_row = self._wrong = 0
 
@@ -92,10 +93,14 @@ class Attempts:
             RemoteError: It failed too often.
         """
         while True:
+            failure, began_in = None, self._server.begin()
             try:
                 return request()
             except RequestFailedError as error:
-                self.failed(error, 0)
+                failure = error
+            finally:
+                self._server.end(began_in, failure)
+            self.failed(failure, 0)
 
     def failed(self, error: RequestFailedError, received: int) -> None:
         """Wait before the next attempt.
@@ -114,15 +119,15 @@ class Attempts:
         pause = pause_seconds(self._in_a_row, error.retry_after)
         self._in_a_row += 1
         self._wrong += isinstance(error, WrongResponseError)
-        self._reached |= not error.unreached
-        left = self._last + self._patience() - now
+        left = self._last + self._patience(error) - now
         repeated = error.temporary and self._wrong < defaults.REMOTE_WRONG_ANSWERS and not stopping()
         if not repeated or left <= 0 or (error.retry_after or 0.0) >= left:
             raise self._given_up(error, now) from error
         self._sleep(min(pause, left))
 
-    def _patience(self) -> float:
-        return defaults.REMOTE_PATIENCE_SECONDS if self._reached else defaults.REMOTE_UNREACHED_SECONDS
+    def _patience(self, error: RequestFailedError) -> float:
+        unknown = error.unreached and not self._server.reached
+        return defaults.REMOTE_UNREACHED_SECONDS if unknown else defaults.REMOTE_PATIENCE_SECONDS
 
     def _given_up(self, error: RequestFailedError, now: float) -> RemoteError:
         problem = error.problem
