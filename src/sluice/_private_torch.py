@@ -29,6 +29,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "make_subclass",
     "neg_view",
+    "saved_tensors_hooks_around",
     "set_math_bits",
     "storage_address",
     "swap_contents",
@@ -82,12 +83,17 @@ def _swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # compares and swaps classes and attributes
 
 
+def _no_hooks(ignore_is_tracing: bool) -> None:  # noqa: ARG001, FBT001  the signature of torch's function
+    """Return no hooks: those around a stream then see no tensors of its blocks, which takes more memory."""
+
+
 #: Module, name and replacement of each private name.
 PRIVATE_NAMES: tuple[tuple[str, str, Any], ...] = (
     ("torch", "_neg_view", _neg),
     ("torch", "_foreach_copy_", _copy_each),
     ("torch.Tensor", "_make_subclass", _make_subclass),
     ("torch.Tensor", "_use_count", _unknown_count),
+    ("torch._C._autograd", "_top_saved_tensors_default_hooks", _no_hooks),
     ("torch._C", "_storage_address", _storage_address),
     ("torch._C", "_swap_tensor_impl", _swap_contents),
     ("torch._utils", "set_tensor_metadata", _set_metadata),
@@ -136,6 +142,13 @@ KNOWN_LOADERS = tuple(kind._load_from_state_dict for kind in (nn.Module, nn.Batc
 
 #: Class of all norms with ``num_batches_tracked``: the one that defines their loader.
 NORM_BASE: Any = next(kind for kind in nn.BatchNorm1d.__mro__ if "_load_from_state_dict" in vars(kind))
+
+
+def saved_tensors_hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the functions of the innermost ``torch.autograd.graph.saved_tensors_hooks`` that is active."""
+    found: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    found = _OBJECTS["_top_saved_tensors_default_hooks"](False)
+    return found
 
 
 def set_math_bits(tensor: torch.Tensor, bits: Sequence[str]) -> torch.Tensor:

@@ -31,5 +31,5 @@ def test_a_repeated_block_is_told_from_its_neighbours() -> None:
 
 def test_old_calls_are_forgotten() -> None:
     order = CallOrder([0, 1], 8)
-    _after(order, 7, 8, *[0, 1] * 20, 7)
+    _after(order, 7, 8, *[0, 1] * 40, 7)
     assert _after(order, 8) == [0, 1]

@@ -35,13 +35,14 @@ def stream(
     rules: Sequence[Rule] = (),
     strict: bool = True,
     blocks: Sequence[str] | None = None,
+    train: bool = False,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     progress: Progress = False,
 ) -> Stream:
     """Run a model whose weights do not fit into memory: each block's weights are read just before it is called.
 
-    The model is built under ``sluice.empty_init()`` and called as usual, without gradients. While one block computes,
+    The model is built under ``sluice.empty_init()`` and called as usual. While one block computes,
     the weights of the next are read; they take the memory of those that are not needed any more. As many blocks as fit
     stay in memory, small tensors and buffers always do, and of an embedding only the rows are read that are looked up.
 
@@ -64,6 +65,9 @@ def stream(
         strict: As in ``load_into``. Parameters that the checkpoint does not have stay in memory.
         blocks: Names of modules to treat as blocks, with ``*`` for any name, as in ``["layers.*"]``. None finds
             them by the structure of the model.
+        train: Whether calls may need gradients. Parameters that require them when the stream begins stay in memory, and
+            so do those that are added to the model; frozen ones are read again for the backward pass. Freeze the others
+            with ``requires_grad_(False)`` first. Gradients and optimizers need memory of their own.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar for what is loaded at the beginning; a function is called with each event.
@@ -76,7 +80,7 @@ def stream(
         MismatchError: The checkpoint does not fit the module; every reason is listed and nothing was touched.
         BudgetError: The memory is too small for the largest block; the error says what would do.
         StreamError: The model cannot be streamed: it is compiled, streamed already, or holds DTensors. Calls of a
-            streamed model raise it if gradients are enabled, and so does what needs all weights at once: moving,
+            streamed model raise it if gradients are enabled without ``train``, and so does what needs all weights at once: moving,
             casting, copying and saving the model.
         ReadError: The operating system failed a read; a call of the model raises it too, and may be repeated.
         SourceChangedError: The file changed.
@@ -98,5 +102,6 @@ def stream(
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
     options = TransferOptions(memory=memory if isinstance(memory, MemoryLimits) else None)
     load = ModuleRequest.of(arguments, options=options)
-    request = StreamRequest(load=load, memory=memory, blocks=None if blocks is None else tuple(blocks))
+    chosen = None if blocks is None else tuple(blocks)
+    request = StreamRequest(load=load, memory=memory, blocks=chosen, train=train)
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

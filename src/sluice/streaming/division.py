@@ -113,7 +113,7 @@ def divide(
 
     Args:
         job: The load of the whole model.
-        held: What it fills.
+        held: What it fills and may be streamed.
         blocks: Its blocks.
         memory_bytes: Bytes for all weights.
         transfer: How bytes are moved.
@@ -121,7 +121,8 @@ def divide(
     nearest = _nearest_blocks(blocks, job.state.module)
     groups = _groups(job, held, nearest, defaults.STREAMED_BYTES)
     members = [_positions(group) for group in groups.values()]
-    small_bytes = _bytes(job.requests) - sum(_bytes(job.requests[i] for i in each) for each in members)
+    own_bytes = _bytes(job.requests[i] for i in {i for each in held for i in each.positions})
+    small_bytes = own_bytes - sum(_bytes(job.requests[i] for i in each) for each in members)
     if small_bytes > memory_bytes * defaults.SMALL_WEIGHTS_SHARE:
         groups = _groups(job, held, nearest, 1)
         members = [_positions(group) for group in groups.values()]

@@ -18,6 +18,7 @@ from torch import nn
 
 from sluice import _defaults as defaults
 from sluice._errors import BudgetError, StreamError
+from sluice._messages import listed
 from sluice._options import Memory, MemoryLimits, TransferOptions
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -50,6 +51,8 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     memory: Memory = None
     #: Paths of the blocks, with ``*`` for any name; None finds them.
     blocks: tuple[str, ...] | None = None
+    #: Whether the model is trained; parameters that require gradients then stay in memory.
+    train: bool = False
     #: Quantized weights, in whose place the model has parameters for their plain tensors.
     quantized: tuple[OpenedWeight, ...] = ()
 
@@ -77,6 +80,8 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     resting: frozenset[int] = frozenset()
     #: Positions of the units that stay in the window as long as every call uses them.
     kept: frozenset[int] = frozenset()
+    #: Whether calls may need gradients.
+    train: bool = False
     #: The quantized weights of the model, which are on the meta device again after the stream.
     quantized: tuple[OpenedWeight, ...] = ()
 
@@ -134,12 +139,19 @@ def decide_stream(request: StreamRequest, checkpoint: OpenCheckpoint) -> StreamJ
     """
     stream, memory_bytes = _decide(request, checkpoint)
     if not stream.decision.fits(memory_bytes):
-        raise BudgetError(
+        error = BudgetError(
             "the memory is too small for the largest block, and what always stays",
             file=checkpoint.path,
             expected=f"memory={format_bytes(memory_bytes)}",
             found=f"at least {format_bytes(stream.decision.smallest_bytes)}",
         )
+        trained = [name for name, each in request.load.model.named_parameters() if each.requires_grad]
+        if request.train and trained:
+            error.advice = (
+                f"{listed('These require gradients, so that they stay', trained)}. Freeze what is not trained with "
+                "requires_grad_(False) first."
+            )
+        raise error
     return stream
 
 
@@ -172,11 +184,12 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
     memory_bytes = _memory_bytes(job, request.memory)
     transfer = replace(request.load.options, facts=job.plan.facts)
     held = held_parameters(job, request.quantized)
-    found = divide(job, held, find_blocks(model, request.blocks), memory_bytes, transfer)
+    passing = [each for each in held if not (request.train and each.tensor.requires_grad)]
+    found = divide(job, passing, find_blocks(model, request.blocks), memory_bytes, transfer)
     if not found.decision.fits(memory_bytes) and request.blocks is None:
-        found = divide(job, held, smallest_blocks(model), memory_bytes, transfer)
+        found = divide(job, passing, smallest_blocks(model), memory_bytes, transfer)
     decided = _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job)))
-    return replace(decided, quantized=request.quantized), memory_bytes
+    return replace(decided, train=request.train, quantized=request.quantized), memory_bytes
 
 
 def _refuse(model: nn.Module) -> None:

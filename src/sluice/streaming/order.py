@@ -20,7 +20,7 @@ class CallOrder:
         """Know the order in which the model defines the blocks that every call needs, and the number of all blocks."""
         self._defined = tuple(defined)
         self._place = {block: place for place, block in enumerate(self._defined)}
-        self._calls: deque[int] = deque(maxlen=max(16, 4 * blocks))
+        self._calls: deque[int] = deque(maxlen=max(16, 8 * blocks))
         #: Number of all calls, of which ``_calls`` has the last.
         self._number = 0
         #: Number of the last call of the second block of a pair, by pair.
@@ -42,6 +42,10 @@ class CallOrder:
         if self._found is not None and self._found >= oldest:
             yield from islice(self._calls, self._found - oldest + 1, None)
         elif self._defined:
-            place = self._place.get(self._calls[-1], -1) if self._calls else -1
+            recent = (self._place.get(call, -1) for call in islice(reversed(self._calls), 2))
+            place, before = (*recent, -1, -2)[:2]
+            if before >= place:  # against the order, as a backward pass
+                yield from reversed(self._defined[: max(0, place)])
+                place = -1
             yield from self._defined[place + 1 :]
             yield from self._defined[: place + 1]

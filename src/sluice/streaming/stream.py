@@ -6,8 +6,9 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,10 +31,12 @@ from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused
 from sluice.reports.stream import StreamReport
+from sluice.streaming.backward import Backward
+from sluice.streaming.calls import Calls
 from sluice.streaming.host_weights import HostWeights
 from sluice.streaming.job import StreamJob, StreamRequest, decide_stream, opened_request
 from sluice.streaming.lookup import Lookup
-from sluice.streaming.order import CallOrder
+from sluice.streaming.saved import SavedWeight, saving
 from sluice.streaming.units import Unit
 from sluice.streaming.window import Window
 
@@ -51,12 +54,8 @@ class Stream:
         facts = job.whole.plan.facts
         self._window = Window(self._units, reader, most_bytes=job.decision.window_bytes, huge_pages=facts.huge_pages)
         self._window.kept.update(job.kept)
-        always = [i for i, block in enumerate(job.blocks) if job.uses[i] and not block.optional]
-        self._order = CallOrder(always, len(job.blocks))
-        self._calls = [0] * len(job.blocks)
-        self._groups = _optional_blocks(job)
-        #: Groups whose members were called equally often when the block around them was called last.
-        self._regular: set[str] = set()
+        self._calls = Calls(job)
+        self._backward = Backward(self._units, self._window, self._calls, reads_ahead=job.decision.reads_ahead)
         self._model_calls = 0
         self._model_seconds = 0.0
         self._close_files = weakref.finalize(self, exits.close)
@@ -116,7 +115,8 @@ class Stream:
         with self._lock:
             if not self._close_files.alive:
                 return
-            if any(unit.users for unit in self._units):
+            self._backward.end()
+            if self._window.used:
                 raise StreamError("a block is running: close the stream after the call of the model")
             for module, forward in reversed(self._wrapped):
                 if forward is None:
@@ -138,7 +138,7 @@ class Stream:
             for position, weight in enumerate(unit.plan.weights):
                 weight.parked.lend = functools.partial(self._lent, number, position)
         for number, block in enumerate(self._job.blocks):
-            if self._job.uses[number] or number in self._groups:
+            if self._job.uses[number] or number in self._calls.lists:
                 self._wrap(block.module, functools.partial(self._running, number))
         for lookup in self._job.lookups:
             self._wrap_lookup(lookup)
@@ -161,16 +161,13 @@ class Stream:
         @functools.wraps(forward)
         def wrapper(input: torch.Tensor) -> Any:  # noqa: A002  its name in torch
             with self._lock:
-                self._check()
+                self._check([lookup.unit])
                 if module.weight is not self._units[lookup.unit].plan.weights[0].parked:
                     return forward(input)  # the caller replaced it, or it is in use
                 if not self._units[lookup.unit].ready:
                     return lookup(input, self._reader, self._window.count_read)
-                self._window.acquire(lookup.unit)
-                try:
+                with self._window.holding(lookup.unit, install=True):
                     return forward(input)
-                finally:
-                    self._window.release(lookup.unit)
 
         self._replace_forward(module, wrapper)
 
@@ -182,12 +179,10 @@ class Stream:
     def _lent(self, number: int, position: int) -> Iterator[torch.Tensor]:
         """Hold a unit in memory for one operation, and lend one of its weights."""
         with self._lock:
-            self._check()
-            self._window.acquire(number)
-            try:
+            self._check([number])
+            self._backward.reach(number)
+            with self._window.holding(number), self._saving(inside=False):
                 yield self._units[number].parameter(position)
-            finally:
-                self._window.release(number)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -202,49 +197,53 @@ class Stream:
     def _running(self, number: int) -> Iterator[None]:
         """Hold the weights of a block in the module; one thread at a time."""
         with self._lock:
-            self._check()
+            self._check(self._job.uses[number])
             acquired: list[int] = []
             try:
                 self._begin(number, acquired)
-                yield
+                with self._saving():
+                    yield
             finally:
                 for unit in acquired:
                     self._window.release(unit)
 
     def _begin(self, number: int, acquired: list[int]) -> None:
-        self._order.note(number)
-        for group, members in self._groups.get(number, {}).items():
-            self._note_regularity(group, members)
-        self._calls[number] += 1
+        self._backward.end()
+        self._window.kept.difference_update(self._calls.note(number))
         for unit in self._job.uses[number]:
             self._window.acquire(unit)
             acquired.append(unit)
         if self._job.decision.reads_ahead:
-            self._window.read_ahead(self._upcoming())
+            self._window.read_ahead(self._calls.upcoming())
 
-    def _upcoming(self) -> Iterator[int]:
-        blocks = self._job.blocks
-        for number in self._order.upcoming():
-            if not blocks[number].optional or blocks[number].group in self._regular:
-                yield from self._job.uses[number]
+    def _saving(self, *, inside: bool = True) -> AbstractContextManager[None]:
+        """Save no weights for a backward pass, but what lends them again."""
+        return saving(self._window.used, self._lent_again, inside=inside) if self._job.train else nullcontext()
 
-    def _note_regularity(self, group: str, members: list[int]) -> None:
-        """Note whether a call uses every member of a list, as it does not use every expert."""
-        calls = {self._calls[member] for member in members}
-        if len(calls) > 1:
-            self._regular.discard(group)
-            self._window.kept.difference_update(unit for member in members for unit in self._job.uses[member])
-        elif calls != {0}:
-            self._regular.add(group)
+    def _lent_again(self, saved: SavedWeight) -> torch.Tensor:
+        with self._lock:
+            if not self._close_files.alive:
+                raise StreamError("the stream has ended: the backward pass needs its weights")
+            return self._backward.lend(saved)
 
-    def _check(self) -> None:
-        if torch.is_grad_enabled():
-            raise StreamError(
-                "a streamed model has no gradients: its weights are gone when the backward pass needs them",
-                advice="Call it under torch.inference_mode() or torch.no_grad().",
-            )
+    def _check(self, units: Iterable[int]) -> None:
+        """Refuse a call that uses these units if it could not be followed."""
         if torch.compiler.is_compiling():
             raise StreamError("a streamed model cannot be compiled", advice="Call the model without torch.compile.")
+        if not torch.is_grad_enabled():
+            return
+        if not self._job.train:
+            raise StreamError(
+                "a streamed model has no gradients: its weights are gone when the backward pass needs them",
+                advice="Call it under torch.inference_mode() or torch.no_grad(), or stream it with train=True.",
+            )
+        for weight in chain.from_iterable(self._units[unit].plan.weights for unit in units):
+            if weight.parked.requires_grad:
+                raise StreamError(
+                    "a weight that is streamed cannot be trained",
+                    tensor=weight.parked.path,
+                    advice="Freeze it with requires_grad_(False), or let it require gradients before the stream begins.",
+                )
 
 
 def _left_out(whole: ModuleJob) -> Iterator[str]:
@@ -256,15 +255,6 @@ def _left_out(whole: ModuleJob) -> Iterator[str]:
     ):
         if names:
             yield listed(title, names)
-
-
-def _optional_blocks(job: StreamJob) -> dict[int, dict[str, list[int]]]:
-    """Return the blocks of the lists inside of each block, by the path of the list."""
-    found: dict[int, dict[str, list[int]]] = {}
-    for number, block in enumerate(job.blocks):
-        if block.optional and block.parent is not None:
-            found.setdefault(block.parent, {}).setdefault(block.group, []).append(number)
-    return found
 
 
 def open_stream(

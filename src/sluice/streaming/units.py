@@ -72,8 +72,10 @@ class Unit:
     def __init__(self, plan: UnitPlan) -> None:
         self.plan = plan
         self.nbytes = plan.nbytes
-        #: Running blocks that use it.
+        #: Running blocks that use it, and others that hold it in memory.
         self.users = 0
+        #: Running blocks whose modules have its weights.
+        self.calls = 0
         #: How often a block began to use it.
         self.uses = 0
         self._running: RunningPlan | None = None
@@ -81,6 +83,8 @@ class Unit:
         self._taken: list[HostMemory] = []
         self._memory: RecycledMemory | None = None
         self._parameters: list[nn.Parameter] | None = None
+        #: Its tensors while it is in memory.
+        self.tensors: Sequence[torch.Tensor] = ()
 
     @property
     def ready(self) -> bool:
@@ -135,8 +139,8 @@ class Unit:
         try:
             self._running.wait()
             with torch.inference_mode(mode=False), torch.no_grad():
-                tensors = self._targets.take(self.plan.prepared.views)
-                self._parameters = [weight.made_of(tensors) for weight in self.plan.weights]
+                self.tensors = self._targets.take(self.plan.prepared.views)
+                self._parameters = [weight.made_of(self.tensors) for weight in self.plan.weights]
         except BaseException:
             self._targets.discard()
             self.drop()
@@ -144,10 +148,12 @@ class Unit:
         self._running = self._targets = None
 
     def install(self) -> None:
-        """Give the modules the weights."""
+        """Give the modules the weights, for one call of a block."""
         assert self._parameters is not None
-        for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
-            weight.exchange(weight.parked, parameter)
+        self.calls += 1
+        if self.calls == 1:
+            for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
+                weight.exchange(weight.parked, parameter)
 
     def parameter(self, position: int) -> nn.Parameter:
         """Return one of its parameters, which are in memory."""
@@ -155,14 +161,19 @@ class Unit:
         return self._parameters[position]
 
     def park(self) -> None:
-        """Take the weights from the modules."""
+        """Take the weights from the modules after the last of these calls."""
         assert self._parameters is not None
-        for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
-            weight.exchange(parameter, weight.parked)
+        self.calls -= 1
+        if not self.calls:
+            for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
+                weight.exchange(parameter, weight.parked)
+            if torch.is_autocast_cache_enabled() and any(parameter.requires_grad for parameter in self._parameters):
+                torch.clear_autocast_cache()  # it holds copies of weights that are not frozen
 
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading into it."""
         self._parameters = self._running = self._targets = None
+        self.tensors = ()
         if self._memory is not None:
             taken, self._taken = self._taken, []
             self._memory.give_back(taken)

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
-
-import torch
+from contextlib import contextmanager, suppress
 
 from sluice._errors import SluiceError
 from sluice.engine.recycled_memory import RecycledMemory
@@ -44,6 +42,8 @@ class Window:
         self._expected: Mapping[int, int] = {}
         #: Units that are dropped only for those of a block that is called.
         self.kept = set[int]()
+        #: Units in use, by position.
+        self.used: dict[int, Unit] = {}
         self._held_bytes = 0
         #: Bytes that were requested from the files.
         self.read_bytes = 0
@@ -54,8 +54,13 @@ class Window:
         #: Uses of units that were not.
         self.misses = 0
 
-    def acquire(self, number: int) -> None:
-        """Return when the weights of a unit are in the modules."""
+    def acquire(self, number: int, *, install: bool = True) -> None:
+        """Return when a unit is in memory, where it stays until it is released.
+
+        Args:
+            number: The unit.
+            install: Whether to put its weights into the modules.
+        """
         unit = self._units[number]
         if unit.users == 0:
             if unit.held:
@@ -69,18 +74,29 @@ class Window:
                 self._finish(unit)
             finally:
                 self.waited_seconds += time.perf_counter() - began
+            self.used[number] = unit
+        if install:
             unit.install()
         unit.users += 1
         unit.uses += 1
 
-    def release(self, number: int) -> None:
-        """Take the weights from the modules when no block uses them any more; they stay in memory for now."""
+    def release(self, number: int, *, installed: bool = True) -> None:
+        """Let a unit go: its weights leave the modules after the last call, and stay in memory for now."""
         unit = self._units[number]
+        if installed:
+            unit.park()
         unit.users -= 1
         if unit.users == 0:
-            unit.park()
-            if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()  # it holds copies of weights
+            del self.used[number]
+
+    @contextmanager
+    def holding(self, number: int, *, install: bool = False) -> Iterator[None]:
+        """Hold a unit in memory during the block; see ``acquire``."""
+        self.acquire(number, install=install)
+        try:
+            yield
+        finally:
+            self.release(number, installed=install)
 
     def read_ahead(self, upcoming: Iterable[int]) -> None:
         """Begin to read units that are likely to be used next, in order, as far as there is room."""

@@ -1,0 +1,126 @@
+"""Weights that autograd saves for the backward pass: it gets a description instead, and the weight when it needs it.
+
+So the backward pass of a model whose weights are frozen reads the blocks again, in its own order, and nothing is
+computed twice. A cast of a weight, as autocast makes it, is found by its values and is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import nn
+
+from sluice import _defaults as defaults
+from sluice._errors import StreamError
+from sluice._private_torch import saved_tensors_hooks_around
+from sluice.streaming.units import Unit
+
+__all__ = ["SavedWeight", "saving"]
+
+#: Elements that tell at once most tensors that are no cast of a weight.
+_SAMPLE = 256
+
+
+class SavedWeight(Struct, frozen=True, kw_only=True, eq=False):
+    """A view of a streamed weight, or of a cast of it."""
+
+    #: The unit of the weight, and the position of its tensor there.
+    unit: int
+    part: int
+    #: Dtype of the cast, or of the weight.
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    #: Its first element in the memory of the weight.
+    offset: int
+
+    def view_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what was saved, from the weight."""
+        flat = _flat(weight).to(self.dtype)
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+
+
+class _Hooks:
+    """What autograd calls while units are in use."""
+
+    def __init__(self, used: Mapping[int, Unit], lend: Callable[[SavedWeight], torch.Tensor]) -> None:
+        self.used, self._lend = used, lend
+        self._around = saved_tensors_hooks_around()
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        found = _find(tensor, self.used)
+        if found is not None:
+            return found
+        return tensor if self._around is None else self._around[0](tensor)
+
+    def unpack(self, packed: Any) -> Any:
+        if type(packed) is SavedWeight:
+            return self._lend(packed)
+        return packed if self._around is None else self._around[1](packed)
+
+
+@contextmanager
+def saving(
+    used: Mapping[int, Unit], lend: Callable[[SavedWeight], torch.Tensor], *, inside: bool = True
+) -> Iterator[None]:
+    """Save descriptions for the weights of units in use; other tensors are saved as they are around this.
+
+    Args:
+        used: The units in use at each time, by position.
+        lend: Returns the tensor of a description.
+        inside: Whether to do so inside of hooks of others too. ``torch.utils.checkpoint`` counts what is saved: it has
+            to see the same tensors when it computes a part of a block again as when the block was called.
+    """
+    with ExitStack() as stack:
+        around = saved_tensors_hooks_around()
+        own = around is not None and getattr(getattr(around[0], "__self__", None), "used", None) is used
+        if around is None or (inside and not own):
+            hooks = _Hooks(used, lend)
+            try:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack))
+            except RuntimeError as error:  # transforms of torch.func disable them
+                raise StreamError(f"a streamed model cannot be differentiated in this way: {error}") from error
+        yield
+
+
+def _find(tensor: torch.Tensor, used: Mapping[int, Unit]) -> SavedWeight | None:
+    """Return the description of a tensor; None if it is no view of a weight."""
+    plain = type(tensor) in {torch.Tensor, nn.Parameter}
+    if not plain or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    for number, unit in used.items():
+        for part, weight in enumerate(unit.tensors):
+            offset = _place(tensor, weight)
+            if offset is not None:
+                own = {"dtype": tensor.dtype, "size": tensor.shape, "stride": tensor.stride(), "offset": offset}
+                return SavedWeight(unit=number, part=part, **own)
+    return None
+
+
+def _place(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Return the offset of a tensor in the memory of a weight or of its cast, in elements; None if it is neither."""
+    if tensor.device != weight.device:
+        return None
+    if tensor.dtype == weight.dtype:
+        offset, rest = divmod(tensor.data_ptr() - weight.data_ptr(), weight.itemsize)
+        last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return offset if not rest and 0 <= offset <= last < weight.numel() else None
+    count = weight.numel()
+    if count * weight.itemsize < defaults.STREAMED_BYTES or not (tensor.is_floating_point() and weight.is_floating_point()):
+        return None
+    if tensor.untyped_storage().nbytes() != count * tensor.itemsize:
+        return None
+    found, flat = tensor.as_strided((count,), (1,), 0), _flat(weight)
+    for most in (_SAMPLE, count):
+        if not torch.equal(found[:most], flat[:most].to(tensor.dtype)):
+            return None
+    return tensor.storage_offset()
+
+
+def _flat(weight: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor in the order of its memory."""
+    return weight.as_strided((weight.numel(),), (1,), weight.storage_offset())
