@@ -73,12 +73,13 @@ def test_a_guarded_module_refuses_what_needs_all_weights_and_keeps_the_rest() ->
         lambda: pickle.dumps(model.state_dict()),
         lambda: copy.deepcopy(model[1].state_dict()),
         lambda: safetensors.torch.save(model.state_dict()),
-        lambda: model.to("cpu"),
+        lambda: model.to("meta"),
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),
     ):
         with pytest.raises(StreamError):
             refused()
+    assert model.to("cpu", torch.float32) is model  # as training loops do
     model.load_state_dict({"0.bias": torch.ones(2)}, strict=False)  # weights that are in memory
     assert model[0].weight.dtype == torch.float32
     assert model[0].double().weight.dtype == torch.float64  # its weights are in memory

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 from msgspec.structs import replace
 from torch import nn
@@ -46,7 +47,7 @@ def base_names(module: nn.Module, outline: Outline, names: Iterable[str]) -> dic
         names: The names of the checkpoint.
 
     Raises:
-        MismatchError: Its adapters were computed from the weights that the base model had before.
+        MismatchError: Its adapters were computed from the weights that the base model had before, or have no values.
     """
     root = _base_path(module)
     wrappers = any(map(_is_wrapper, module.modules()))
@@ -61,6 +62,12 @@ def base_names(module: nn.Module, outline: Outline, names: Iterable[str]) -> dic
     if any(_MAGNITUDE in name.split(".") for name in own) or _is_computed(module):
         raise MismatchError(
             "the adapters of the model were computed from the weights of its base model: load the base model first, "
+            "then call get_peft_model"
+        )
+    tensors = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+    if any(base is None and name in tensors and tensors[name].is_meta for name, base in found.items()):
+        raise MismatchError(
+            "the adapters of the model are on the meta device and have no values: load or stream the base model first, "
             "then call get_peft_model"
         )
     return found

@@ -171,15 +171,21 @@ def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             parameter.refuse("be loaded into")
 
 
-def _is_parked(module: nn.Module) -> bool:
-    return any(type(parameter) is ParkedParameter for parameter in module.parameters())
+def _apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, whole: bool, **kwargs: Any) -> Any:
+    """Move or cast a part whose weights are all in memory, as the forward of some models does.
 
-
-def _apply(module: Any, *args: Any, whole: bool, **kwargs: Any) -> Any:
-    """Move or cast a part whose weights are all in memory, as the forward of some models does."""
-    if whole or _is_parked(module):
-        _refuse("be moved or cast")
-    return type(module)._apply(module, *args, **kwargs)  # noqa: SLF001  overridden in this module
+    What moves a model to where it is passes, as training loops do: parked weights are left alone.
+    """
+    parked = {name: each for name, each in module._parameters.items() if type(each) is ParkedParameter}  # noqa: SLF001
+    for each in module.parameters() if whole else parked.values():
+        probe = torch.empty(0, dtype=each.dtype, device=each.device)
+        if each.is_meta or (moved := fn(probe)).dtype != probe.dtype or moved.device != probe.device:
+            _refuse("be moved or cast")
+    module._parameters.update(dict.fromkeys(parked))  # noqa: SLF001
+    try:
+        return type(module)._apply(module, fn, *args, **kwargs)  # noqa: SLF001  overridden in this module
+    finally:
+        module._parameters.update(parked)  # noqa: SLF001
 
 
 def _refuse_state() -> NoReturn:
