@@ -33,6 +33,7 @@ __all__ = [
     "set_math_bits",
     "storage_address",
     "swap_contents",
+    "transforms_are_active",
     "use_count",
 ]
 
@@ -83,7 +84,7 @@ def _swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # compares and swaps classes and attributes
 
 
-def _no_hooks(ignore_is_tracing: bool) -> None:  # noqa: ARG001, FBT001  the signature of torch's function
+def _no_hooks(ignore_is_tracing: bool) -> None:  # noqa: FBT001  the signature of torch's function
     """Return no hooks: those around a stream then see no tensors of its blocks, which takes more memory."""
 
 
@@ -94,6 +95,7 @@ PRIVATE_NAMES: tuple[tuple[str, str, Any], ...] = (
     ("torch.Tensor", "_make_subclass", _make_subclass),
     ("torch.Tensor", "_use_count", _unknown_count),
     ("torch._C._autograd", "_top_saved_tensors_default_hooks", _no_hooks),
+    ("torch._C", "_are_functorch_transforms_active", bool),
     ("torch._C", "_storage_address", _storage_address),
     ("torch._C", "_swap_tensor_impl", _swap_contents),
     ("torch._utils", "set_tensor_metadata", _set_metadata),
@@ -133,6 +135,8 @@ use_count: Callable[[torch.Tensor], int] = _OBJECTS["_use_count"]
 swap_contents: Callable[[torch.Tensor, torch.Tensor], None] = _OBJECTS["_swap_tensor_impl"]
 make_subclass: Callable[[type[torch.Tensor], torch.Tensor, bool], torch.Tensor] = _OBJECTS["_make_subclass"]
 is_traceable_wrapper_subclass: Callable[[object], bool] = _OBJECTS["is_traceable_wrapper_subclass"]
+#: Whether a transform of ``torch.func`` is running.
+transforms_are_active: Callable[[], bool] = _OBJECTS["_are_functorch_transforms_active"]
 EXTRA_STATE_KEY: str = _OBJECTS["_EXTRA_STATE_KEY_SUFFIX"]
 IncompatibleKeys: Callable[[list[str], list[str]], Any] = _OBJECTS["_IncompatibleKeys"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 import sluice
 from sluice import rules
-from sluice._errors import BudgetError
+from sluice._errors import BudgetError, MismatchError
 from support.hf_architectures import CASES, Case
 from support.hf_comparing import outputs
+from support.streamed_training import adapt, same, train
 
 _PARAMETERS = [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.long) for case in CASES]
 
@@ -92,3 +94,92 @@ def test_experts_are_joined_by_rules_while_they_are_read(transformers: Any, tmp_
     with sluice.stream(running, tmp_path / "model", memory=int(nbytes * 0.7), rules=_EXPERTS) as stream:
         assert torch.equal(running.generate(ids, max_new_tokens=8, do_sample=False), want)
         assert stream.report.call_bytes
+
+
+#: Layers with adapters, by architecture.
+_TRAINED = {
+    "GPT2LMHeadModel": ["c_attn", "c_fc"],
+    "LlamaForCausalLM": ["q_proj", "up_proj"],
+    "T5ForConditionalGeneration": ["q", "wi"],
+    "MixtralForCausalLM": ["q_proj"],
+    "Qwen3MoeForCausalLM": ["q_proj"],
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that peft uses too
+@pytest.mark.usefixtures("small_weights")
+@pytest.mark.parametrize("again", [None, False, True], ids=["saved", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("name", _TRAINED)
+def test_training_is_that_of_the_model_in_memory(
+    transformers: Any, tmp_path: Path, name: str, *, again: bool | None
+) -> None:
+    """With dropout, autocast and accumulated gradients, and activations that are computed again."""
+    case = next(case for case in CASES if case.name == name)
+    model, inputs = case.model(transformers), case.inputs()
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    inputs["labels"] = inputs.get("decoder_input_ids", inputs["input_ids"])
+
+    def loss(model: Any) -> torch.Tensor:
+        result: torch.Tensor = model(**inputs).loss
+        return result
+
+    courses = []
+    for memory in (None, int(nbytes * 0.7)):
+        chosen = model if memory is None else _empty(transformers, case).requires_grad_(False)
+        ended = (
+            nullcontext()
+            if memory is None
+            else sluice.stream(chosen, tmp_path / "model.pth", memory=memory, train=True)
+        )
+        with ended:
+            adapt(chosen, _TRAINED[name])
+            if again is not None:
+                chosen.gradient_checkpointing_enable({"use_reentrant": again})
+                chosen.enable_input_require_grads()
+            courses.append(train(chosen, loss, steps=4, accumulate=2, autocast=True))
+            courses.append(train(chosen, loss))
+    assert same(courses[0], courses[2])
+    assert same(courses[1], courses[3])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.usefixtures("small_weights")
+def test_adapters_of_peft_are_trained_and_saved(transformers: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    case = next(case for case in CASES if case.name == "LlamaForCausalLM")
+    model = case.model(transformers)
+    model.save_pretrained(tmp_path / "base")
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(8, 8) % 90]
+
+    def course(chosen: Any) -> dict[str, torch.Tensor]:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), max_steps=3, use_cpu=True, report_to=[], save_steps=2, learning_rate=1e-2, seed=3
+        )
+        transformers.Trainer(model=chosen, args=arguments, train_dataset=rows).train()
+        return {name: each.detach().clone() for name, each in chosen.named_parameters() if each.requires_grad}
+
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, options)
+    first = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+    want = course(model)
+    for wrapped in (False, True):
+        running = _empty(transformers, case).requires_grad_(False)
+        if wrapped:
+            running = peft.get_peft_model(running, options)
+            with pytest.raises(MismatchError, match="have no values"):
+                sluice.stream(running, tmp_path / "base", memory=int(nbytes * 0.6), strict=False, train=True)
+            for name, value in first.items():
+                running.get_submodule(name.rpartition(".")[0]).weight = torch.nn.Parameter(value.clone())
+        with sluice.stream(running, tmp_path / "base", memory=int(nbytes * 0.6), train=True) as stream:
+            torch.manual_seed(1)
+            running = running if wrapped else peft.get_peft_model(running, options)
+            found = course(running)
+            assert stream.report.call_bytes
+            running.save_pretrained(tmp_path / "adapter")
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], value) for name, value in want.items())
+        again = peft.PeftModel.from_pretrained(case.model(transformers), tmp_path / "adapter")
+        assert all(torch.equal(again.get_parameter(name), value) for name, value in want.items())

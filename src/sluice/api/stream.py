@@ -80,8 +80,8 @@ def stream(
         MismatchError: The checkpoint does not fit the module; every reason is listed and nothing was touched.
         BudgetError: The memory is too small for the largest block; the error says what would do.
         StreamError: The model cannot be streamed: it is compiled, streamed already, or holds DTensors. Calls of a
-            streamed model raise it if gradients are enabled without ``train``, and so does what needs all weights at once: moving,
-            casting, copying and saving the model.
+            streamed model raise it if gradients are enabled without ``train``, and so does what needs all weights at
+            once: moving, casting, copying and saving the model.
         ReadError: The operating system failed a read; a call of the model raises it too, and may be repeated.
         SourceChangedError: The file changed.
 

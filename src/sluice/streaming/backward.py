@@ -17,7 +17,7 @@ __all__ = ["Backward"]
 class Backward:
     """The block that was reached, whose units stay in memory until a different one is. The next ones are read ahead.
 
-    Memory that autograd still views is not used again, whatever is released here.
+    Memory that autograd still views is not used again.
     """
 
     def __init__(self, units: Sequence[Unit], window: Window, calls: Calls, *, reads_ahead: bool) -> None:

@@ -12,7 +12,7 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """What was called so far. Members of a list inside of a block are expected as long as none of them is skipped."""
+    """The calls so far. Members of a list inside of a block are expected as long as none of them is skipped."""
 
     def __init__(self, job: StreamJob) -> None:
         self._job = job

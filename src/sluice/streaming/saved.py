@@ -6,8 +6,8 @@ computed twice. A cast of a weight, as autocast makes it, is found by its values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,17 +15,16 @@ from msgspec import Struct
 from torch import nn
 
 from sluice import _defaults as defaults
-from sluice._errors import StreamError
 from sluice._private_torch import saved_tensors_hooks_around
 from sluice.streaming.units import Unit
 
 __all__ = ["SavedWeight", "saving"]
 
-#: Elements that tell at once most tensors that are no cast of a weight.
+#: Elements that tell at once most tensors that are not casts of a weight.
 _SAMPLE = 256
 
 
-class SavedWeight(Struct, frozen=True, kw_only=True, eq=False):
+class SavedWeight(Struct, frozen=True, eq=False):
     """A view of a streamed weight, or of a cast of it."""
 
     #: The unit of the weight, and the position of its tensor there.
@@ -45,7 +44,7 @@ class SavedWeight(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class _Hooks:
-    """What autograd calls while units are in use."""
+    """The functions that autograd calls while units are in use."""
 
     def __init__(self, used: Mapping[int, Unit], lend: Callable[[SavedWeight], torch.Tensor]) -> None:
         self.used, self._lend = used, lend
@@ -63,10 +62,9 @@ class _Hooks:
         return packed if self._around is None else self._around[1](packed)
 
 
-@contextmanager
 def saving(
     used: Mapping[int, Unit], lend: Callable[[SavedWeight], torch.Tensor], *, inside: bool = True
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Save descriptions for the weights of units in use; other tensors are saved as they are around this.
 
     Args:
@@ -75,20 +73,16 @@ def saving(
         inside: Whether to do so inside of hooks of others too. ``torch.utils.checkpoint`` counts what is saved: it has
             to see the same tensors when it computes a part of a block again as when the block was called.
     """
-    with ExitStack() as stack:
-        around = saved_tensors_hooks_around()
-        own = around is not None and getattr(getattr(around[0], "__self__", None), "used", None) is used
-        if around is None or (inside and not own):
-            hooks = _Hooks(used, lend)
-            try:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack))
-            except RuntimeError as error:  # transforms of torch.func disable them
-                raise StreamError(f"a streamed model cannot be differentiated in this way: {error}") from error
-        yield
+    around = saved_tensors_hooks_around()
+    own = around is not None and getattr(getattr(around[0], "__self__", None), "used", None) is used
+    if own or (around is not None and not inside):
+        return nullcontext()
+    hooks = _Hooks(used, lend)
+    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
 def _find(tensor: torch.Tensor, used: Mapping[int, Unit]) -> SavedWeight | None:
-    """Return the description of a tensor; None if it is no view of a weight."""
+    """Return the description of a tensor; None if it is not a view of a weight."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter}
     if not plain or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return None
@@ -96,8 +90,7 @@ def _find(tensor: torch.Tensor, used: Mapping[int, Unit]) -> SavedWeight | None:
         for part, weight in enumerate(unit.tensors):
             offset = _place(tensor, weight)
             if offset is not None:
-                own = {"dtype": tensor.dtype, "size": tensor.shape, "stride": tensor.stride(), "offset": offset}
-                return SavedWeight(unit=number, part=part, **own)
+                return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), offset)
     return None
 
 
@@ -109,8 +102,8 @@ def _place(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
         offset, rest = divmod(tensor.data_ptr() - weight.data_ptr(), weight.itemsize)
         last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return offset if not rest and 0 <= offset <= last < weight.numel() else None
-    count = weight.numel()
-    if count * weight.itemsize < defaults.STREAMED_BYTES or not (tensor.is_floating_point() and weight.is_floating_point()):
+    count, floating = weight.numel(), tensor.is_floating_point() and weight.is_floating_point()
+    if not floating or count * weight.itemsize < defaults.STREAMED_BYTES:
         return None
     if tensor.untyped_storage().nbytes() != count * tensor.itemsize:
         return None
@@ -118,7 +111,7 @@ def _place(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
     for most in (_SAMPLE, count):
         if not torch.equal(found[:most], flat[:most].to(tensor.dtype)):
             return None
-    return tensor.storage_offset()
+    return int(tensor.storage_offset())
 
 
 def _flat(weight: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 
 from sluice._errors import StreamError
 from sluice._messages import listed
+from sluice._private_torch import transforms_are_active
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -230,6 +231,10 @@ class Stream:
         """Refuse a call that uses these units if it could not be followed."""
         if torch.compiler.is_compiling():
             raise StreamError("a streamed model cannot be compiled", advice="Call the model without torch.compile.")
+        if transforms_are_active():
+            raise StreamError(
+                "a streamed model cannot be transformed by torch.func", advice="Call it without transforms."
+            )
         if not torch.is_grad_enabled():
             return
         if not self._job.train:
@@ -242,7 +247,7 @@ class Stream:
                 raise StreamError(
                     "a weight that is streamed cannot be trained",
                     tensor=weight.parked.path,
-                    advice="Freeze it with requires_grad_(False), or let it require gradients before the stream begins.",
+                    advice="Freeze it with requires_grad_(False), or let it require gradients before the stream.",
                 )
 
 

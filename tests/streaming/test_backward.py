@@ -1,0 +1,227 @@
+"""Streamed models that are trained: every bit of the same steps in memory, and memory for one block of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sluice
+from sluice._errors import BudgetError, ReadError, StreamError
+from sluice.modules.parked import ParkedParameter
+from sluice.streaming.stream import Stream
+from sluice.testing import record_reads
+from support.streamed_models import WIDTH, Experts, Layers, block_bytes, empty, saved
+from support.streamed_training import adapt, same, train
+
+MIB = 1 << 20
+IDS = torch.tensor([[1, 2, 3, 999]])
+
+#: Layers of ``Layers`` that get adapters.
+ADAPTED = ("0",)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.pth"
+
+
+@contextmanager
+def streamed(make: Callable[[], nn.Module], file: Path, memory: int, **options: Any) -> Iterator[tuple[Any, Stream]]:
+    """Stream a frozen model for training."""
+    model = empty(make).requires_grad_(False)
+    with sluice.stream(model, file, memory=memory, train=True, **options) as stream:
+        yield model, stream
+
+
+def _loss(model: nn.Module) -> torch.Tensor:
+    result: torch.Tensor = model(IDS).float().logsumexp(-1).mean()
+    return result
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _interrupt(_: torch.Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+class Checkpointed(Layers):
+    """The blocks are computed again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids).requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+class Reentrant(Checkpointed):
+    """The same with the older way of torch, which runs a backward pass inside of the other one."""
+
+    reentrant = True
+
+
+class Normed(nn.Module):
+    """Batch norms: their buffers change in each call, and the weights of one are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("memory", [0.35, 0.6, 1.5])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Layers, {}),
+        (partial(Layers, tied=True), {"accumulate": 2}),
+        (Layers, {"autocast": True}),
+        (Checkpointed, {}),
+        (Checkpointed, {"autocast": True}),
+        (Reentrant, {}),
+    ],
+)
+def test_steps_are_those_of_the_model_in_memory(
+    file: Path, make: Callable[[], Layers], options: dict[str, Any], memory: float
+) -> None:
+    model = adapt(saved(make, file), ADAPTED)
+    want = train(model, _loss, **options)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with streamed(make, file, int(nbytes * memory)) as (running, stream):
+        assert same(train(adapt(running, ADAPTED), _loss, **options), want)
+        report = stream.report
+    assert (report.call_bytes > 0) == (memory < 1)
+    steps = 20 * options.get("accumulate", 1)
+    assert report.read_bytes <= steps * (2 * report.call_bytes + MIB)
+    assert memory < 0.5 or report.misses <= 8  # the first backward pass is not known before
+
+
+@pytest.mark.parametrize("trained", [["layers.5", "head"], ["head"], ["embedding"]])
+def test_parameters_of_the_checkpoint_that_are_trained_stay_in_memory(file: Path, trained: list[str]) -> None:
+    model = saved(Layers, file).requires_grad_(False)
+    running = empty(Layers).requires_grad_(False)
+    for part in trained:
+        for each in (model, running):
+            each.get_submodule(part).requires_grad_(True)
+    want = train(model, _loss)
+    with sluice.stream(running, file, memory=6 * block_bytes(), train=True) as stream:
+        assert same(train(running, _loss), want)
+        assert stream.report.call_bytes
+    found = dict(running.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or torch.equal(found[name], parameter)  # they keep what was learned
+
+
+def test_experts_and_batch_norms(file: Path) -> None:
+    x = torch.randn(4, WIDTH)
+    cases: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor], tuple[str, ...]]] = [
+        (Experts, lambda model: sum(model(x, each).square().mean() for each in (3, 1, 3)), ("own",)),
+        (Normed, lambda model: model(x).square().mean(), ("0",)),
+    ]
+    for make, loss, names in cases:
+        model = adapt(saved(make, file), names)
+        want = train(model, loss, steps=5)
+        with streamed(make, file, 4 * block_bytes()) as (running, stream):
+            assert same(train(adapt(running, names), loss, steps=5), want)
+            assert stream.report.call_bytes
+            for (name, buffer), other in zip(model.named_buffers(), running.buffers(), strict=True):
+                assert torch.equal(buffer, other), name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_backward_pass_holds_no_weights_and_may_be_repeated(file: Path, *, autocast: bool) -> None:
+    model = adapt(saved(Layers, file), ADAPTED)
+    held: list[torch.Size] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor.shape)
+        return tensor
+
+    with streamed(Layers, file, 3 * block_bytes()) as (running, _):
+        adapt(running, ADAPTED)
+        gradients = []
+        for each in (model, running):
+            held.clear()
+            with (
+                torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept),
+                torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            ):
+                torch.manual_seed(0)
+                loss = _loss(each)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients.append([parameter.grad for parameter in each.parameters() if parameter.grad is not None])
+        assert WIDTH * WIDTH not in {shape.numel() for shape in held}
+        assert 4 * WIDTH in {shape.numel() for shape in held}  # hooks around the model get the activations
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_failed_read_or_an_interrupt_in_a_backward_pass_leaves_the_model_usable(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapt(saved(Layers, file), ADAPTED).eval()
+    want = torch.autograd.grad(_loss(model), _trained(model))
+    with sluice.open(file) as checkpoint, monkeypatch.context() as patch:
+        (recording,) = record_reads(checkpoint)
+        usual = recording.read_into
+        errors: list[ReadError] = []
+
+        def failing(offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+            if errors:
+                raise errors[0]
+            return usual(offset, buffer, direct=direct)
+
+        patch.setattr(recording, "read_into", failing)
+        with streamed(Layers, checkpoint, 3 * block_bytes()) as (running, _):  # type: ignore[arg-type]
+            adapt(running, ADAPTED).eval()
+            loss = _loss(running)
+            errors.append(ReadError("broken", file="f"))
+            with pytest.raises(ReadError):
+                loss.backward()  # type: ignore[no-untyped-call]
+            errors.clear()
+            interrupting = running.layers[3][0].up.weight.register_hook(_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                _loss(running).backward()  # type: ignore[no-untyped-call]
+            interrupting.remove()
+            found = torch.autograd.grad(_loss(running), _trained(running))
+    assert all(map(torch.equal, want, found))
+
+
+def test_what_cannot_be_right_is_refused_by_name(file: Path) -> None:
+    saved(Layers, file)
+    with pytest.raises(BudgetError, match=r"require gradients, so that they stay \(14\): embedding.weight"):
+        sluice.stream(empty(Layers), file, memory=3 * block_bytes(), train=True)
+    with streamed(Layers, file, 3 * block_bytes()) as (running, stream):
+        adapt(running, ADAPTED)
+        running.layers[1][0].layer.weight.requires_grad_(True)
+        with pytest.raises(StreamError, match="cannot be trained") as refused:
+            running(IDS)
+        assert refused.value.tensor == "layers.1.0.weight"
+        running.layers[1][0].layer.weight.requires_grad_(False)
+        own = {name: each for name, each in running.named_parameters() if each.requires_grad}
+        with pytest.raises(StreamError, match="transformed by"):
+            torch.func.grad(lambda own: torch.func.functional_call(running, own, (IDS,)).sum())(own)
+        loss = _loss(running)
+        assert isinstance(running.layers[0][0].layer.weight, ParkedParameter)
+        stream.close()
+        with pytest.raises(StreamError, match="the stream has ended"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(StreamError, match="not in memory"):
+            running(IDS)
