@@ -55,6 +55,7 @@ FEATURES = {
     "Hugging Face models": ("hf/*",),
     "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
     "adapters": ("adapters/*", "loading/adapted.py"),
+    "DeepSpeed's directories": ("formats/deepspeed/*", "checkpoint/zero*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
     "advice on other loaders": ("planning/other_methods.py", "loading/read_probe.py"),
     "core": (

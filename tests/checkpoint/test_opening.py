@@ -13,7 +13,7 @@ import torch
 import sluice
 from sluice._options import Limits
 from sluice.checkpoint.opening import open_layout
-from sluice.checkpoint.survey import survey
+from sluice.checkpoint.survey import survey, zero_directory
 from sluice.entries import tree as trees
 from sluice.formats.divided import divided_directory
 from sluice.sources.directory import EntryKind
@@ -22,6 +22,7 @@ from sluice.testing import RecordingSource
 from support import distributed
 from support.directories import save, tensors, two_shards
 from support.sources import MemorySource
+from support.zero_files import example, write_zero
 
 
 class Named(NamedTuple):
@@ -132,10 +133,25 @@ def test_a_missing_object_is_reported_as_a_missing_file(tmp_path: Path) -> None:
     assert f"'{first.name}'" not in caught.value.problem
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_deepspeed_are_found_without_a_listing(stage: int, tmp_path: Path) -> None:
+    """Servers of plain HTTP list nothing: ``latest`` and the numbers in the files tell the names."""
+    write_zero(tmp_path, example(), stage=stage, world=2, tag="checkpoint")  # as Lightning does
+    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
+    directory = MemoryDirectory({path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in paths})
+    for optimizer in (False, True):
+        layout = zero_directory(directory, {"latest"}, Limits(), optimizer=optimizer)
+        assert layout is not None
+        index, _ = open_layout(layout, Limits())
+        found = set(trees.flatten(index.tree, Limits()))
+        assert found == set(example().weights) if not optimizer else "state.embed.exp_avg" in found
+    assert ("entries",) not in directory.calls
+
+
 def test_divided_states_are_recognized_in_any_directory() -> None:
     assert divided_directory(MemoryDirectory({"model.bin": b""})) is None
-    found = divided_directory(MemoryDirectory({"latest": b"", "global_step7": b""}))
+    found = divided_directory(MemoryDirectory({"distrib_optim.pt": b""}))
     assert found is not None
-    assert "DeepSpeed" in found.what
-    with pytest.raises(sluice.UnsupportedError, match="DeepSpeed"):
+    assert "Megatron" in found.what
+    with pytest.raises(sluice.FormatError, match="such as 'global_step7'"):
         survey(MemoryDirectory({"latest": b"", "global_step7": b""}), Limits())

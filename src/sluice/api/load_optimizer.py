@@ -43,8 +43,8 @@ def load_optimizer(
         optimizer: Made of the parameters of the model, in as many groups as in the checkpoint. Load the model first.
         source: As in ``load_into``. In a directory, an ``optimizer.pt`` or ``optimizer.bin`` next to the model is read;
             of several (``optimizer_1.bin``) the only one that fits. An open checkpoint that was also passed to
-            ``load_into`` is indexed once.
-        model: Names the parameters, if the checkpoint has state by name (torch.distributed.checkpoint, FSDP). An
+            ``load_into`` is indexed once. A directory of DeepSpeed's ZeRO holds both.
+        model: Names the parameters, if the checkpoint has state by name (torch.distributed.checkpoint, FSDP, ZeRO). An
             optimizer made of ``named_parameters()`` does not need it, nor does numbered state.
         key: Part of the checkpoint, such as ``"optimizer"``. None finds the only state that fits.
         rename: New names for the parameters of a state by name, as in ``load_into``; None for a name leaves it out.
@@ -60,7 +60,7 @@ def load_optimizer(
 
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown kind. ``UnsupportedError`` if the state was
-            divided over ranks (DeepSpeed's ZeRO, Megatron, flat parameters of FSDP1), with advice.
+            divided over ranks (Megatron, flat parameters of FSDP1), with advice.
         MismatchError: No state, or more than one, fits the optimizer; every reason or candidate is listed.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ValueError: The device cannot be used.

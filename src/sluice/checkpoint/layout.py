@@ -35,8 +35,9 @@ class CheckpointLayout(Struct, frozen=True, kw_only=True):
     place: Place = Place(kind="local", title="")
     #: ``file``: one open file; ``whole``: one model file of a directory; ``shards``: parts with an index; ``parts``:
     #: state dicts without repetition; ``parameters``: one tensor each; ``distributed``: the files that the metadata
-    #: file names; ``ranks``: one of each rank, with prefixes.
-    kind: Literal["file", "whole", "shards", "parts", "parameters", "distributed", "ranks"]
+    #: file names; ``ranks``: one of each rank, with prefixes; ``zero``: the weights of DeepSpeed's ZeRO;
+    #: ``zero-optimizer``: its optimizer.
+    kind: Literal["file", "whole", "shards", "parts", "parameters", "distributed", "ranks", "zero", "zero-optimizer"]
     #: The open file, for ``file``.
     source: Source | None = None
     #: First byte of the checkpoint in ``source``, if other objects may follow it; None if it is the whole file.

@@ -57,11 +57,12 @@ class _Problems(defaultdict[str, list[str]]):
         return IncompleteCheckpointError(text, file=path) if _MISSING in self else FormatError(text, file=path)
 
 
-def incomplete(layout: CheckpointLayout, missing: Iterable[int], *, damaged: str) -> CheckpointError:
-    """Return the error for missing files and a damaged one, which prevented a comparison of the others."""
+def incomplete(layout: CheckpointLayout, missing: Iterable[int], *, damaged: str | None = None) -> CheckpointError:
+    """Return the error for missing files, and for a damaged one, which prevented a comparison of the others."""
     problems = _Problems()
     _add_missing(problems, layout, [layout.files[position] for position in sorted(missing)])
-    problems[_DAMAGED].append(damaged)
+    if damaged is not None:
+        problems[_DAMAGED].append(damaged)
     return problems.error(layout.path)
 
 
@@ -267,10 +268,13 @@ def _is_plain(entry: Entry) -> bool:
     return entry.storage != NO_STORAGE and entry.attributes is None
 
 
-def moved(entry: Entry, *, by: int) -> Entry:
-    """Return an entry, with its components and attributes, with storages shifted by ``by``."""
+def moved(entry: Entry, *, by: int | Mapping[int, int]) -> Entry:
+    """Return an entry, with its components and attributes, with storages shifted by a number, or renumbered."""
+    storage = entry.storage
+    if storage != NO_STORAGE:
+        storage = storage + by if isinstance(by, int) else by[storage]
     if _is_plain(entry):
-        return replace(entry, storage=entry.storage + by)
+        return replace(entry, storage=storage)
     shift = partial(moved, by=by)
     made, parts = entry.composite, tuple(replace(part, entry=shift(part.entry)) for part in entry.parts)
     if isinstance(made, Sparse):
@@ -278,7 +282,6 @@ def moved(entry: Entry, *, by: int) -> Entry:
     elif made is not None:
         scales, zero_points = (shift(one) if isinstance(one, Entry) else one for one in (made.scales, made.zero_points))
         made = replace(made, values=shift(made.values), scales=scales, zero_points=zero_points)
-    storage = entry.storage + by if entry.storage != NO_STORAGE else NO_STORAGE
     attributes = trees.map_leaves(entry.attributes, shift)
     return replace(entry, storage=storage, parts=parts, composite=made, attributes=attributes)
 

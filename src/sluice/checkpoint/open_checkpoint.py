@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError
 from sluice._messages import type_of
 from sluice._options import BYTES_ENCODING, TEXT_ENCODING, Limits
+from sluice.checkpoint.layout import CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.opening import classify, open_layout
 from sluice.entries import tree as trees
@@ -75,7 +76,11 @@ class OpenCheckpoint:
 
     @classmethod
     def _open_files(cls, source: SourceLocation | Sequence[PathOrAddress], limits: Limits, encoding: str) -> Self:
-        layout = classify(source, limits)
+        return cls.of_layout(classify(source, limits), limits, encoding)
+
+    @classmethod
+    def of_layout(cls, layout: CheckpointLayout, limits: Limits, encoding: str) -> Self:
+        """Open the files of a layout; raises as ``opening.open_layout`` does."""
         index, files = open_layout(layout, limits, encoding)
         place = layout.place
         if place.stream is not None:
@@ -91,6 +96,7 @@ class OpenCheckpoint:
         ``"huggingface-safetensors"`` or ``"huggingface-bin"`` for a Hugging Face directory or a shard index;
         ``"safetensors-parts"``, ``"torch-parts"`` or ``"gguf-parts"`` for parts without an index;
         ``"per-parameter"`` for one file per parameter; ``"torch-ranks"`` for directories with a file of each rank;
+        ``"deepspeed-zero"`` or ``"deepspeed-universal"`` for those of DeepSpeed;
         ``"torch-distributed"`` for a directory of torch.distributed.checkpoint. In a tar archive after ``"tar-"``.
         """
         return self.index.format

@@ -17,6 +17,7 @@ from sluice.checkpoint.members import in_archives
 from sluice.checkpoint.merging import incomplete, merge
 from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.checkpoint.survey import open_member
+from sluice.checkpoint.zero import merge_zero
 from sluice.records import Index
 from sluice.records.bulk import collector_paused
 
@@ -60,7 +61,7 @@ def _open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tupl
                 raise incomplete(layout, missing, damaged=str(error)) from error
             raise
         with collector_paused():
-            return merge(layout, files, limits)
+            return (merge_zero if layout.kind in {"zero", "zero-optimizer"} else merge)(layout, files, limits)
     except BaseException:
         for file in files:
             if file is not None:

@@ -18,8 +18,9 @@ The rules are tried in this order; the first that applies decides:
 2. The only other ``*.index.json``.
 3. A file or a directory for each rank, as Megatron and NeMo write them (``rank_directories``).
 4. ``.metadata``: a torch.distributed.checkpoint directory, or the remains of one that was never completed.
-5. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist.
-6. Parameters: every ``*.pt``, each one tensor, named after the file without ``.pt``.
+5. The files of DeepSpeed's ZeRO, here or below a directory that ``latest`` names (``zero_files``).
+6. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist.
+7. Parameters: every ``*.pt``, each one tensor, named after the file without ``.pt``.
 
 The directory is listed once and its entries are not examined: their kinds come with the listing. Other subdirectories
 are not searched. FIFOs, sockets and devices are skipped, with a note if their names match.
@@ -29,11 +30,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import filterfalse
 from typing import Any, Literal, NamedTuple, cast
+
+from msgspec.structs import replace
 
 from sluice._errors import (
     CheckpointError,
@@ -48,6 +51,7 @@ from sluice._messages import first_names, listed
 from sluice._options import Limits
 from sluice.checkpoint.layout import METADATA_FILE, PARAMETER_SUFFIX, CheckpointLayout
 from sluice.checkpoint.rank_directories import RANK_DIRECTORY, RANK_FILES, rank_layout
+from sluice.checkpoint.zero_files import LATEST, zero_layout
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
 from sluice.formats.shard_index import read_shard_index
@@ -55,7 +59,7 @@ from sluice.sources.directory import Directory, DirectoryEntry, Subdirectory
 from sluice.sources.opening import Place, missing_advice
 from sluice.sources.protocol import Source
 
-__all__ = ["index_layout", "layout_of_several", "open_member", "optimizer_files", "survey"]
+__all__ = ["index_layout", "layout_of_several", "open_member", "optimizer_files", "survey", "zero_directory"]
 
 _PARTS_SUFFIX = ".safetensors"
 
@@ -96,7 +100,7 @@ _RANK_SHARD = re.compile(r"shard-\d{5}-.+\.safetensors")
 _DISTRIBUTED_PARTS = (".distcp", METADATA_FILE, f"{METADATA_FILE}.tmp")
 
 #: Suffixes of all names that can matter.
-_SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", *_DISTRIBUTED_PARTS, *RANK_FILES)
+_SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", *_DISTRIBUTED_PARTS, *RANK_FILES, LATEST)
 
 #: Directory of a distributed checkpoint in NeMo's archives.
 _DISTRIBUTED_DIRECTORY = "model_weights"
@@ -232,7 +236,13 @@ def survey(directory: Directory, limits: Limits) -> CheckpointLayout:
         files: tuple[str, ...] = (METADATA_FILE,)
         return CheckpointLayout(path=path, directory=directory, kind="distributed", files=files, notes=notes)
     _check_distributed_parts(path, listing.names)
-    divided = divided_directory(directory)
+    zero = zero_directory(directory, listing.names, limits)
+    return replace(zero, notes=notes) if zero is not None else _parts(directory, listing, limits, notes)
+
+
+def _parts(directory: Directory, listing: _Listing, limits: Limits, notes: tuple[str, ...]) -> CheckpointLayout:
+    """Return the layout of files that do not tell of each other."""
+    path, divided = directory.path, divided_directory(directory)
     if divided is not None:
         raise UnsupportedError(f"the directory holds {divided.what}", file=path, advice=divided.advice)
     parts = _complete({name for name in listing.names if name.endswith(_PARTS_SUFFIX)}, limits)
@@ -269,6 +279,14 @@ def index_layout(
     return CheckpointLayout(
         path=index_file.path, directory=directory, kind="shards", files=files, shard_index=index, notes=notes
     )
+
+
+def zero_directory(
+    directory: Directory, names: Collection[str], limits: Limits, *, optimizer: bool = False
+) -> CheckpointLayout | None:
+    """Return the layout of a directory that holds these files if DeepSpeed wrote them; see ``zero_layout``."""
+    opened = partial(open_member, directory, limits=limits)
+    return zero_layout(directory, names, opened, limits, optimizer=optimizer)
 
 
 def open_member(directory: Directory, name: str, limits: Limits) -> Source | None:

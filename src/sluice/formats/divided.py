@@ -27,8 +27,7 @@ class Divided(NamedTuple):
 
 _DEEPSPEED = Divided(
     "a state that DeepSpeed's ZeRO divided over ranks, not over tensors",
-    "For the weights, run the zero_to_fp32.py that DeepSpeed wrote next to it, and load its output; only DeepSpeed "
-    "itself can resume the optimizer.",
+    "Pass the directory with the files of all ranks, or the one above it with the file 'latest'.",
 )
 _MEGATRON = Divided(
     "a state that Megatron divided over ranks, not over tensors",
@@ -41,8 +40,6 @@ _FSDP = Divided(
     "FULL_STATE_DICT: both write a state for each tensor.",
 )
 
-_ZERO_FILE = re.compile(r"(?:\w{1,8}_)?zero_pp_rank_\d+_mp_rank_\d+_(?:optim|model)_states\.pt", re.ASCII)
-_ZERO_DIRECTORY = re.compile(r"global_step\d+", re.ASCII)
 _MEGATRON_ENTRY = re.compile(r"mp_rank_\d{2}(?:_\d{3}){0,2}|distrib_optim\.pt|model_optim_rng\.pt", re.ASCII)
 _FLAT_PARAMETER = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?", re.ASCII | re.DOTALL)
 
@@ -57,10 +54,6 @@ def divided_directory(directory: Directory) -> Divided | None:
         ReadError: The directory cannot be listed.
     """
     names = [entry.name for entry in directory.entries()]
-    if any(map(_ZERO_FILE.fullmatch, names)):
-        return _DEEPSPEED
-    if "latest" in names and any(map(_ZERO_DIRECTORY.fullmatch, names)):
-        return _DEEPSPEED
     return _MEGATRON if any(map(_MEGATRON_ENTRY.fullmatch, names)) else None
 
 

@@ -79,8 +79,8 @@ class LeafDecisions:
         if parameter is not None:
             stride = stride_of_state(entry, parameter)
             return [replace(request, alone=True, stride=stride) for request in requests]
-        # torch copies what it converts; tensors that it keeps unchanged may share memory.
-        return [replace(request, alone=changed) for request in requests]
+        # torch copies what it converts; tensors that it keeps unchanged may share memory, unless they are assembled.
+        return [replace(request, alone=changed or bool(entry.parts)) for request in requests]
 
     def _group(self, number: int) -> dict[str, Any]:
         own = self._optimizer.param_groups[number] if number < len(self._optimizer.param_groups) else {}

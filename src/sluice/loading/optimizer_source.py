@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from msgspec.structs import replace
+
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import SHOWN, section
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
-from sluice.checkpoint.survey import optimizer_files
+from sluice.checkpoint.survey import optimizer_files, zero_directory
 from sluice.formats.divided import divided_directory
 from sluice.loading.optimizer_job import OptimizerRequest
 from sluice.sources.opening import find_place, open_directory
@@ -38,6 +40,13 @@ def optimizer_checkpoint(
     place = source.place if isinstance(source, OpenCheckpoint) else find_place(source)
     listed = open_directory(place.location) if place is not None and place.location else None
     names = optimizer_files(listed) if listed else []
+    if listed and not names:
+        limits, found = limits or Limits(), {entry.name for entry in listed.entries()}
+        zero = zero_directory(listed, found, limits, optimizer=True)
+        if zero is not None:
+            with OpenCheckpoint.of_layout(replace(zero, place=place), limits, encoding) as checkpoint:
+                yield checkpoint
+            return
     divided = divided_directory(listed) if listed and not names else None
     directory = place.title if place else ""
     files = [place.below(name) for name in names] if place else []

@@ -22,6 +22,9 @@ _USUAL_NAMES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
     ".metadata",
+    "latest",
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
 )
 
 __all__ = ["RemoteDirectory", "RemoteEntry", "SiblingFiles", "below", "check_relative"]
