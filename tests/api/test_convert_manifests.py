@@ -17,7 +17,7 @@ from support.oracles import bits
 
 
 @pytest.mark.parametrize("staging", ["2MiB", "64MiB"])
-@pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "model", "parameters"])
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "model"])
 def test_the_manifest_describes_the_written_tensors(tmp_path: Path, name: str, staging: str) -> None:
     base = torch.randn(700, 800)
     state = OrderedDict(
@@ -36,7 +36,6 @@ def test_the_manifest_describes_the_written_tensors(tmp_path: Path, name: str, s
         "rules": [rules.concatenate(("q", "k"), "qk", dim=1)],
         "memory": sluice.MemoryLimits(staging=staging),
         "manifest": tmp_path / "manifest.json",
-        "format": "per-parameter" if name == "parameters" else None,
         "max_shard_size": "1MB" if name == "model" else None,
     }
     report = sluice.convert(tmp_path / "in.pt", tmp_path / name, **how)

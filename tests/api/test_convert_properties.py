@@ -84,7 +84,7 @@ def test_a_torch_file_holds_the_same_object(tree: object, zipped: bool) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(_NAMES, tensors(), min_size=1, max_size=5),
-    st.lists(st.sampled_from(["torch", "safetensors", "huggingface", "per-parameter"]), min_size=1, max_size=3),
+    st.lists(st.sampled_from(["torch", "safetensors", "huggingface"]), min_size=1, max_size=3),
     st.sampled_from([None, torch.float16, torch.float64]),
 )
 def test_tensors_survive_any_way_through_the_forms(

@@ -16,6 +16,7 @@ import torch
 import sluice
 from sluice import Limits, MemoryLimits
 from support import distributed
+from support.directories import write_parameters
 from support.fault_injection import Injection, failing
 from support.oracles import same
 
@@ -39,7 +40,7 @@ def listing(path: Path) -> dict[str, bytes]:
         ),
         ({b"raw": torch.ones(1), "w": torch.ones(9)}, "o.safetensors", sluice.MismatchError, "strings, not bytes"),
         ({"__metadata__": torch.ones(1)}, "o.safetensors", sluice.SaveError, "safetensors reserves this name"),
-        ({"a/b": torch.ones(1)}, "parameters", sluice.SaveError, "cannot be used as a file name"),
+        ({"a": torch.ones(2).to_sparse()}, "o.pt", sluice.UnsupportedError, "sparse_coo tensor"),
         (torch.ones(3), "o.safetensors", sluice.MismatchError, "no state dict"),
         (
             {"a": torch.zeros(1).expand(1 << 20, 1 << 20)},
@@ -55,9 +56,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_made(
     torch.save(value, tmp_path / "in.pt")
     (tmp_path / "o.pt").write_bytes(b"old")
     before = listing(tmp_path)
-    kind = "per-parameter" if name == "parameters" else None
     with pytest.raises(error, match=problem):
-        sluice.convert(tmp_path / "in.pt", tmp_path / name, format=kind, overwrite=True)  # type: ignore[arg-type]
+        sluice.convert(tmp_path / "in.pt", tmp_path / name, overwrite=True)
     assert listing(tmp_path) == before
 
 
@@ -82,14 +82,13 @@ def test_overlapping_views_within_the_limit_are_written_out(tmp_path: Path) -> N
 
 def test_a_file_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "in.pt")
-    for name in ("out.pt", "model", "parameters"):
-        kind: Any = "per-parameter" if name == "parameters" else None
-        sluice.convert(tmp_path / "in.pt", tmp_path / name, format=kind)
+    for name in ("out.pt", "model"):
+        sluice.convert(tmp_path / "in.pt", tmp_path / name)
         before = listing(tmp_path)
         with pytest.raises(sluice.SaveError, match="overwrite=True"):
-            sluice.convert(tmp_path / "in.pt", tmp_path / name, format=kind)
+            sluice.convert(tmp_path / "in.pt", tmp_path / name)
         assert listing(tmp_path) == before
-        report = sluice.convert(tmp_path / "in.pt", tmp_path / name, format=kind, overwrite=True)
+        report = sluice.convert(tmp_path / "in.pt", tmp_path / name, overwrite=True)
         assert len(report.replaced) == 1
 
 
@@ -121,15 +120,15 @@ def in_shards(path: Path) -> Path:
 
 
 def in_parameters(path: Path) -> Path:
-    sluice.save({f"w{i}": torch.randn(3) for i in range(4)}, path / "in", format="per-parameter")
-    return path / "in"
+    (path / "in").mkdir()
+    return write_parameters(path / "in", {f"w{i}": torch.randn(3) for i in range(4)})
 
 
 def in_chunks(path: Path) -> Path:
     return distributed.write(path / "in", {"w": distributed.rows(torch.randn(4, 4), 2)})
 
 
-IS_A_SOURCE, HAS_SOURCES, IS_INSIDE = "one of the source files", "contains source files", "inside the source directory"
+IS_A_SOURCE, IS_INSIDE = "one of the source files", "inside the source directory"
 
 
 @pytest.mark.parametrize(
@@ -137,10 +136,8 @@ IS_A_SOURCE, HAS_SOURCES, IS_INSIDE = "one of the source files", "contains sourc
     [
         (in_shards, "model-00001-of-00004.safetensors", None, IS_A_SOURCE),
         (in_shards, "other.safetensors", None, IS_INSIDE),
-        (in_shards, "", "per-parameter", HAS_SOURCES),
         (in_shards, "deeper/er", "huggingface", IS_INSIDE),
         (in_parameters, "w0.pt", None, IS_A_SOURCE),
-        (in_parameters, "", "per-parameter", HAS_SOURCES),
         (in_parameters, "", "huggingface", IS_INSIDE),
         (in_chunks, "", "huggingface", IS_INSIDE),
         (in_chunks, "out.pt", None, IS_INSIDE),
@@ -166,20 +163,16 @@ def test_a_shard_is_not_replaced_by_a_conversion_of_all_shards(tmp_path: Path) -
         sluice.convert(
             source / "model.safetensors.index.json", source / "model-00001-of-00004.safetensors", overwrite=True
         )
-    torch.save({"w": torch.ones(2)}, source / "one.pt")
-    with pytest.raises(sluice.SaveError, match="contains source files"):
-        sluice.convert(source / "one.pt", source, format="per-parameter", overwrite=True)
 
 
-@pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "model", "parameters"])
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "model"])
 @pytest.mark.parametrize("call", ["preadv", "pwrite", "fsync"])
 def test_a_failing_system_call_keeps_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str
 ) -> None:
-    kind: Any = "per-parameter" if name == "parameters" else None
     state = {"w": torch.randn(3, 5).t(), "v": torch.randn(9)}
     torch.save(state, tmp_path / "in.pt")
-    sluice.convert(tmp_path / "in.pt", tmp_path / name, format=kind)
+    sluice.convert(tmp_path / "in.pt", tmp_path / name)
     before = listing(tmp_path)
     torch.save({key: tensor + 1 for key, tensor in state.items()}, tmp_path / "in.pt")
     before["in.pt"] = (tmp_path / "in.pt").read_bytes()
@@ -189,7 +182,7 @@ def test_a_failing_system_call_keeps_the_old_checkpoint(
         else:
             patch.setattr(os, call, lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
         with pytest.raises(sluice.ReadError if call == "preadv" else sluice.SaveError):
-            sluice.convert(checkpoint, tmp_path / name, format=kind, overwrite=True)
+            sluice.convert(checkpoint, tmp_path / name, overwrite=True)
     assert listing(tmp_path) == before
 
 
@@ -217,8 +210,8 @@ def test_a_dry_run_reports_the_files_and_writes_nothing(tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(10, 10) for i in range(6)}
     torch.save(state, tmp_path / "in.pt")
     before = listing(tmp_path)
-    for name, kind in (("o.pt", None), ("o.safetensors", None), ("model", None), ("parameters", "per-parameter")):
-        how: dict[str, Any] = {"format": kind, "max_shard_size": 900 if name == "model" else None}
+    for name in ("o.pt", "o.safetensors", "model"):
+        how: dict[str, Any] = {"max_shard_size": 900 if name == "model" else None}
         dry = sluice.convert(tmp_path / "in.pt", tmp_path / name, dtype=torch.bfloat16, dry_run=True, **how)
         assert listing(tmp_path) == before
         assert dry.dry_run

@@ -206,15 +206,6 @@ def test_two_saves_into_one_directory_do_not_mix(tmp_path: Path) -> None:
     assert set(sluice.load_state_dict(tmp_path / "m")) == {"a"}
 
 
-def test_one_file_for_each_parameter(tmp_path: Path) -> None:
-    state = states()
-    sluice.save(state, tmp_path / "p", format="per-parameter")
-    for name, tensor in state.items():
-        assert same(torch.load(tmp_path / "p" / f"{name}.pt", weights_only=True), tensor)
-    with pytest.raises(sluice.SaveError, match="cannot be used as a file name"):
-        sluice.save({"a/b": torch.ones(1)}, tmp_path / "q", format="per-parameter")
-
-
 class Mine:
     """A class that ``torch.load(weights_only=True)`` refuses."""
 
@@ -225,7 +216,7 @@ class Mine:
         ({"a": Mine()}, "f.pt", "an object of Mine"),
         ({"a": print}, "f.pt", "found print"),
         ({"a": Mine}, "f.pt", "found Mine"),
-        ({"a": torch.ones(2).to_sparse()}, "f.safetensors", r"cannot store tensors of layout torch\.sparse_coo"),
+        ({"a": torch.ones(2).to_sparse()}, "f.safetensors", r"a torch\.sparse_coo tensor cannot be written"),
         ({"a": 1 << 2040}, "f.pt", "the integer is too large for torch.load"),
         ({"a": frozenset({1})}, "f.pt", "an object of frozenset"),
         ({"a": torch.ones(2, device="meta")}, "f.safetensors", "meta device have no values"),
@@ -262,6 +253,8 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
         sluice.save({}, tmp_path / "f.xyz")
     with pytest.raises(ValueError, match="unknown format 'zip': one of safetensors, torch"):
         sluice.save({}, tmp_path / "f", format="zip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="so it only reads such files"):
+        sluice.save({}, tmp_path / "f", format="per-parameter")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_shard_size applies to a directory"):
         sluice.save({}, tmp_path / "f.pt", format="torch", max_shard_size=1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "f.safetensors": {},
     "model": {},
     "shards": {"max_shard_size": 64},
-    "parameters": {"format": "per-parameter"},
 }
 
 BASE = torch.arange(24, dtype=torch.float32)
@@ -62,7 +60,7 @@ def check(found: dict[str, Any], given_state: dict[str, torch.Tensor], chosen: d
         same = found[name]
         assert same.dtype == tensor.dtype
         assert torch.equal(same, tensor)
-        if form in {"f.pth", "parameters"}:
+        if form == "f.pth":
             assert type(same) is type(tensor)
             assert same.requires_grad == tensor.requires_grad
     for (one, first), (other, second) in itertools.combinations(chosen.items(), 2):
@@ -76,9 +74,9 @@ def check(found: dict[str, Any], given_state: dict[str, torch.Tensor], chosen: d
 @settings(max_examples=settings().max_examples // 4)
 @given(STATES, st.sampled_from(sorted(FORMS)), st.sampled_from(sorted(FORMS)))
 @example({"i": 0, "tie": 0}, "f.safetensors", "f.pth")
-@example({"format": 1, "a": 1, "sluice.tied_names": 1}, "shards", "parameters")
+@example({"format": 1, "a": 1, "sluice.tied_names": 1}, "shards", "f.pth")
 @example({"a": 9, "b": 10, "c": 10}, "f.safetensors", "model")
-@example({"a": 1, "b": 7, "c": 7, "d": 1}, "parameters", "parameters")
+@example({"a": 1, "b": 7, "c": 7, "d": 1}, "f.pth", "model")
 def test_what_was_given_comes_back(chosen: dict[str, int], first: str, second: str) -> None:
     state = {name: TENSORS[number] for name, number in chosen.items()}
     with tempfile.TemporaryDirectory() as directory:
@@ -93,9 +91,7 @@ def test_what_was_given_comes_back(chosen: dict[str, int], first: str, second: s
         assert sluice.verify(saved, manifest=manifest).ok
         report = sluice.convert(saved, converted, **FORMS[second])
         assert report.tensors == len(state)
-        forms = {first, second}
-        weakest = "f.safetensors" if forms & {"f.safetensors", "model", "shards"} else "parameters"
-        check(sluice.load_state_dict(converted), state, chosen, "f.pth" if forms == {"f.pth"} else weakest)
+        check(sluice.load_state_dict(converted), state, chosen, "f.pth" if first == second == "f.pth" else "")
         assert sluice.verify(converted, manifest=manifest).ok
         assert sluice.diff(saved, converted).common == len(state)
 
@@ -122,18 +118,10 @@ def test_python_attributes_do_not_untie_parameters(tmp_path: Path) -> None:
         assert sluice.convert(tmp_path / "f.pt", tmp_path / form, **arguments).tensors == 2
         found = sluice.load_state_dict(tmp_path / form)
         assert is_tied(found["a"], found["b"])
-        assert getattr(found["b"], "mark", None) == ("x" if form in {"f.pth", "parameters"} else None)
+        assert getattr(found["b"], "mark", None) == ("x" if form == "f.pth" else None)
     torch.save({"one": {"weight": weight}, "two": {"weight": nn.Parameter(torch.ones(3))}}, tmp_path / "two.pt")
     with pytest.raises(sluice.MismatchError, match="more than one part"):
         sluice.load_into(nn.LayerNorm(3, bias=False), tmp_path / "two.pt")
-
-
-def test_a_copied_directory_of_parameters_keeps_the_names_of_ties(tmp_path: Path) -> None:
-    sluice.save({"a": BASE, "b": BASE}, tmp_path / "p", format="per-parameter")
-    shutil.copytree(tmp_path / "p", tmp_path / "q")  # writes separate files
-    found = sluice.load_state_dict(tmp_path / "q")
-    assert torch.equal(found["a"], found["b"])
-    assert not is_tied(found["a"], found["b"])
 
 
 @pytest.mark.parametrize("form", sorted(FORMS))

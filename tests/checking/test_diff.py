@@ -18,6 +18,7 @@ from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice.checking.comparison import Comparison
 from support import distributed, fresh_process
+from support.directories import write_parameters
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.whole_checkpoints import MAKERS, Tensors, composites, plain_tensors, views
 
@@ -37,8 +38,11 @@ def write(path: Path, kind: str, tensors: Tensors) -> Path:
     elif kind == "distributed":
         stored = {name: distributed.rows(one, 2 if len(one) % 2 == 0 else 1, files=2) for name, one in tensors.items()}
         distributed.write(path, stored)
+    elif kind == "parameters":
+        path.mkdir(exist_ok=True)
+        write_parameters(path, tensors)
     else:
-        names = {"safetensors": "safetensors", "shards": "huggingface", "parameters": "per-parameter"}
+        names = {"safetensors": "safetensors", "shards": "huggingface"}
         sluice.save(tensors, path, format=names[kind], max_shard_size=600 if kind == "shards" else None)  # type: ignore[arg-type]
     return path
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import json
+import random
 import shutil
 import struct
 import threading
@@ -17,14 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import sluice
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._threads import Workers
-from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
+from sluice.checking.consumers import NonFiniteCounter
 from sluice.formats.manifest import read_manifest
 from support import fresh_process
 from support.dtypes import TORCH_DTYPES
@@ -308,7 +306,9 @@ def test_what_cannot_be_read_is_named_and_the_rest_still_verified(
         report = sluice.verify(checkpoint, manifest=tmp_path / "m.json")
     assert injected.hits
     assert [one.kind for one in report.problems] == ["unreadable"]
-    assert report.problems[0].offset == bad // 4096 * 4096
+    offset = report.problems[0].offset
+    assert offset is not None
+    assert offset <= bad < offset + 8192
     assert set(report.hashes) == set(state) - {"t3"}
     with pytest.raises(sluice.SaveError, match="a manifest cannot be written for a checkpoint with problems"):
         report.write_manifest(tmp_path / "n.json")
@@ -365,7 +365,7 @@ def test_one_object_of_several_in_a_file(tmp_path: Path) -> None:
     content.seek(0)
     report = sluice.verify(content, hashes="sha256")
     assert report.hashes == {"a": hashed(torch.ones(50))}
-    assert report.nbytes == first
+    assert report.nbytes == first + 200  # a short tensor is read a second time
     (tmp_path / "f").write_bytes(b"in front" + _zipped({"a": torch.ones(50)}))
     with (tmp_path / "f").open("rb") as file:
         file.seek(8)
@@ -407,34 +407,17 @@ def test_counts_of_non_finite_values(tmp_path: Path) -> None:
     assert "both 2 2 tied 2 2 bf16 1 1" in " ".join(str(report).split())
 
 
-FLOATS = [name for name in TORCH_DTYPES if has_non_finite(name)]
-
-
-@given(
-    dtype=st.sampled_from(FLOATS),
-    raw=st.binary(max_size=96),
-    cuts=st.lists(st.integers(0, 96), max_size=4),
-)
-def test_non_finite_elements_are_those_of_torch(dtype: str, raw: bytes, cuts: list[int]) -> None:
-    raw = raw[: len(raw) // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]]
-    counter = NonFiniteCounter(dtype)
-    edges = sorted({0, *(cut for cut in cuts if cut < len(raw)), len(raw)})
-    for first, last in itertools.pairwise(edges):
-        counter.update(memoryview(raw)[first:last])
-    tensor = torch.frombuffer(bytearray(raw), dtype=torch_dtype(dtype)) if raw else torch.empty(0)
-    if dtype == "complex32":
-        tensor = tensor.to(torch.complex64)
-    wide = tensor if tensor.is_complex() else tensor.to(torch.float64)
-    assert (counter.nan, counter.inf) == (int(wide.isnan().sum()), int(wide.isinf().sum()))
-
-
-@pytest.mark.parametrize("dtype", [name for name in TORCH_DTYPES if name.startswith(("float8", "bfloat16"))])
-def test_every_value_of_small_dtypes(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [name for name in TORCH_DTYPES if NonFiniteCounter.counts(name)])
+def test_non_finite_elements_are_those_of_torch(dtype: str) -> None:
     item = ITEM_BYTES[dtype]
-    raw = bytearray(b"".join(number.to_bytes(item, "little") for number in range(256**item)))
-    counter = NonFiniteCounter(dtype)
-    counter.update(memoryview(raw))
-    wide = torch.frombuffer(raw, dtype=torch_dtype(dtype)).to(torch.float64)
+    every = b"".join(number.to_bytes(item, "little") for number in range(256**item)) if item < 3 else b""
+    raw = every or random.Random(1).randbytes(8 * item) + b"\xff" * 8 * item + b"\0\0\x80\x7f" * 4 * item
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch_dtype(dtype))
+    counter = NonFiniteCounter()
+    for first in range(0, len(tensor), 1000):
+        counter.update(tensor[first : first + 1000])
+    wide = tensor.to(torch.complex64) if dtype == "complex32" else tensor
+    wide = wide if wide.is_complex() else wide.to(torch.float64)
     assert (counter.nan, counter.inf) == (int(wide.isnan().sum()), int(wide.isinf().sum()))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,10 +134,7 @@ def test_names_of_one_file_are_tied_if_the_writer_declared_them(tmp_path: Path, 
 
 
 def test_a_replaced_file_of_a_tie_is_a_tensor_of_its_own(tmp_path: Path) -> None:
-    sluice.save({"a": STORED, "b": STORED}, tmp_path, format="per-parameter")
-    assert json.loads((tmp_path / "sluice.tied_names.json").read_text()) == {"b": "a"}
-    (tmp_path / "b.pt").unlink()
+    torch.save(STORED, tmp_path / "a.pt")
     torch.save(TIE, tmp_path / "b.pt")
+    (tmp_path / "sluice.tied_names.json").write_text('{"b":"a"}', encoding="ascii")
     assert torch.equal(sluice.load_state_dict(tmp_path)["b"], TIE)
-    sluice.save({"a": STORED, "b": TIE}, tmp_path, format="per-parameter", overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]

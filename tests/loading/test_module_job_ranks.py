@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import sluice
+from support.directories import write_parameters
 from support.divided_models import LAYOUTS, Net, differences, divide, local, locals_of, mesh_of
 from support.ranks import Ranks
 
@@ -44,7 +45,8 @@ def formats(whole: Path, four_ranks: Ranks) -> Mapping[str, Path]:
     torch.save({"epoch": 3, "model": {f"module.{name}": one for name, one in state.items()}}, paths["nested"])
     sluice.save(state, paths["m.safetensors"])
     sluice.save(state, paths["shards"], max_shard_size=500)
-    sluice.save(state, paths["parameters"], format="per-parameter")
+    paths["parameters"].mkdir()
+    write_parameters(paths["parameters"], state)
     four_ranks.run(save_distributed, whole, paths["dcp"])
     return {"zip": whole, **paths}
 

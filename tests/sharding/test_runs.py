@@ -63,7 +63,6 @@ def test_columns_have_a_run_for_each_row_and_rows_have_one() -> None:
     assert (len(columns[0]), set(columns[1].tolist())) == (1000, {2})
     (rows,) = Runs((1000, 8), (((250, 500),), ((0, 8),))).within(0, 2000)
     assert (rows[0].tolist(), rows[1].tolist()) == ([2000], [2000])
-    assert Runs((1000, 8), (((0, 1000),), ((2, 4),))).longest == 2
 
 
 def test_many_runs_come_in_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

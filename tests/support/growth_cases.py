@@ -284,12 +284,10 @@ CASES: dict[str, Case] = {
     "convert distributed to torch, cast": _written(
         "distributed", _convert("f.pt", 16 * MIB, dtype=_HALF), long=True
     ),
-    "convert torch to parameters": _written("zip.pt", _convert("out", 16 * MIB, format="per-parameter"), long=True),
     "save torch": _written("zip.pt", _save("f.pt"), long=True),
     "save safetensors, cast": _written("zip.pt", _save("f.safetensors", dtype=_HALF)),
     "save views": _written("views.pt", _save("f.safetensors")),
     "save shards": _written("zip.pt", _save("model", format="huggingface", max_shard_size="20MiB"), long=True),
-    "save parameters": _written("zip.pt", _save("out", format="per-parameter"), long=True),
 }  # fmt: skip
 
 

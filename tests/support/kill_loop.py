@@ -33,7 +33,7 @@ class Mode(NamedTuple):
     """Destination and form of a save."""
 
     name: str
-    format: Literal["safetensors", "torch", "huggingface", "per-parameter"]
+    format: Literal["safetensors", "torch", "huggingface"]
     #: Number of tensors per shard; None for a single file.
     shards: float | None
     #: Files of a whole checkpoint.
@@ -45,7 +45,6 @@ MODES = {
     "safetensors": Mode("model.safetensors", "safetensors", None, 1),
     "huggingface": Mode("model", "huggingface", None, 1),
     "sharded": Mode("model", "huggingface", 1.5, _TENSORS + 1),
-    "per-parameter": Mode("model", "per-parameter", None, _TENSORS),
 }
 
 

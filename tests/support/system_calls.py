@@ -15,7 +15,6 @@ CALLS = (
     *(("os", name) for name in ("posix_fallocate", "pwrite", "ftruncate", "fchmod", "chmod", "fsync", "fstat")),
     *(("os", name) for name in ("link", "rename", "replace")),
     ("sluice.writing.durable.partial_files", "flock"),
-    ("sluice.writing.durable.directories", "exchange"),
 )
 
 

@@ -12,7 +12,7 @@ import torch
 
 import sluice
 from sluice.formats.manifest import TensorHash
-from support import distributed, gguf_files, oracles
+from support import directories, distributed, gguf_files, oracles
 
 Tensors = dict[str, torch.Tensor]
 
@@ -109,7 +109,8 @@ def _shards(path: Path) -> Tensors:
 
 
 def _parameters(path: Path) -> Tensors:
-    sluice.save(plain_tensors(), path, format="per-parameter")
+    path.mkdir()
+    directories.write_parameters(path, plain_tensors())
     return plain_tensors()
 
 

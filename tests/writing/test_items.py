@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sluice._errors import SaveError
-from sluice.writing.items import collect_spans, named_tensors, refuse_unsupported, storage_key
+from sluice.writing.items import collect_spans, named_tensors, storage_key
 
 
 def test_a_span_covers_all_views_of_a_storage_and_no_more() -> None:
@@ -36,10 +36,3 @@ def test_names_are_dotted_paths() -> None:
     assert named_tensors({"a": {"b": one}, "c": [two, 3]}) == {"a.b": one, "c.0": two}
     with pytest.raises(SaveError, match="the same dotted name"):
         named_tensors({"a": {"b": one}, "a.b": two})
-
-
-def test_composites_are_refused_only_by_formats_of_dense_tensors() -> None:
-    sparse = torch.eye(2).to_sparse()
-    refuse_unsupported(sparse, "w", dense=False)
-    with pytest.raises(SaveError, match=r"cannot store tensors of layout torch\.sparse_coo"):
-        refuse_unsupported(sparse, "w")

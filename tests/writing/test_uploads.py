@@ -134,7 +134,7 @@ def test_an_existing_object_is_kept(bucket: Bucket, monkeypatch: pytest.MonkeyPa
 LARGE = {"first": torch.zeros(1000), "second": torch.zeros(14_000_000)}
 
 
-@pytest.mark.parametrize("name", ["failed", "failed.safetensors", "failed.pth", "failed-parameters"])
+@pytest.mark.parametrize("name", ["failed", "failed.safetensors", "failed.pth"])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, sluice.SaveError("a reason")])
 def test_a_failed_upload_leaves_nothing(bucket: Bucket, name: str, failure: BaseException) -> None:
     def interrupt(event: sluice.ProgressEvent) -> None:
@@ -142,7 +142,6 @@ def test_a_failed_upload_leaves_nothing(bucket: Bucket, name: str, failure: Base
             raise failure
 
     how: dict[str, Any] = {"max_shard_size": "5kB"} if name == "failed" else {}
-    how |= {"format": "per-parameter"} if "parameters" in name else {}
     with pytest.raises(failure if isinstance(failure, type) else type(failure)):
         sluice.save(LARGE, f"s3://models/{name}", progress=interrupt, **how)
     assert names(bucket, f"{name}/") == set()
@@ -241,18 +240,6 @@ def test_files_have_the_content_of_local_ones(bucket: Bucket, tmp_path: Path) ->
         assert archive.testzip() is None
     found = torch.load(tmp_path / "uploaded-same.pth", weights_only=True, mmap=True)
     assert_same(found, state)
-
-
-def test_parameters_of_a_prefix(bucket: Bucket, tmp_path: Path) -> None:
-    state = {**STATE, "tied": STATE["a"]}
-    report = sluice.save(state, "s3://models/parameters", format="per-parameter")
-    assert report.tied == {"tied": "a"}
-    assert torch.equal(torch.load(download(bucket, "parameters/tied.pt", tmp_path), weights_only=True), STATE["a"])
-    with pytest.raises(sluice.SaveError, match="already contains parameters"):
-        sluice.save(state, "s3://models/parameters", format="per-parameter")
-    with pytest.raises(sluice.SaveError, match="would be removed"):
-        sluice.save(STATE, "s3://models/parameters", format="per-parameter", overwrite=True)
-    assert names(bucket, "parameters/") == {f"{name}.pt" for name in state} | {"sluice.tied_names.json"}
 
 
 def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def save(
 
     If ``obj`` has DTensors, every rank of their device mesh calls this function with the same arguments. Each writes
     the bytes that it holds; no tensor is gathered. Plain tensors and other values have to be the same on all ranks. The
-    files are put in place once, for all ranks, or not at all. Not with ``manifest`` or ``"per-parameter"``.
+    files are put in place once, for all ranks, or not at all. Not with ``manifest`` or ``"torch"``.
 
     Args:
         obj: A module or an optimizer (its ``state_dict()`` is saved), a state dict, or a nested training state.
@@ -60,10 +60,9 @@ def save(
             store (``s3://``, ``gs://``, ``az://``), or a ``Remote`` with such an address and settings, gets the bytes
             while they are made, in uploads of several parts; no object is visible before it is complete.
         format: ``"torch"`` (``torch.load(weights_only=True)`` reads it), ``"safetensors"``, ``"huggingface"`` (a
-            directory with ``model.safetensors``, or shards and an index), ``"per-parameter"`` (a directory with a
-            file per tensor) or ``"dcp"`` (a directory that ``torch.distributed.checkpoint`` reads). None chooses by
-            the suffix: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` are torch; without a suffix, or
-            with ``max_shard_size``, a Hugging Face directory.
+            directory with ``model.safetensors``, or shards and an index) or ``"dcp"`` (a directory that
+            ``torch.distributed.checkpoint`` reads). None chooses by the suffix: ``.safetensors``; ``.pt``, ``.pth``,
+            ``.bin`` and ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging Face directory.
         dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
             None keeps each dtype.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"`` (5 * 1000**3); only for ``"huggingface"``.

@@ -1,74 +1,38 @@
-"""Consumers of verified bytes: checksums, hashes and counters, and decoders before them."""
+"""Consumers of verified data: checksums of records, and hashes, counts and indices of tensors."""
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import numpy as np
 import torch
 from msgspec import Struct, field
 
 from sluice import _defaults as defaults
 from sluice._errors import FormatError
-from sluice.checking.non_finite import NonFiniteCounter, WholeItems
-from sluice.engine.packs import decode_packs
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
 from sluice.reading.sparse_indices import check_indices, index_lines
-from sluice.records import Entry, Packing, Quantized, Sparse
+from sluice.records import Entry, Quantized, Sparse
 from sluice.reports.verify import VerifyProblem
 
-__all__ = [
-    "ByteStream",
-    "ByteSwapped",
-    "Consumer",
-    "Decoded",
-    "IndexCheck",
-    "RecordChecksum",
-    "Tee",
-    "TensorCheck",
-    "bytes_of",
-]
+__all__ = ["Consumer", "IndexCheck", "NonFiniteCounter", "RecordChecksum", "TensorCheck", "TensorHasher"]
+
+#: Elements that are tested together, so that temporary tensors stay in the cache of a processor.
+_BLOCK_ELEMENTS = 1 << 17
 
 
 class Consumer(Protocol):
-    """Receives bytes in order."""
+    """Receives elements or bytes in order."""
 
-    def update(self, data: memoryview, /) -> None: ...
-
-
-class Tee:
-    """Passes bytes on to several consumers."""
-
-    def __init__(self, consumers: Sequence[Consumer]) -> None:
-        self._takers = consumers
-
-    def update(self, data: memoryview) -> None:
-        """Receive the next bytes."""
-        for consumer in self._takers:
-            consumer.update(data)
+    def update(self, data: torch.Tensor, /) -> None:
+        """Receive the next ones, as a flat tensor on the host."""
+        ...
 
 
-class ByteStream(Struct, eq=False):
-    """Bytes that a consumer receives in order: a range of a file, or the elements of a tensor that is read apart."""
-
-    #: Position of the file; -1 for a tensor that is read apart.
-    file: int = -1
-    #: First byte of the range, and byte after the last.
-    first: int = 0
-    end: int = 0
-    #: Receives the bytes of the range.
-    consumer: Consumer | None = None
-    #: Whether some could not be read.
-    failed: bool = False
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class RecordChecksum:
+class RecordChecksum(Struct, eq=False):
     """The CRC-32 of a record, computed and recorded."""
 
     #: Position of the file.
@@ -77,16 +41,53 @@ class RecordChecksum:
     checksum: Checksum
     #: CRC-32 of the bytes so far.
     value: int = 0
-    #: Range of the record.
-    stream: ByteStream = dataclasses.field(init=False)
+    #: Whether some could not be read.
+    failed: bool = False
 
-    def __post_init__(self) -> None:
-        first = self.checksum.offset
-        self.stream = ByteStream(self.file, first, first + self.checksum.nbytes, self)
+    @property
+    def range(self) -> tuple[int, int, int]:
+        """File, first byte and one past the last byte."""
+        return self.file, self.checksum.offset, self.checksum.offset + self.checksum.nbytes
 
-    def update(self, data: memoryview) -> None:
+    def fail(self) -> None:
+        """Note that some bytes could not be read."""
+        self.failed = True
+
+    def update(self, data: torch.Tensor) -> None:
         """Receive the next bytes."""
-        self.value = zlib.crc32(data, self.value)
+        self.value = zlib.crc32(_bytes_of(data), self.value)
+
+
+class TensorHasher(Struct, eq=False):
+    """The hash of the elements of a tensor."""
+
+    hasher: Hasher
+
+    def update(self, data: torch.Tensor) -> None:
+        """Receive the next elements."""
+        self.hasher.update(_bytes_of(data))
+
+
+class NonFiniteCounter(Struct, eq=False):
+    """Counts elements that are NaN or infinite. A complex element counts for either part, and can count as both."""
+
+    nan: int = 0
+    inf: int = 0
+
+    @staticmethod
+    def counts(dtype: str) -> bool:
+        """Return whether elements of a dtype can be NaN or infinite."""
+        return dtype.startswith(("float", "bfloat", "complex")) and not dtype.startswith("float4")
+
+    def update(self, data: torch.Tensor) -> None:
+        """Receive the next elements."""
+        for first in range(0, len(data), _BLOCK_ELEMENTS):
+            block = data[first : first + _BLOCK_ELEMENTS]
+            numbers = torch.view_as_real(block) if block.is_complex() else block.unsqueeze(-1)
+            numbers = numbers.float() if numbers.itemsize == 1 else numbers  # torch has no tests of one-byte dtypes
+            if not numbers.isfinite().all():
+                self.nan += int(numbers.isnan().any(-1).sum())
+                self.inf += int(numbers.isinf().any(-1).sum())
 
 
 class TensorCheck(Struct, eq=False):
@@ -97,28 +98,26 @@ class TensorCheck(Struct, eq=False):
     #: Its names.
     names: list[str] = field(default_factory=list)
     #: Hash of its elements; None if not requested.
-    hasher: Hasher | None = None
+    hasher: TensorHasher | None = None
     #: Counter of its non-finite elements; None if not requested.
     counter: NonFiniteCounter | None = None
-    #: Streams of its bytes, for the hash and for the counter; empty if a damaged header hides some of them.
-    streams: tuple[ByteStream, ...] = ()
+    #: The record whose bytes its elements are; None if the record is read apart.
+    record: RecordChecksum | None = None
+    #: Whether some elements could not be read.
+    failed: bool = False
 
-    @property
-    def apart(self) -> bool:
-        """Whether it is read entry by entry, for its only stream, because its elements are not in order in a file."""
-        return any(stream.file < 0 for stream in self.streams)
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of its bytes were read."""
-        return bool(self.streams) and not any(stream.failed for stream in self.streams)
-
-    def consumer(self, component: Entry) -> Consumer:
-        """Return the consumer of one dense component; the tensor itself if it is dense."""
+    def consumers(self, component: Entry) -> list[Consumer]:
+        """Return the consumers of one dense component; the tensor itself if it is dense."""
         composite = self.entry.composite
         counted = composite is None or component is composite.values
-        consumers = (self.hasher, self.counter if counted else None)
-        return Tee([consumer for consumer in consumers if consumer is not None])
+        every = (self.hasher, self.counter if counted else None, self.record)
+        return [consumer for consumer in every if consumer is not None]
+
+    def fail(self) -> None:
+        """Note that some elements could not be read."""
+        self.failed = True
+        if self.record is not None:
+            self.record.failed = True
 
     def finish(self) -> None:
         """Hash the scales and zero points of a quantized tensor that are plain numbers."""
@@ -126,7 +125,7 @@ class TensorCheck(Struct, eq=False):
         if isinstance(composite, Quantized) and self.hasher:
             for numbers in (composite.scales, composite.zero_points):
                 if isinstance(numbers, tuple):
-                    self.hasher.update(struct.pack(f"<{len(numbers)}d", *numbers))
+                    self.hasher.hasher.update(struct.pack(f"<{len(numbers)}d", *numbers))
 
 
 class IndexCheck(Struct, eq=False):
@@ -156,49 +155,5 @@ class IndexCheck(Struct, eq=False):
         return None
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a row-major tensor."""
-    return memoryview(tensor.flatten().view(torch.uint8).numpy().data)
-
-
-def _pieces(items: WholeItems, data: memoryview, step: int) -> Iterator[memoryview]:
-    """Yield the complete items of bytes that may begin and end inside an item, in pieces of at most ``step`` bytes."""
-    for whole in items.take(data):
-        for first in range(0, len(whole), step):
-            yield whole[first : first + step]
-
-
-class ByteSwapped:
-    """Passes big-endian items on as little-endian ones."""
-
-    def __init__(self, consumer: Consumer, item_bytes: int) -> None:
-        """Start a stream of items of ``item_bytes`` bytes for a consumer."""
-        self._taker = consumer
-        self._item = item_bytes
-        self._items = WholeItems(item_bytes)
-
-    def update(self, data: memoryview) -> None:
-        """Receive the next bytes."""
-        for piece in _pieces(self._items, data, defaults.MOVED_BYTES // self._item * self._item):
-            swapped = np.frombuffer(piece, dtype=f"u{self._item}").byteswap()
-            self._taker.update(memoryview(swapped.view(np.uint8).data))
-
-
-class Decoded:
-    """Passes packs on as the bytes of their elements."""
-
-    def __init__(self, consumer: Consumer, packing: Packing) -> None:
-        """Start a stream of packs of some code for a consumer."""
-        self._taker = consumer
-        self._packing = packing
-        self._packs = WholeItems(packing.nbytes)
-
-    def update(self, data: memoryview) -> None:
-        """Receive the next bytes."""
-        packing = self._packing
-        step = max(1, defaults.CAST_PIECE_ELEMENTS // packing.elements) * packing.nbytes
-        for piece in _pieces(self._packs, data, step):
-            packs = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-            elements = torch.empty(len(packs) // packing.nbytes, packing.elements)
-            decode_packs(elements, packs.view(-1, packing.nbytes), packing)
-            self._taker.update(bytes_of(elements))
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""Verification of a checkpoint: every byte is read once and passed to the checks that need it."""
+"""Verification of a checkpoint: every byte is read and passed to the checks that need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sluice._errors import FormatError, IncompleteCheckpointError, IntegrityErro
 from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
-from sluice.checking.consumers import ByteStream, Consumer, bytes_of
+from sluice.checking.consumers import Consumer, RecordChecksum, TensorCheck
 from sluice.checking.parts import named_part
 from sluice.checking.problems import compare, wrong_checksum
 from sluice.checking.verification_plan import VerificationPlan
@@ -41,8 +41,8 @@ from sluice.sources.opening import find_place, source_path
 
 __all__ = ["Verification", "verify_checkpoint"]
 
-#: Parts of a piece: stream, consumer, first byte, and byte after the last, counted from the start of the piece.
-_Shares = list[tuple[ByteStream, Consumer, int, int]]
+#: What is checked with a piece: checks, their consumers, and first and last element of the piece for these.
+_Shares = list[tuple[RecordChecksum | TensorCheck, list[Consumer], int, int]]
 
 #: Errors that mean damage. Other errors mean that the file is something else, or cannot be read at all.
 _DAMAGE = (FormatError, TruncatedError, IntegrityError, IncompleteCheckpointError)
@@ -143,7 +143,7 @@ class Verification:
         wrong = [
             wrong_checksum(record.checksum, record.value, self._checkpoint.files[record.file])
             for record in self.plan.records
-            if record.value != record.checksum.crc and not record.stream.failed
+            if record.value != record.checksum.crc and not record.failed
         ]
         return list(dict.fromkeys([*self.plan.problems, *self._unreadable, *wrong, *self._wrong_indices]))
 
@@ -153,8 +153,8 @@ class Verification:
         hashes: dict[str, TensorHash] = {}
         for check in self.plan.tensors:
             entry, hasher = check.entry, check.hasher
-            if hasher is not None and check.whole:
-                digest = hasher.hexdigest()
+            if hasher is not None and not check.failed:
+                digest = hasher.hasher.hexdigest()
                 value = TensorHash(dtype=entry.dtype, shape=entry.shape, layout=entry.layout, hash=digest)
                 hashes.update(dict.fromkeys(check.names, value))
         return {name: hashes[name] for name in self._named.entries if name in hashes} if hashes else {}
@@ -171,8 +171,8 @@ class Verification:
 
     def run(self, progress: Progress) -> None:
         """Read the checkpoint and run all checks."""
-        total = sum(end - first for first, end in self._checkpoint.extents)
-        total += sum(check.entry.nbytes for check in self.plan.tensors if check.apart)
+        total = sum(end - first for ranges in self.plan.ranges for first, end in ranges)
+        total += sum(_stored_bytes(part) for check in self.plan.tensors for part in check.entry.components)
         total += sum(one.nbytes for check in self.plan.index_checks for one in check.composite.indices)
         fill_caches(self._checkpoint.sources, progress=progress)
         with (
@@ -188,9 +188,9 @@ class Verification:
 
             def use(batch: Batch[_Shares], read: list[torch.Tensor | ReadError]) -> None:
                 work_through(workers, self._jobs(batch, read))
-                advance(sum(piece.entry.nbytes for piece in batch))
+                advance(sum(_stored_bytes(piece.entry) for piece in batch))
 
-            pieces = (piece for some in (self._windows(), self._parts()) for piece in some)
+            pieces = (piece for some in (self._tensors(), self._windows()) for piece in some)
             pipeline(in_batches(pieces, defaults.SCAN_BATCH_BYTES), self._start, use)
             self._check_indices(advance)
         if report and not total:
@@ -198,29 +198,30 @@ class Verification:
         for check in self.plan.tensors:
             check.finish()
 
-    def _windows(self) -> Iterator[ScanItem[_Shares]]:
-        """Yield the bytes of the files in order, each with the streams that consume parts of it."""
-        waiting = self.plan.streams[::-1]
-        for file, extent in enumerate(self._checkpoint.extents):
-            active: list[ByteStream] = []
-            for first, last in windows(*extent):
-                while waiting and (waiting[-1].file, waiting[-1].first) < (file, last):
-                    active.append(waiting.pop())
-                shares = [
-                    (stream, stream.consumer, max(stream.first, first) - first, min(stream.end, last) - first)
-                    for stream in active
-                    if stream.consumer is not None
-                ]
-                yield ScanItem(self._reader.window(file, first, last), shares)
-                active = [stream for stream in active if stream.end > last]
-
-    def _parts(self) -> Iterator[ScanItem[_Shares]]:
-        """Yield the elements of the tensors that are read apart, in their order."""
+    def _tensors(self) -> Iterator[ScanItem[_Shares]]:
+        """Yield the elements of the tensors that are hashed or counted, in their order."""
         for check in self.plan.tensors:
-            for component in check.entry.components if check.apart else ():
-                consumer = check.consumer(component)
+            for component in check.entry.components:
+                consumers = check.consumers(component)
                 for part in _pieces_of(component, defaults.SCAN_BATCH_BYTES):
-                    yield ScanItem(part, [(check.streams[0], consumer, 0, part.nbytes)])
+                    yield ScanItem(part, [(check, consumers, 0, part.numel)])
+
+    def _windows(self) -> Iterator[ScanItem[_Shares]]:
+        """Yield the other bytes of the files in order, each with the records that it holds parts of."""
+        taken = {check.record.range for check in self.plan.tensors if check.record is not None}
+        records = [each for each in self.plan.records if each.checksum.nbytes and each.range not in taken]
+        waiting = sorted(records, key=lambda record: record.range, reverse=True)
+        for file, ranges in enumerate(self.plan.ranges):
+            active: list[RecordChecksum] = []
+            for first, last in (window for each in ranges for window in windows(*each)):
+                while waiting and waiting[-1].range[:2] < (file, last):
+                    active.append(waiting.pop())
+                shares: _Shares = []
+                for record in active:
+                    _, start, end = record.range
+                    shares.append((record, [record], max(start, first) - first, min(end, last) - first))
+                yield ScanItem(self._reader.window(file, first, last), shares)
+                active = [record for record in active if record.range[2] > last]
 
     def _start(self, batch: Batch[_Shares]) -> Callable[[], list[torch.Tensor | ReadError]]:
         try:
@@ -245,19 +246,19 @@ class Verification:
             return error
 
     def _jobs(self, batch: Batch[_Shares], read: Sequence[torch.Tensor | ReadError]) -> list[tuple[int, partial[None]]]:
-        """Return one job per stream, which consumes its bytes of a batch in order."""
-        work: dict[int, list[tuple[Consumer, memoryview]]] = {}
+        """Return one job per consumer, which gets its part of a batch in order."""
+        work: dict[int, list[tuple[Consumer, torch.Tensor]]] = {}
         for piece, result in zip(batch, read, strict=True):
             if isinstance(result, ReadError):
                 self._unreadable.append(VerifyProblem.of(result))
-                for stream, *_ in piece.payload:
-                    stream.failed = True
+                for check, *_ in piece.payload:
+                    check.fail()
                 continue
-            data = bytes_of(result)
-            for stream, consumer, first, last in piece.payload:
-                if not stream.failed:  # bytes after a gap would be out of order
-                    work.setdefault(id(stream), []).append((consumer, data[first:last]))
-        return [(sum(len(data) for _, data in pieces), partial(_feed, pieces)) for pieces in work.values()]
+            data = result.flatten()
+            for _, consumers, first, last in piece.payload:
+                for consumer in consumers:
+                    work.setdefault(id(consumer), []).append((consumer, data[first:last]))
+        return [(sum(data.nbytes for _, data in pieces), partial(_feed, pieces)) for pieces in work.values()]
 
     def _check_indices(self, advance: Callable[[int], None]) -> None:
         """Read and check the indices of sparse tensors."""
@@ -276,10 +277,15 @@ class Verification:
                 self._wrong_indices += [] if problem is None else [problem]
 
 
-def _feed(pieces: Iterable[tuple[Consumer, memoryview]]) -> None:
+def _feed(pieces: Iterable[tuple[Consumer, torch.Tensor]]) -> None:
     """Pass each piece to its consumer, in order."""
     for consumer, data in pieces:
         consumer.update(data)
+
+
+def _stored_bytes(entry: Entry) -> int:
+    packing = entry.elements.packing
+    return entry.nbytes if packing is None else entry.numel // packing.elements * packing.nbytes
 
 
 def _pieces_of(entry: Entry, limit_bytes: int) -> Iterator[Entry]:

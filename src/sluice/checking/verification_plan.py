@@ -1,24 +1,17 @@
-"""The plan of a verification: the checks of a checkpoint, and the bytes that each of them receives.
+"""The plan of a verification: the checks of a checkpoint, and which bytes of its files are read for which of them.
 
-Every byte is read once, in the order of the files. Tensors whose elements are not in order there, such as views across
-rows and tensors in several chunks, and sparse indices are read a second time, in the order of their elements.
+Tensors that are hashed or counted are read as tensors. What else the files hold is read in windows. A record with a
+checksum that is also a tensor is read once, for both.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from sluice import _defaults as defaults
 from sluice._errors import CheckpointError
-from sluice.checking.consumers import (
-    ByteStream,
-    ByteSwapped,
-    Consumer,
-    Decoded,
-    IndexCheck,
-    RecordChecksum,
-    TensorCheck,
-)
-from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
+from sluice.checking.consumers import IndexCheck, NonFiniteCounter, RecordChecksum, TensorCheck, TensorHasher
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.formats.manifest import HashAlgorithm, new_hash
@@ -27,6 +20,9 @@ from sluice.records import Entry, Quantized, Sparse
 from sluice.reports.verify import VerifyProblem
 
 __all__ = ["VerificationPlan"]
+
+#: Shorter tensors are also read in the windows around them.
+_APART_BYTES = 1 << 16
 
 
 class VerificationPlan:
@@ -38,6 +34,7 @@ class VerificationPlan:
         tensors: Tensors that are hashed or counted, each once.
         index_checks: Indices of sparse tensors.
         problems: Problems of headers.
+        ranges: Ranges of each file that are read in windows.
     """
 
     def __init__(
@@ -67,16 +64,8 @@ class VerificationPlan:
         pieces += [piece for check in checks for piece in check.composite.indices]
         self._offsets = self._locate({number for piece in pieces if piece.numel for number in piece.storages})
         self.index_checks = [check for check in checks if self._located(check.composite.indices)]
-        for tensor in self.tensors:
-            if self._located(tensor.entry.pieces):
-                tensor.streams = tuple(self._streams_of(tensor))
-
-    @property
-    def streams(self) -> list[ByteStream]:
-        """The streams that consume bytes while the files are read, in the order of the files."""
-        streams = [record.stream for record in self.records if record.checksum.nbytes]
-        streams += [stream for tensor in self.tensors for stream in tensor.streams if stream.file >= 0]
-        return sorted(streams, key=lambda stream: (stream.file, stream.first))
+        self.tensors = [tensor for tensor in self.tensors if self._located(tensor.entry.pieces)]
+        self.ranges = self._ranges()
 
     def _checksums(self) -> Iterator[RecordChecksum]:
         for file, checksums in enumerate(self._checkpoint.checksums()):
@@ -96,9 +85,9 @@ class VerificationPlan:
             check = checks.setdefault(identity(entry), TensorCheck(entry))
             if not check.names:
                 values = entry if entry.composite is None else entry.composite.values
-                counted = self._nan and has_non_finite(values.dtype) and not isinstance(entry.composite, Quantized)
-                check.hasher = new_hash(self._algorithm) if self._algorithm else None
-                check.counter = NonFiniteCounter(values.dtype) if counted else None
+                counted = NonFiniteCounter.counts(values.dtype) and not isinstance(entry.composite, Quantized)
+                check.hasher = TensorHasher(new_hash(self._algorithm)) if self._algorithm else None
+                check.counter = NonFiniteCounter() if self._nan and counted else None
             check.names.append(name)
         return [check for check in checks.values() if check.hasher or check.counter]
 
@@ -131,24 +120,30 @@ class VerificationPlan:
     def _located(self, pieces: Iterable[Entry]) -> bool:
         return all(number in self._offsets for piece in pieces if piece.numel for number in piece.storages)
 
-    def _streams_of(self, check: TensorCheck) -> Iterator[ByteStream]:
-        """Yield the streams of a tensor: for the hash and for the counter, or one that is read apart for both."""
-        entry = check.entry
-        if len(entry.parts) == 1 and entry.parts[0].entry.shape == entry.shape:
-            entry = entry.parts[0].entry
-        if not (row_major(entry) and entry.numel):
-            yield ByteStream()
-            return
-        storage = self._checkpoint.index.storages[entry.storage]
-        offset, (first, end) = self._offsets[entry.storage], entry.byte_span
-        for consumer in (check.hasher, check.counter):
-            if consumer is not None:
-                taker = _elements(entry, storage.swap_bytes, consumer)
-                yield ByteStream(storage.file, offset + first, offset + end, taker)
+    def _ranges(self) -> list[list[tuple[int, int]]]:
+        """Return the ranges of each file that no tensor covers, and give records to the tensors that cover them."""
+        records = {record.range: record for record in self.records}
+        recorded = {record.file for record in self.records}
+        covered: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+        for check in self.tensors:
+            entry, parts = check.entry, check.entry.parts
+            entry = parts[0].entry if len(parts) == 1 and parts[0].entry.shape == entry.shape else entry
+            if not row_major(entry) or entry.nbytes < min(_APART_BYTES, defaults.SCAN_WINDOW_BYTES):
+                continue
+            storage, offset = self._checkpoint.index.storages[entry.storage], self._offsets[entry.storage]
+            first, end = (offset + byte for byte in entry.byte_span)
+            if not storage.swap_bytes:
+                check.record = records.pop((storage.file, first, end), None)
+            if check.record is not None or storage.file not in recorded:
+                covered[storage.file].add((first, end))
+        return [list(_gaps(extent, covered[file])) for file, extent in enumerate(self._checkpoint.extents)]
 
 
-def _elements(entry: Entry, swap_bytes: int, consumer: Consumer) -> Consumer:
-    """Return what receives the stored bytes of a view, and passes on its elements."""
-    if entry.elements.packing is not None:
-        return Decoded(consumer, entry.elements.packing)
-    return ByteSwapped(consumer, swap_bytes) if swap_bytes else consumer
+def _gaps(extent: tuple[int, int], covered: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    at, last = extent
+    for first, end in sorted(covered):
+        if at < first:
+            yield at, first
+        at = max(at, end)
+    if at < last:
+        yield at, last

@@ -29,9 +29,6 @@ from sluice.writing.save_job import SaveJob
 
 __all__ = ["check_destination", "convert_checkpoint"]
 
-#: Formats whose files are pickles, which can describe sparse and quantized tensors.
-_TORCH_FILES = frozenset({"torch", "per-parameter"})
-
 
 def convert_checkpoint(
     checkpoint: OpenCheckpoint,
@@ -70,7 +67,7 @@ def convert_checkpoint(
         checkpoint, contents.tree, job.dtype, batch_bytes=batch, staging_bytes=reading, page_cache=page_cache
     )
     with entries:
-        _check(entries, checkpoint, save_format, manifest=job.manifest is not None)
+        _check(entries, checkpoint)
         if not job.dry_run:
             _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)))
             if 2 * sum(entry.nbytes for entry in every_entry(contents.tree)) >= checkpoint.nbytes:
@@ -97,16 +94,15 @@ def convert_checkpoint(
     )
 
 
-def _check(entries: Entries, checkpoint: OpenCheckpoint, save_format: str, *, manifest: bool) -> None:
-    """Refuse data that the format cannot hold, before anything is written."""
+def _check(entries: Entries, checkpoint: OpenCheckpoint) -> None:
+    """Refuse data that no format holds, before anything is written."""
     names = {id(entry): name for name, entry in walk(entries.tree)}
     for entry in every_entry(entries.tree):
         name = names.get(id(entry), "_metadata")
-        if entry.composite is not None and (manifest or save_format not in _TORCH_FILES):
-            pickled = save_format in _TORCH_FILES
-            where = "a manifest has no hash for it" if pickled else f"{save_format} files hold dense tensors"
-            problem = f"a {entry.layout} tensor cannot be written: {where}"
-            raise UnsupportedError(problem, file=checkpoint.path, tensor=name)
+        if entry.composite is not None:
+            problem = f"a {entry.layout} tensor cannot be written"
+            advice = "Leave it out with key= or rules.drop(), or load the file and save it with torch.save."
+            raise UnsupportedError(problem, file=checkpoint.path, tensor=name, advice=advice)
         why = why_no_cast(entry.dtype, entries.finished(entry), requires_grad=entry.requires_grad)
         if why:
             raise MismatchError(why, file=checkpoint.path, tensor=name)
@@ -160,12 +156,8 @@ def check_destination(checkpoint: OpenCheckpoint, destination: Path, chosen: str
     """
     final = os.path.realpath(destination)
     sources = {os.path.realpath(path) for path in checkpoint.files if os.path.exists(path)}
-    if chosen in {"torch", "safetensors"}:
-        if len(sources) > 1 and final in sources:
-            raise SaveError("the destination is one of the source files", file=str(destination))
-    elif chosen == "per-parameter" and any(_inside(path, final) for path in sources):
-        problem = "the destination directory contains source files that are still to be read"
-        raise SaveError(problem, file=str(destination))
+    if chosen in {"torch", "safetensors"} and len(sources) > 1 and final in sources:
+        raise SaveError("the destination is one of the source files", file=str(destination))
     if not os.path.isdir(checkpoint.path):  # also if it is remote
         return
     directory = os.path.realpath(checkpoint.path)

@@ -16,7 +16,7 @@ from sluice._dtypes import ITEM_BYTES, is_castable
 from sluice._options import PageCache
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.contents import refuse_repeats
-from sluice.converting.storages import Storages, described
+from sluice.converting.storages import Storages
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten
 from sluice.reading.reader import CheckpointReader
@@ -82,9 +82,9 @@ class Entries:
     def named(self) -> Mapping[str, Entry]:
         return flatten(self.tree, self._checkpoint.limits)
 
-    def distinct(self, *, pickled: bool) -> tuple[dict[str, Entry], dict[str, str]]:
+    def distinct(self) -> tuple[dict[str, Entry], dict[str, str]]:
         assert isinstance(self.tree, dict)
-        stored, ties = stored_once(self.tree, _identity_in_pickle if pickled else _identity)
+        stored, ties = stored_once(self.tree, _identity)
         refuse_repeats(stored, self._checkpoint)
         self._locate(stored.values())
         return stored, ties
@@ -98,10 +98,10 @@ class Entries:
 
     def lay_out(self, obj: object, named: Mapping[str, Entry]) -> TorchFile:
         walked = walk_object(obj, _attributes)
-        self._locate(part for entry in walked.tensors for part in entry.components)
+        self._locate(walked.tensors)
         storages = Storages(walked.tensors, self.finished, self._checkpoint.index)
         return TorchFile(
-            pickled=pickle_object(obj, walked, described(walked.tensors, storages)),
+            pickled=pickle_object(obj, walked, storages.described()),
             storages=storages.sources,
             sizes=storages.sizes,
             tensors=walked.places,
@@ -163,8 +163,3 @@ def _attributes(value: object) -> Mapping[str, object] | None:
 
 def _identity(entry: Entry) -> Entry | None:
     return replace(entry, parameter=False, requires_grad=False, origin="") if entry.numel else None
-
-
-def _identity_in_pickle(entry: Entry) -> tuple[Entry, int] | None:
-    """Return equal keys for entries whose files are equal; None for an empty tensor."""
-    return (entry, id(entry.attributes)) if entry.numel else None

@@ -55,11 +55,6 @@ class Runs:
             for dim in range(last if self.elements else 0)
         ]
 
-    @property
-    def longest(self) -> int:
-        """Number of elements of the longest run."""
-        return int(np.diff(self._ends, prepend=0).max()) if self.elements else 0
-
     def within(self, first: int, last: int) -> Iterator[tuple[_Integers, _Integers]]:
         """Yield the runs of some elements, in batches: first elements in the tensor, and numbers of elements.
 

@@ -23,7 +23,7 @@ def outline(request: CopyRequest, path: Path) -> int:
     with Entries(
         request.checkpoint, request.entries(), request.dtype, batch_bytes=1, staging_bytes=1, page_cache="auto"
     ) as entries:
-        tensors, ties = entries.distinct(pickled=False)
+        tensors, ties = entries.distinct()
         layout = lay_out_safetensors(entries.outlines(tensors), declare_ties(ties, {"format": "pt"}))
     with path.open("xb") as file:
         file.write(layout.header)

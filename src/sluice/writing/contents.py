@@ -32,7 +32,7 @@ class WrittenItem(Struct, frozen=True, kw_only=True):
     #: Writes bytes of it, from any thread.
     put: Put
     #: Key of the item in the manifest.
-    stored: object
+    stored: Hashable
 
 
 class Contents(Protocol):
@@ -45,11 +45,8 @@ class Contents(Protocol):
         """Return the tensors of the tree by the names under which ``sluice.open`` shows them."""
         ...
 
-    def distinct(self, *, pickled: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    def distinct(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return each tensor of the state dict under one name, and its other names: ``{name: stored name}``.
-
-        Args:
-            pickled: Whether each is pickled, with its flags, rather than stored as dense elements.
 
         Raises:
             SaveError: It is not a state dict, or has a tensor that the format cannot store.
@@ -96,13 +93,9 @@ def write_items(
     last, at, look = None, 0, None
     for item, tensor in contents.pieces(items, queue.drain):
         if item is not last:
-            if manifest and last is not None:
-                manifest.done(last.stored)
-            last, at, look = item, 0, manifest.in_order(item.stored) if manifest else None
+            last, at, look = item, 0, manifest.consumer(item.stored) if manifest else None
         queue.write(tensor, item.dtype, item.first + at, partial(_put_from, item.put, at) if at else item.put, look)
         at += tensor.numel() * ITEM_BYTES[item.dtype]
-    if manifest and last is not None:
-        manifest.done(last.stored)
 
 
 def _put_from(put: Put, start: int, at: int, piece: memoryview) -> None:

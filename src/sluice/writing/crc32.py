@@ -9,62 +9,15 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
-import numpy.typing as npt
-
-__all__ = ["moved", "sum_moved"]
+__all__ = ["moved"]
 
 #: The polynomial of CRC-32, bit-reversed.
 _POLYNOMIAL = 0xEDB88320
-
-#: Fewer CRCs are moved one by one.
-_FEW = 8
 
 
 def moved(crc: int, nbytes: int) -> int:
     """Return the contribution of a piece's CRC to that of the whole, if ``nbytes`` bytes follow the piece."""
     return _product(_power(nbytes), crc) if nbytes else crc
-
-
-def sum_moved(crcs: npt.NDArray[np.uint32], following: npt.NDArray[np.int64]) -> int:
-    """Return the sum of the contributions of many pieces.
-
-    Args:
-        crcs: CRC of each piece.
-        following: Number of bytes that follow each piece in the whole.
-    """
-    if len(crcs) < _FEW:
-        total = 0
-        for crc, nbytes in zip(crcs.tolist(), following.tolist(), strict=True):
-            total ^= moved(crc, nbytes)
-        return total
-    sums = crcs.copy()
-    for bit in range(int(following.max()).bit_length()):
-        chosen = np.flatnonzero(following >> bit & 1)
-        sums[chosen] = _multiplied(sums[chosen], bit)
-    return int(np.bitwise_xor.reduce(sums))
-
-
-def _multiplied(crcs: npt.NDArray[np.uint32], bit: int) -> npt.NDArray[np.uint32]:
-    """Return CRCs that ``1 << bit`` bytes follow."""
-    tables = _tables(bit)
-    product: npt.NDArray[np.uint32] = (
-        tables[0][crcs & 255] ^ tables[1][crcs >> 8 & 255] ^ tables[2][crcs >> 16 & 255] ^ tables[3][crcs >> 24]
-    )
-    return product
-
-
-@cache
-def _tables(bit: int) -> tuple[npt.NDArray[np.uint32], ...]:
-    """Return the products of ``1 << bit`` bytes with every value of each byte of a CRC."""
-    power = _squares()[bit + 3]
-    tables = []
-    for byte in range(4):
-        table = np.zeros(1, np.uint32)
-        for position in range(8):
-            table = np.concatenate([table, table ^ np.uint32(_product(power, 1 << (8 * byte + position)))])
-        tables.append(table)
-    return tuple(tables)
 
 
 @cache

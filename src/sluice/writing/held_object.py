@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
-from sluice.writing.composites import count_parts, dense_parts, describe
 from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.items import (
     StorageSpan,
@@ -18,7 +16,6 @@ from sluice.writing.items import (
     finished_dtype,
     flat_tensors,
     named_tensors,
-    outlines,
     refuse_unsupported,
     storage_key,
 )
@@ -48,27 +45,25 @@ class HeldObject:
     def named(self) -> Mapping[str, torch.Tensor]:
         return named_tensors(self.tree)
 
-    def distinct(self, *, pickled: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        tensors = dict(flat_tensors(self.tree, dense=not pickled))
-        return stored_once(tensors, _identity_in_pickle if pickled else identity)
+    def distinct(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        return stored_once(dict(flat_tensors(self.tree)), identity)
 
     def outlines(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorOutline]:
-        return outlines(tensors, self._dtype)
+        return {
+            name: TensorOutline(finished_dtype(tensor, self._dtype), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        }
 
     def casts(self, tensors: Iterable[torch.Tensor]) -> Mapping[str, int]:  # noqa: ARG002 - a save does not count them
         return {}
 
     def lay_out(self, obj: object, named: Mapping[str, torch.Tensor]) -> TorchFile:
         walked = walk_object(obj, _attributes)
-        dense = [part for tensor in walked.tensors for part in dense_parts(tensor)]
-        spans = collect_spans(dense)
-        kept = _quantized_parts(walked.tensors)
-        finished = [finished_dtype(span.tensor, None if key in kept else self._dtype) for key, span in spans.items()]
-        storages = tuple(zip(spans.values(), finished, strict=True))
-        described = _descriptions(walked.tensors, dense, spans, finished, self._dtype)
+        spans = collect_spans(walked.tensors)
+        finished = [finished_dtype(span.tensor, self._dtype) for span in spans.values()]
         return TorchFile(
-            pickled=pickle_object(obj, walked, described),
-            storages=storages,
+            pickled=pickle_object(obj, walked, _descriptions(walked.tensors, spans, finished)),
+            storages=tuple(zip(spans.values(), finished, strict=True)),
             sizes=[
                 (span.end - span.start) * ITEM_BYTES[name] for span, name in zip(spans.values(), finished, strict=True)
             ],
@@ -92,89 +87,55 @@ def _hashed(
     numbers = {key: number for number, key in enumerate(spans)}
     for name, tensor in named.items():
         key = storage_key(tensor)
-        dtype = finished[numbers[key]]
-        start = (int(tensor.storage_offset()) - spans[key].start) * ITEM_BYTES[dtype]
-        apart = None if tensor.is_contiguous() else tensor
-        outline = TensorOutline(dtype, tuple(tensor.shape))
-        yield name, HashedTensor(outline=outline, storage=numbers[key], start=start, apart=apart)
+        number, span = numbers[key], spans[key]
+        whole = tensor.is_contiguous() and tensor.numel() == span.end - span.start
+        outline = TensorOutline(finished[number], tuple(tensor.shape))
+        yield name, HashedTensor(outline=outline, storage=number if whole else None, source=tensor)
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return equal keys for tensors with the same elements in the same memory; None if it is always stored."""
-    if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.numel() == 0:
         return None
     view = tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
 
 
-def _identity_in_pickle(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Return equal keys for tensors whose ``torch.save`` files are equal; None if it is always stored."""
-    same = identity(tensor)
-    return None if same is None else (*same, type(tensor), tensor.requires_grad, id(tensor) if vars(tensor) else 0)
-
-
 def _attributes(value: Any) -> Mapping[str, object] | None:
     if isinstance(value, torch.Tensor):
-        refuse_unsupported(value, "", dense=False)
+        refuse_unsupported(value)
         return vars(value)
     if is_plain(value):
         return None
     raise refusal(value)
 
 
-def _quantized_parts(tensors: Sequence[torch.Tensor]) -> set[Hashable]:
-    """Return the storages of the components of quantized tensors, which are never cast.
+def _descriptions(
+    tensors: Iterable[torch.Tensor], spans: Mapping[Hashable, StorageSpan], finished: Sequence[str]
+) -> Iterator[Call]:
+    """Yield what rebuilds each tensor.
 
     Raises:
-        SaveError: The integers of a quantized tensor are also saved as a separate tensor.
+        SaveError: A tensor with ``requires_grad`` is cast to a dtype without gradients: torch would not load it.
     """
-    quantized = [dense_parts(tensor) for tensor in tensors if tensor.is_quantized]
-    if not quantized:
-        return set()
-    integers = {storage_key(parts[0]) for parts in quantized}
-    for tensor in tensors:
-        if not tensor.is_quantized and not integers.isdisjoint(map(storage_key, dense_parts(tensor))):
-            raise SaveError("tensors of different dtypes share one storage", found=tensor.dtype)
-    return {storage_key(part) for parts in quantized for part in parts}
-
-
-def _check_gradients(tensor: torch.Tensor, dtype: str | None) -> None:
-    """Refuse to cast a tensor with ``requires_grad`` to a dtype without gradients: torch would not load it."""
-    own = dtype_name(tensor.dtype)
-    why = why_no_cast(own, finished_dtype(tensor, dtype), requires_grad=tensor.requires_grad)
-    if why:
-        raise SaveError(why)
-
-
-def _descriptions(
-    tensors: Iterable[torch.Tensor],
-    dense: Iterable[torch.Tensor],
-    spans: Mapping[Hashable, StorageSpan],
-    finished: Sequence[str],
-    dtype: str | None,
-) -> Iterator[Call]:
-    """Yield the description of each tensor; ``dense`` yields the ``dense_parts`` of all of them in order."""
     numbers = {key: number for number, key in enumerate(spans)}
-    waiting = iter(dense)
-
-    def geometry(part: torch.Tensor) -> Geometry:
-        key = storage_key(part)
+    for tensor in tensors:
+        key = storage_key(tensor)
         span, number = spans[key], numbers[key]
-        return Geometry(
+        why = why_no_cast(dtype_name(tensor.dtype), finished[number], requires_grad=tensor.requires_grad)
+        if why:
+            raise SaveError(why)
+        geometry = Geometry(
             storage=number,
             elements=span.end - span.start,
             dtype=finished[number],
-            device=str(part.device),
-            start=int(part.storage_offset()) - span.start,
-            shape=tuple(part.shape),
-            stride=part.stride(),
+            device=str(tensor.device),
+            start=int(tensor.storage_offset()) - span.start,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
         )
-
-    for tensor in tensors:
-        _check_gradients(tensor, dtype)
-        parts = [geometry(part) for part in islice(waiting, count_parts(tensor))]
         yield rebuilt(
-            describe(tensor, parts),
+            geometry,
             requires_grad=tensor.requires_grad,
             parameter=isinstance(tensor, torch.nn.Parameter),
             attributes=vars(tensor),

@@ -11,8 +11,6 @@ from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import SaveError
 from sluice._options import Limits
 from sluice.entries.tree import component
-from sluice.writing.composites import QUANTIZED_DTYPES, SPARSE_LAYOUTS
-from sluice.writing.safetensors import TensorOutline
 
 __all__ = [
     "StorageSpan",
@@ -20,7 +18,6 @@ __all__ = [
     "finished_dtype",
     "flat_tensors",
     "named_tensors",
-    "outlines",
     "refuse_unsupported",
     "storage_key",
     "tensor_items",
@@ -42,23 +39,16 @@ class StorageSpan(Struct):
         return self.tensor.as_strided((self.end - self.start,), (1,), self.start)
 
 
-def refuse_unsupported(tensor: torch.Tensor, name: str, *, dense: bool = True) -> None:
-    """Raise ``SaveError`` for a tensor that the format cannot store.
-
-    Args:
-        tensor: The tensor.
-        name: Its name, for messages.
-        dense: Whether the format stores dense tensors only.
-    """
+def refuse_unsupported(tensor: torch.Tensor, name: str = "") -> None:
+    """Raise ``SaveError`` for a tensor that no format stores; ``name`` is for messages."""
     problem, advice = "", None
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         problem = f"tensors of class {type(tensor).__qualname__} cannot be saved"
         if type(tensor).__module__.startswith("torchao."):
             advice = "Save weights that torchao quantized as .safetensors or as a Hugging Face directory."
-    elif tensor.layout != torch.strided and (dense or tensor.layout not in SPARSE_LAYOUTS):
-        problem = f"this format cannot store tensors of layout {tensor.layout}"
-    elif tensor.is_quantized and (dense or tensor.dtype not in QUANTIZED_DTYPES):
-        problem = f"this format cannot store tensors of dtype {tensor.dtype}"
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        problem = f"a {tensor.dtype if tensor.is_quantized else tensor.layout} tensor cannot be written"
+        advice = "Save sparse and quantized tensors with torch.save; sluice reads them."
     elif tensor.is_meta:
         problem = "tensors on the meta device have no values to save"
     if problem:
@@ -71,11 +61,6 @@ def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:
     return dtype if dtype is not None and is_castable(own) else own
 
 
-def outlines(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[str, TensorOutline]:
-    """Return dtype and shape in the file of each tensor."""
-    return {name: TensorOutline(finished_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
 def storage_key(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for tensors that share stored bytes.
 
@@ -86,7 +71,7 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
 
 
 def collect_spans(tensors: Iterable[torch.Tensor]) -> dict[Hashable, StorageSpan]:
-    """Return the range of each storage that dense tensors need, by ``storage_key``.
+    """Return the range of each storage that tensors need, by ``storage_key``.
 
     Raises:
         SaveError: Tensors of different dtypes share one storage.
@@ -105,18 +90,14 @@ def collect_spans(tensors: Iterable[torch.Tensor]) -> dict[Hashable, StorageSpan
     return spans
 
 
-def flat_tensors(state: object, *, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def flat_tensors(state: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a flat state dict.
-
-    Args:
-        state: The state dict.
-        dense: Whether the format stores dense tensors only.
 
     Raises:
         SaveError: It is not a mapping, a name is not a string, or a value is not a tensor that the format stores.
     """
     for name, value in tensor_items(state):
-        refuse_unsupported(value, name, dense=dense)
+        refuse_unsupported(value, name)
         yield name, value
 
 
@@ -144,8 +125,7 @@ def named_tensors(state: object) -> dict[str, torch.Tensor]:
     """Return the tensors of a nested object by the dotted names under which ``sluice.open`` shows them.
 
     Raises:
-        SaveError: Two tensors have the same name, one is sparse or quantized, or the object is nested deeper than
-            ``sluice.open`` reads.
+        SaveError: Two tensors have the same name, or the object is nested deeper than ``sluice.open`` reads.
     """
     named: dict[str, torch.Tensor] = {}
     waiting = [("", state, 0)]
@@ -154,12 +134,6 @@ def named_tensors(state: object) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             if name in named:
                 raise SaveError("two tensors have the same dotted name; a manifest needs unique names", tensor=name)
-            if value.layout != torch.strided or value.is_quantized:
-                raise SaveError(
-                    "a manifest cannot hold hashes of sparse or quantized tensors",
-                    tensor=name,
-                    found=value.dtype if value.is_quantized else value.layout,
-                )
             named[name] = value
         elif isinstance(value, (dict, list, tuple)):
             if depth == Limits().depth:

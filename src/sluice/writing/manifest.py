@@ -1,8 +1,7 @@
 """The manifest of a save: each tensor is hashed while it is written, so that the source is read once.
 
-A writer announces the tensors of each stored item, a tensor or a storage with views (``expect``), and passes on all
-bytes of the item in order (``in_order``). A tensor whose elements are not contiguous in its storage is an item of its
-own, which is not written.
+A writer announces the tensors of each stored item, a tensor or a storage (``expect``), and passes on all bytes of the
+item in order (``consumer``). A tensor that is only a part of its storage is an item of its own, which is not written.
 
 The manifest is renamed last, after the data: a crash between the two leaves an older manifest or none, which the next
 verification reports as wrong or missing.
@@ -12,37 +11,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from sluice._errors import SaveError
-from sluice.formats.manifest import HashAlgorithm, Hasher, Manifest, TensorHash, new_hash
+from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, new_hash
 from sluice.writing.durable.replacement import Replacement
+from sluice.writing.safetensors import TensorOutline
 
 __all__ = ["ManifestWriter", "manifest_writer", "write_manifest"]
-
-
-class _HashedRange:
-    """Byte range of a stored item that holds the elements of one or more tensors, hashed in order."""
-
-    __slots__ = ("_at", "_end", "_hasher", "names", "start")
-
-    def __init__(self, start: int, end: int, hasher: Hasher) -> None:
-        self.start = start
-        self.names: list[str] = []
-        self._end = end
-        self._hasher = hasher
-        self._at = start
-
-    def take(self, at: int, data: memoryview) -> None:
-        """Hash a piece that begins at byte ``at`` of the item; pieces come in order."""
-        first, last = max(at, self.start), min(at + len(data), self._end)
-        if first < last:
-            self._hasher.update(data[first - at : last - at])
-            self._at = last
-
-    def hexdigest(self) -> str | None:
-        """Return the hash, or None while bytes are missing."""
-        return self._hasher.hexdigest() if self._at == self._end else None
 
 
 class ManifestWriter:
@@ -50,9 +26,8 @@ class ManifestWriter:
 
     Example:
         >>> manifest = ManifestWriter("model.manifest.json", "sha256", overwrite=True)
-        >>> manifest.expect("w", dtype="uint8", shape=(3,), nbytes=3)
-        >>> manifest.in_order("w")(memoryview(b"abc"))
-        >>> manifest.done("w")
+        >>> manifest.expect("w", TensorOutline("uint8", (3,)))
+        >>> manifest.consumer("w")(memoryview(b"abc"))
         >>> manifest.commit()
     """
 
@@ -74,51 +49,43 @@ class ManifestWriter:
         directory = os.path.dirname(os.path.realpath(self._file.path))
         if os.path.isdir(directory) and not os.access(directory, os.W_OK):  # fails now, not after the data is written
             raise SaveError("the directory is not writable", file=self._file.path)
-        self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._outlines: dict[str, TensorOutline] = {}
         self._hashes: dict[str, str] = {}
-        self._ranges: defaultdict[Hashable, dict[tuple[int, int], _HashedRange]] = defaultdict(dict)
+        self._names: defaultdict[Hashable, list[str]] = defaultdict(list)
 
-    def expect(
-        self, name: str, *, dtype: str, shape: Iterable[int], nbytes: int, stored: Hashable = None, start: int = 0
-    ) -> None:
+    def expect(self, name: str, outline: TensorOutline, stored: Hashable = None) -> None:
         """Announce a tensor whose bytes will be written.
 
         Args:
             name: Its dotted name in the finished checkpoint.
-            dtype: Its dtype in the file.
-            shape: Size of each dimension, in elements.
-            nbytes: Size of its elements, in bytes.
-            stored: Key of the item that holds it; None for an item with this tensor only, whose key is its name.
-            start: Its first byte in the item.
+            outline: Its dtype and shape in the file.
+            stored: Key of the item that holds its elements and nothing else; None if that is its name.
         """
-        self._kinds[name] = (dtype, tuple(shape))
-        ranges = self._ranges[name if stored is None else stored]
-        end = start + nbytes
-        ranges.setdefault((start, end), _HashedRange(start, end, new_hash(self._algorithm))).names.append(name)
+        self._outlines[name] = outline
+        self._names[name if stored is None else stored].append(name)
 
-    def in_order(self, stored: Hashable) -> Callable[[memoryview], None]:
-        """Return a consumer of all bytes of an item, in order; call ``done`` after the last."""
-        at = 0
+    def consumer(self, stored: Hashable) -> Callable[[memoryview], None] | None:
+        """Return what takes all bytes of an item, in order; None if no tensor was announced for it."""
+        names = self._names.pop(stored, None)
+        if names is None:
+            return None
+        hasher, missing = new_hash(self._algorithm), self._outlines[names[0]].nbytes
 
         def take(piece: memoryview) -> None:
-            nonlocal at
-            for hashed in self._ranges[stored].values() if stored in self._ranges else ():
-                hashed.take(at, piece)
-            at += len(piece)
+            nonlocal missing
+            hasher.update(piece)
+            missing -= len(piece)
+            if not missing:
+                self._hashes.update(dict.fromkeys(names, hasher.hexdigest()))
 
+        if not missing:
+            take(memoryview(b""))
         return take
-
-    def done(self, stored: Hashable) -> None:
-        """Finish the hashes of an item and release its state."""
-        for hashed in self._ranges.pop(stored, {}).values():
-            digest = hashed.hexdigest()
-            if digest is not None:
-                self._hashes.update(dict.fromkeys(hashed.names, digest))
 
     def repeat(self, ties: Mapping[str, str]) -> None:
         """Add further names of tensors that were hashed: ``{name: hashed name}``."""
         for name, hashed in ties.items():
-            self._kinds[name], self._hashes[name] = self._kinds[hashed], self._hashes[hashed]
+            self._outlines[name], self._hashes[name] = self._outlines[hashed], self._hashes[hashed]
 
     def commit(self) -> None:
         """Write the manifest and rename it into place, after the data.
@@ -126,11 +93,11 @@ class ManifestWriter:
         Raises:
             SaveError: Bytes of a tensor were never passed on, or the operating system failed. The data stays.
         """
-        for name in self._kinds.keys() - self._hashes.keys():
+        for name in self._outlines.keys() - self._hashes.keys():
             raise SaveError("the tensor was not hashed completely", file=self._file.path, tensor=name)
         tensors = {
-            name: TensorHash(dtype=dtype, shape=shape, hash=self._hashes[name])
-            for name, (dtype, shape) in self._kinds.items()
+            name: TensorHash(dtype=outline.dtype, shape=outline.shape, hash=self._hashes[name])
+            for name, outline in self._outlines.items()
         }
         write_manifest(Manifest(algorithm=self._algorithm, tensors=tensors), self._file)
 

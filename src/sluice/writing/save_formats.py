@@ -8,14 +8,19 @@ from typing import Literal, get_args
 __all__ = ["CONVERT_FORMATS", "ConvertFormat", "SaveFormat", "choose_format", "choose_save_format"]
 
 #: ``huggingface`` is a directory: one safetensors file, or shards and their index.
-ConvertFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
+ConvertFormat = Literal["safetensors", "torch", "huggingface"]
 
 #: ``dcp`` is a directory of torch.distributed.checkpoint.
-SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter", "dcp"]
+SaveFormat = Literal["safetensors", "torch", "huggingface", "dcp"]
 
 CONVERT_FORMATS: tuple[ConvertFormat, ...] = get_args(ConvertFormat)
 
 _SAVE_FORMATS: tuple[SaveFormat, ...] = get_args(SaveFormat)
+
+#: What follows the error for formats that are only read.
+_READ_ONLY = {
+    "per-parameter": "; a file for each tensor saves no memory when sluice loads the model, so it only reads such files"
+}
 
 _SUFFIXES: dict[str, ConvertFormat] = {
     ".safetensors": "safetensors",
@@ -40,7 +45,8 @@ def choose_save_format(path: Path, requested: str | None, max_shard_size: int | 
         raise ValueError(f"no format for the suffix {path.suffix!r}: name one with format=")
     chosen = next((each for each in _SAVE_FORMATS if each == (requested or named)), None)
     if chosen is None:
-        raise ValueError(f"unknown format {requested!r}: one of {', '.join(_SAVE_FORMATS)}")
+        known = ", ".join(_SAVE_FORMATS)
+        raise ValueError(f"unknown format {requested!r}: one of {known}{_READ_ONLY.get(str(requested), '')}")
     if suffix in _SUFFIXES and chosen != named:
         raise ValueError(f"format={chosen!r} contradicts the suffix {path.suffix!r}, which means {named!r}")
     if max_shard_size is not None and chosen != "huggingface":

@@ -28,7 +28,7 @@ from msgspec import Struct
 
 from sluice._errors import SaveError
 from sluice.formats.safetensors.ties import declare_ties
-from sluice.writing.durable.directories import locked_directory, made_directory, publish_set
+from sluice.writing.durable.directories import locked_directory, publish_set
 from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
@@ -154,7 +154,7 @@ def write_model_directory(
     first = plan_model_directory(directory, model)  # fails before the directory is created
     if isinstance(directory, Upload):
         return _upload(directory, first, overwrite=overwrite, write=write)
-    with made_directory(str(directory), lambda: locked_directory(str(directory))):
+    with locked_directory(str(directory)):
         _remove_leftovers(directory)
         files = plan_model_directory(directory, model)
         _check_old(directory, files, overwrite=overwrite)

@@ -1,26 +1,16 @@
-"""Tensors in a torch pickle: calls that rebuild them from numbered storages. No torch.
-
-- dense: ``_rebuild_tensor_v2``, or ``_rebuild_tensor_v3`` for dtypes without a storage class
-- sparse: ``_rebuild_sparse_tensor`` of its indices and values
-- quantized: ``_rebuild_qtensor`` of its integers, scales and zero points
-"""
+"""Dense tensors in a torch pickle: calls that rebuild them from numbered storages. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from typing import TypeAlias
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent
 
-__all__ = ["Geometry", "Rebuild", "dense", "layout", "quantized", "rebuilt", "size", "sparse", "stored"]
-
-#: Returns the call that rebuilds a tensor, given whether gradients are recorded for it.
-Rebuild: TypeAlias = Callable[[bool], Call]
+__all__ = ["Geometry", "dense", "layout", "rebuilt", "size", "stored"]
 
 #: torch's storage class for each dtype that has one; other storages are untyped bytes plus a dtype.
 _STORAGE_CLASSES = {
@@ -36,9 +26,6 @@ _STORAGE_CLASSES = {
     "bool": Global("torch", "BoolStorage"),
     "complex128": Global("torch", "ComplexDoubleStorage"),
     "complex64": Global("torch", "ComplexFloatStorage"),
-    "qint8": Global("torch", "QInt8Storage"),
-    "quint8": Global("torch", "QUInt8Storage"),
-    "qint32": Global("torch", "QInt32Storage"),
 }
 
 #: The empty hooks that torch writes for each tensor: hooks are never saved.
@@ -75,22 +62,22 @@ class Geometry(Struct, frozen=True, kw_only=True):
 
 
 def rebuilt(
-    rebuild: Rebuild, *, requires_grad: bool, parameter: bool, attributes: Mapping[str, object] | None = None
+    view: Geometry, *, requires_grad: bool, parameter: bool, attributes: Mapping[str, object] | None = None
 ) -> Call:
     """Return the call that rebuilds a tensor with its flags and Python attributes.
 
     Args:
-        rebuild: Rebuilds the tensor without them.
+        view: The tensor without them.
         requires_grad: Whether gradients are recorded for it.
         parameter: Whether it is a ``torch.nn.Parameter``.
         attributes: Python attributes of the tensor object.
     """
     if parameter:
-        arguments = rebuild(False), requires_grad, _HOOKS
+        arguments = dense(view), requires_grad, _HOOKS
         if attributes:
             return Call(Global("torch._utils", "_rebuild_parameter_with_state"), (*arguments, attributes))
         return Call(Global("torch._utils", "_rebuild_parameter"), arguments)
-    call = rebuild(requires_grad)
+    call = dense(view, requires_grad=requires_grad)
     if not attributes:
         return call
     tensor = Global("torch", "Tensor")
@@ -105,69 +92,13 @@ def stored(view: Geometry) -> Persistent:
     return Persistent((_STORAGE, kind, str(view.storage), _device(view.device), length))
 
 
-def dense(view: Geometry, requires_grad: bool = False) -> Call:  # noqa: FBT001, FBT002 - a ``Rebuild``
-    """Return the call that rebuilds a dense tensor."""
+def dense(view: Geometry, *, requires_grad: bool = False) -> Call:
+    """Return the call that rebuilds a tensor: ``_rebuild_tensor_v3`` for dtypes without a storage class."""
     arguments = stored(view), view.start, view.shape, view.stride, requires_grad, _HOOKS
     bits = ({MemoizedText(bit): True for bit in view.math_bits},) if view.math_bits else ()
     if view.dtype in _STORAGE_CLASSES:
         return Call(_REBUILD_TENSOR, (*arguments, *bits))
     return Call(_REBUILD_UNTYPED, (*arguments, Global("torch", view.dtype), *bits))
-
-
-def sparse(kind: str, parts: Sequence[Geometry], shape: tuple[int, ...], *, coalesced: bool | None) -> Rebuild:
-    """Return what rebuilds a sparse tensor.
-
-    Args:
-        kind: Its layout: ``"sparse_coo"``.
-        parts: Its indices, in torch's order, and its values.
-        shape: Size of each dimension, in elements.
-        coalesced: COO: whether the indices are sorted and unique; None if unknown.
-    """
-    flags = () if coalesced is None else (coalesced,)
-    data = (*map(dense, parts), size(shape), *flags)
-    return lambda _: Call(Global("torch._utils", "_rebuild_sparse_tensor"), (layout(f"torch.{kind}"), data))
-
-
-def quantized(
-    dtype: str,
-    integers: Geometry,
-    scales: Geometry | Sequence[float],
-    zero_points: Geometry | Sequence[float],
-    axis: int | None,
-) -> Rebuild:
-    """Return what rebuilds a quantized tensor.
-
-    Args:
-        dtype: Its dtype: ``"qint8"``.
-        integers: Its integers.
-        scales: The scale of the tensor, or of each channel.
-        zero_points: The zero point of the tensor, or of each channel.
-        axis: Dimension of the channels; None for a single scale.
-    """
-    scheme: tuple[object, ...]
-    if axis is None:
-        assert not isinstance(scales, Geometry)
-        assert not isinstance(zero_points, Geometry)
-        scheme = Global("torch", "per_tensor_affine"), float(scales[0]), int(zero_points[0])
-    else:
-        floats = (
-            zero_points.dtype == "float32"
-            if isinstance(zero_points, Geometry)
-            else any(type(point) is float for point in zero_points)
-        )
-        name = "per_channel_affine_float_qparams" if floats else "per_channel_affine"
-        scheme = Global("torch", name), _numbers(scales), _numbers(zero_points), axis
-    view = replace(integers, dtype=dtype)
-
-    def rebuild(requires_grad: bool) -> Call:  # noqa: FBT001 - a ``Rebuild``
-        arguments = stored(view), view.start, view.shape, view.stride, scheme, requires_grad, _HOOKS
-        return Call(Global("torch._utils", "_rebuild_qtensor"), arguments)
-
-    return rebuild
-
-
-def _numbers(numbers: Geometry | Sequence[float]) -> object:
-    return dense(numbers) if isinstance(numbers, Geometry) else list(numbers)
 
 
 def layout(name: str) -> Call:

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from sluice.writing.safetensors import TensorOutline
@@ -33,11 +31,10 @@ class HashedTensor(Struct, frozen=True, kw_only=True):
 
     #: Its dtype and shape in the file.
     outline: TensorOutline
-    #: Number of its storage, and its first byte there.
-    storage: int
-    start: int
-    #: The tensor, if its elements are not in row-major order in the storage; otherwise None.
-    apart: Any
+    #: Number of the storage that holds its elements, in row-major order, and nothing else; otherwise None.
+    storage: int | None
+    #: The tensor.
+    source: Any
 
 
 class TorchFile(Struct, frozen=True, kw_only=True):
@@ -118,18 +115,6 @@ class TorchZipWriter:
             self._begin_records(file, number)
         file.write_at(self._archive.data(number) + at, piece)
         self._archive.account(number, at, piece)
-
-    def account_runs(self, storage: int, ends: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]) -> None:
-        """Add pieces of a storage that were written in a different way to its CRC; see ``Archive.account_all``."""
-        self._archive.account_all(self._first + storage, ends, crcs)
-
-    def sums(self) -> bytes:
-        """Return the CRCs of what this process has written, for ``add_sums`` of an equal writer."""
-        return self._archive.sums()
-
-    def add_sums(self, sums: bytes) -> None:
-        """Add the CRCs of what another process has written to the same file."""
-        self._archive.add_sums(sums)
 
     def finish(self, file: Writable) -> int:
         """Write everything but the storages, after all of them; return the size of the file in bytes."""

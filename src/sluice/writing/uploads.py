@@ -113,14 +113,6 @@ class Upload:
         """Return a new object; see ``UploadedFile``."""
         return UploadedFile(self, name, overwrite=overwrite)
 
-    def copy(self, name: str, copy: str) -> None:
-        """Copy an object in the store."""
-        is_new = not self.exists(copy)
-        with self._refusals():
-            self._library.copy(self._store, self._key_of(name), self._key_of(copy))
-            if is_new:
-                self._added.append(self._key_of(copy))
-
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, best effort."""
         self._delete([self._key_of(name) for name in names])
@@ -232,8 +224,6 @@ class UploadedFile:
         if found != self._at:
             problem = "the store holds another number of bytes"
             raise SaveError(problem, file=self.path, expected=self._at, found=found)
-
-    seal = commit
 
     def _begin_parts(self) -> None:
         for _ in range(defaults.UPLOAD_PIECES):

@@ -1,7 +1,7 @@
 """Zip archives of stored records whose sizes are known in advance, so that their bytes can be written in any order.
 
 The data of each record is aligned to 64 bytes, by padding in the extra field of its header. The CRC-32 of a record is
-the sum of the contributions of its pieces (``crc32``), so pieces can come in any order and from several processes. An
+the sum of the contributions of its pieces (``crc32``), so pieces can come in any order. An
 archive that is written front to back has the CRC-32 after the data of each record, in a data descriptor, as torch does.
 """
 
@@ -13,10 +13,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
-
-from sluice.writing.crc32 import moved, sum_moved
+from sluice.writing.crc32 import moved
 
 __all__ = ["Archive"]
 
@@ -117,28 +114,7 @@ class Archive:
             at: First byte of the piece in the data.
             piece: The bytes.
         """
-        self._add(number, moved(zlib.crc32(piece), self._sizes[number] - at - len(piece)))
-
-    def account_all(self, number: int, ends: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]) -> None:
-        """Add many pieces of a record's data to its CRC, as ``account`` does. Thread-safe.
-
-        Args:
-            number: Number of the record.
-            ends: One past the last byte of each piece in the data.
-            crcs: CRC of each piece.
-        """
-        self._add(number, sum_moved(crcs, self._sizes[number] - ends))
-
-    def sums(self) -> bytes:
-        """Return the sum of the pieces of each record so far, for ``add_sums`` of the same archive elsewhere."""
-        return self._crcs.tobytes()
-
-    def add_sums(self, sums: bytes) -> None:
-        """Add the pieces that another process has accounted."""
-        total = np.frombuffer(self._crcs, np.uint32) ^ np.frombuffer(sums, np.uint32)
-        self._crcs = array("I", total.tobytes())
-
-    def _add(self, number: int, crc: int) -> None:
+        crc = moved(zlib.crc32(piece), self._sizes[number] - at - len(piece))
         with self._lock:
             self._crcs[number] ^= crc
 

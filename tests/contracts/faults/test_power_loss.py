@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import sluice
-from sluice.writing.durable import directories as _directories
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the names of open files come from /proc")
 
@@ -124,9 +123,6 @@ class Recording:
     def renamed(self, old: str, new: str) -> None:
         self._change((old, None), (new, self.disk.number(new)))
 
-    def exchanged(self, one: str, other: str) -> None:
-        self._change((one, self.disk.number(one)), (other, self.disk.number(other)))
-
     def linked(self, old: str, new: str) -> None:
         self._change((new, self.disk.number(old)))
 
@@ -168,9 +164,6 @@ class Recording:
             stack.enter_context(mock.patch("os.open", opened))
             for name, tell in after.items():
                 stack.enter_context(mock.patch(f"os.{name}", _then(getattr(os, name), tell)))
-            stack.enter_context(
-                mock.patch.object(_directories, "exchange", _then(_directories.exchange, self.exchanged))
-            )
             yield
 
 
@@ -215,7 +208,6 @@ def generation(path: Path) -> int | None:
 
 
 SHARDED = {"max_shard_size": 100}
-PARAMETERS = {"format": "per-parameter"}
 _MISSING: dict[str, Any] | None = None
 
 
@@ -231,8 +223,6 @@ _MISSING: dict[str, Any] | None = None
         ("model", SHARDED, SHARDED),
         ("model", {}, SHARDED),
         ("model", SHARDED, {}),
-        ("model", _MISSING, PARAMETERS),
-        ("model", PARAMETERS, PARAMETERS),
     ],
 )
 def test_the_checkpoint_is_old_or_new_after_a_loss_of_power(

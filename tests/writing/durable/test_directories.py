@@ -12,7 +12,7 @@ import pytest
 
 from sluice import SaveError
 from sluice.writing.durable import directories as _directories
-from sluice.writing.durable.directories import locked_directory, made_directory
+from sluice.writing.durable.directories import locked_directory
 from sluice.writing.durable.partial_files import ATTEMPTS, try_lock
 
 
@@ -26,31 +26,38 @@ def held_by_another(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_it(tmp_path: Path) -> None:
+def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "above" / "model"
+    real = _directories._locked
     with ExitStack() as others:
 
-        def enter() -> AbstractContextManager[None]:
+        def lock(name: str) -> AbstractContextManager[None]:
             others.enter_context(held_by_another(path))  # between creating and locking the directory
-            return locked_directory(str(path))
+            return real(name)
 
-        with pytest.raises(SaveError, match="another save is writing"), made_directory(str(path), enter):
+        monkeypatch.setattr(_directories, "_locked", lock)
+        with pytest.raises(SaveError, match="another save is writing"), locked_directory(str(path)):
             pass
         assert path.is_dir()
 
 
-def test_a_directory_that_vanishes_before_it_is_opened_is_made_again(tmp_path: Path) -> None:
+def test_a_directory_that_vanishes_before_it_is_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "above" / "model"
-    entered = []
+    entered, real = [], _directories._locked
 
-    def enter() -> AbstractContextManager[None]:
+    def lock(name: str) -> AbstractContextManager[None]:
         entered.append(1)
         if len(entered) == 1:
             path.rmdir()
             path.parent.rmdir()
-        return locked_directory(str(path))
+        return real(name)
 
-    with made_directory(str(path), enter):
+    monkeypatch.setattr(_directories, "_locked", lock)
+    with locked_directory(str(path)):
         assert path.is_dir()
     assert len(entered) == 2
 
@@ -68,21 +75,24 @@ def test_a_directory_that_vanishes_before_it_is_locked_is_made_again(
         return try_lock(descriptor)
 
     monkeypatch.setattr(_directories, "try_lock", lock)
-    with made_directory(str(path), lambda: locked_directory(str(path))):
+    with locked_directory(str(path)):
         (path / "file").touch()  # the locked directory still has its name
     assert len(locked) == 2
 
 
-def test_a_directory_that_always_vanishes_is_an_error_in_the_end(tmp_path: Path) -> None:
+def test_a_directory_that_always_vanishes_is_an_error_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model"
-    entered = []
+    entered, real = [], _directories._locked
 
-    def enter() -> AbstractContextManager[None]:
+    def lock(name: str) -> AbstractContextManager[None]:
         entered.append(1)
         path.rmdir()
-        return locked_directory(str(path))
+        return real(name)
 
-    with pytest.raises(SaveError, match="No such file"), made_directory(str(path), enter):
+    monkeypatch.setattr(_directories, "_locked", lock)
+    with pytest.raises(SaveError, match="No such file"), locked_directory(str(path)):
         pass
     assert len(entered) == ATTEMPTS
     assert not path.exists()
@@ -90,6 +100,6 @@ def test_a_directory_that_always_vanishes_is_an_error_in_the_end(tmp_path: Path)
 
 def test_a_failed_save_takes_the_directories_that_it_made_with_it(tmp_path: Path) -> None:
     path = tmp_path / "above" / "model"
-    with pytest.raises(ZeroDivisionError), made_directory(str(path), lambda: locked_directory(str(path))):
+    with pytest.raises(ZeroDivisionError), locked_directory(str(path)):
         raise ZeroDivisionError
     assert not path.parent.exists()

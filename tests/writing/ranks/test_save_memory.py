@@ -44,7 +44,7 @@ def prepare(directory: Path) -> None:
     _STATE["rows"] = divided(
         numbered(range(2050 * rank, min(2050 * (rank + 1), 4099)), range(1023), 1023), 0, 4099, 1023
     )
-    for path, form in (("a.pth", None), ("a.safetensors", None), ("a", "dcp")):
+    for path, form in (("a.safetensors", None), ("a", "dcp")):
         sluice.save({"small": _STATE["small"]}, directory / path, format=form)  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ def _memory(pid: int | None, field: str) -> int:
 def test_every_rank_takes_its_share_of_staging(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(prepare, tmp_path)
     try:
-        for path, dtype in (("w.pth", None), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):
+        for path, dtype in (("v.safetensors", None), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):
             before = []
             for process in two_ranks.processes:
                 Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
@@ -79,7 +79,7 @@ def test_every_rank_takes_its_share_of_staging(two_ranks: Ranks, tmp_path: Path)
                 assert growth <= defaults.SAVE_STAGING_BYTES // 2 + 8 * _MIB, f"{path}: {growth / _MIB:.1f} MiB"
     finally:
         two_ranks.run(forget)
-    for path, dtype in (("w.pth", torch.float32), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):
+    for path, dtype in (("v.safetensors", torch.float32), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):
         loaded = sluice.load_state_dict(tmp_path / path)
         assert torch.equal(loaded["columns"], numbered(range(4096), range(4096), 4096).to(dtype))
         assert torch.equal(loaded["rows"], numbered(range(4099), range(1023), 1023).to(dtype))

@@ -75,7 +75,6 @@ def convert_command(
       sluice convert run.ckpt model.safetensors --key state_dict --rename 'module.**=**'
       sluice convert dcp-directory hf-model --max-shard-size 5GB
       sluice convert model.pth model.safetensors --rename-regex 'h\\.(\\d+)\\.(.*)=blocks.\\1.\\2'
-      sluice convert model.pth weights --format per-parameter
       sluice convert model.pth model.safetensors --dry-run
       sluice convert model.pth model.safetensors --force --quiet --manifest model.manifest.json
 

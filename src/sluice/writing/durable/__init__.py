@@ -2,6 +2,5 @@
 
 In: bytes and a path. Out: the path refers to the complete new content, or to the unchanged old one.
 
-Entry classes and functions: ``replacement.Replacement``, ``directories.replaced_directory`` and
-``directories.publish_set``.
+Entry class and function: ``replacement.Replacement`` and ``directories.publish_set``.
 """

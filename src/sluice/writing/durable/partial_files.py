@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from sluice._errors import SluiceError
@@ -74,23 +74,16 @@ def hidden_stem(name: str, *, in_set: bool) -> str | None:
     return match["stem"] if match and (match["suffix"] == _SET_SUFFIX) == in_set else None
 
 
-def remove_leftovers(directory: str, name: str, remove: Callable[[str], None] = os.unlink) -> None:
-    """Remove the leftovers of dead writers of a name.
-
-    Args:
-        directory: The directory to clean.
-        name: The final name.
-        remove: Removes a path; called while its lock is held.
-    """
+def remove_leftovers(directory: str, name: str) -> None:
+    """Remove the leftovers of dead writers of a name in a directory."""
     with os.scandir(directory) as entries:
         hidden = [entry.path for entry in entries if hidden_stem(entry.name, in_set=False) == _cut(name)]
     for path in hidden:
         with suppress(OSError):  # a leftover that cannot be removed must not fail the save
-            kind = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR
-            descriptor = os.open(path, kind | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
             try:
                 if try_lock(descriptor):
-                    remove(path)
+                    os.unlink(path)
             finally:
                 close(descriptor)
 

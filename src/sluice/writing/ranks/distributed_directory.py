@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sluice._errors import SaveError
 from sluice.checkpoint.layout import METADATA_FILE
-from sluice.writing.durable.directories import locked_directory, made_directory, publish_set
+from sluice.writing.durable.directories import locked_directory, publish_set
 from sluice.writing.durable.partial_files import hidden_stem, saving
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.shards import remove_files
@@ -46,7 +46,7 @@ def write_distributed_directory(
     Raises:
         SaveError: The checkpoint was not written; an existing one is intact.
     """
-    with made_directory(str(directory), lambda: locked_directory(str(directory))):
+    with locked_directory(str(directory)):
         with saving(str(directory)):
             existing = os.listdir(directory)
         if METADATA_FILE in existing and not overwrite:

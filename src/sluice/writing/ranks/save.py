@@ -21,8 +21,6 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
@@ -44,16 +42,15 @@ from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.item_files import ItemFiles
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
 from sluice.writing.ranks.shared_writes import RankWriter, check_equal, disagreement
-from sluice.writing.ranks.torch_object import outline_object, pickle_merged, pickle_outlined, storage_sizes
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model, write_model_directory
-from sluice.writing.torch_zip import TorchZipWriter
 from sluice.writing.uploads import UploadedFile
 
 __all__ = ["save_by_ranks"]
 
+_NO_TORCH = 'Nothing was written. Save with format="dcp"; convert(directory, "state.pth") makes one file of it.'
 _NO_MANIFEST = "Nothing was written. Save without manifest=; convert(path, copy, manifest=...) writes one."
 
 
@@ -111,7 +108,7 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
     """
     if save_format not in _WRITERS:
         expected = f"one of {', '.join(_WRITERS)}"
-        raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format)
+        raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format, advice=_NO_TORCH)
     if job.manifest:
         raise SaveError("a manifest of DTensors cannot be written", advice=_NO_MANIFEST)
     dtensors = dtensors_in(state)
@@ -143,45 +140,6 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
 
     files = msgspec.json.decode(together(group, work), type=dict[str, int])
     return replace(saved[0], files=files)
-
-
-def _save_torch(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
-    names = [msgspec.json.decode(each) for each in group.exchange(lambda: msgspec.json.encode(_tensor_names(state)))]
-    if None not in names and any(own != names[0] for own in names):
-        held, division = _flat(job, state, group)
-        every_name = dict.fromkeys(name for own in names for name in own)
-        pickled = pickle_merged(every_name, division.tensors, division.ties)
-        return _write_torch(division, pickled, held, group, len(every_name))
-    outlined = outline_object(state)
-    division = _divided(job, partial(held_tensors, outlined.storages, job.dtype), group)
-    pickled = pickle_outlined(outlined, division.tensors, division.ties, job.dtype)
-    return _write_torch(division, pickled, outlined.storages, group, outlined.walked.places)
-
-
-def _tensor_names(state: object) -> list[str] | None:
-    """Return the names of a state dict of tensors, which stages of a pipeline hold in parts; None of other objects."""
-    if isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values()):
-        return [name for name, _ in tensor_items(state)]
-    return None
-
-
-def _write_torch(
-    division: _Division, pickled: bytearray, held: Mapping[str, torch.Tensor], group: RankGroup, places: int
-) -> SavedFiles:
-    writer = TorchZipWriter(pickled, storage_sizes(division.tensors))
-    numbers = {name: number for number, name in enumerate(division.tensors)}
-    starts = {name: writer.offset(number) for name, number in numbers.items()}
-    with _rank_writer(division, held, group) as ranks:
-        crcs = partial(_account, writer, numbers)
-        write = partial(ranks.write, starts, writer.records_bytes, pickled, crcs=crcs, sums=writer.sums)
-        if group.position != LEAD:
-            write(None)
-        else:
-            with Replacement(division.destination, overwrite=division.job.overwrite) as out:
-                for sums in write(out)[LEAD + 1 :]:
-                    writer.add_sums(sums)
-                out.commit(nbytes=writer.finish(out))
-    return division.saved([division.destination], places)
 
 
 def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
@@ -249,7 +207,6 @@ def _agreed_values(division: _Division) -> dict[str, tuple[int, int]]:
 
 
 _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] = {
-    "torch": _save_torch,
     "safetensors": _save_safetensors,
     "huggingface": _save_directory,
     "dcp": _save_distributed,
@@ -262,16 +219,6 @@ def _write_safetensors(ranks: RankWriter, layout: SafetensorsLayout, out: Replac
         assert isinstance(out, Replacement)  # ranks save to file systems
         out.write_at(0, layout.header)
     ranks.write(starts, layout.nbytes, layout.header, out)
-
-
-def _account(
-    writer: TorchZipWriter,
-    numbers: Mapping[str, int],
-    name: str,
-    ends: npt.NDArray[np.int64],
-    crcs: npt.NDArray[np.uint32],
-) -> None:
-    writer.account_runs(numbers[name], ends, crcs)
 
 
 def _flat(job: SaveJob, state: object, group: RankGroup) -> tuple[dict[str, torch.Tensor], _Division]:

@@ -1,7 +1,7 @@
 """Write one file by all ranks: each writes the elements that it was assigned, at their places in the file.
 
 The lead creates the file under its hidden name and tells it to the others; nothing is written if two ranks computed a
-different header or pickle. Then all ranks write at once and make their bytes durable.
+different header. Then all ranks write at once and make their bytes durable.
 
 Rows of a tensor are one run of bytes, columns a run for each row. Every run is one write, through the page cache unless
 it is long. Writes of 4, 2 and 1 KiB took 4, 8 and 16 ms of processor time for 8 MiB. Exchanging columns for rows first
@@ -12,14 +12,10 @@ tensors are, and every exchange is one more step in which ranks wait for each ot
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec import Struct
 
@@ -35,15 +31,7 @@ from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.ranks.group import LEAD, RankGroup
 from sluice.writing.write_queue import write_queue
 
-__all__ = ["CrcSink", "RankWriter", "check_equal", "disagreement"]
-
-
-class CrcSink(Protocol):
-    """Receives the CRCs of the pieces of a tensor."""
-
-    def __call__(self, name: str, ends: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]) -> None:
-        """Account pieces of a tensor, given one past the last byte of each in the tensor. Thread-safe."""
-        ...
+__all__ = ["RankWriter", "check_equal", "disagreement"]
 
 
 class RankWriter(Struct, frozen=True, kw_only=True):
@@ -64,21 +52,16 @@ class RankWriter(Struct, frozen=True, kw_only=True):
         self,
         starts: Mapping[str, int],
         nbytes: int,
-        content: bytes | bytearray,
+        header: bytes,
         out: Replacement | None,
-        *,
-        crcs: CrcSink | None = None,
-        sums: Callable[[], bytes] = bytes,
-    ) -> list[bytes]:
-        """Write the tensors of one file; return the ``sums`` of all ranks.
+    ) -> None:
+        """Write the tensors of one file.
 
         Args:
             starts: First byte of each tensor in the file, by name, ascending.
-            nbytes: Size of the file without what the lead appends, in bytes.
-            content: What the lead writes: the header or the pickle; the same on every rank.
+            nbytes: Size of the file, in bytes.
+            header: What the lead writes; the same on every rank.
             out: The file; only on the lead, which writes everything else and puts it in place.
-            crcs: Receives the CRCs of what this rank writes.
-            sums: Called after the last write.
 
         Raises:
             RankError: A rank failed.
@@ -87,50 +70,39 @@ class RankWriter(Struct, frozen=True, kw_only=True):
         def create() -> bytes:
             if out is not None:
                 out.reserve(nbytes)
-            digest = hashlib.sha256(content).hexdigest()
+            digest = hashlib.sha256(header).hexdigest()
             return msgspec.json.encode(("" if out is None else out.hidden, digest))
 
         created = self.group.exchange(create)
         paths, digests = zip(*(msgspec.json.decode(each, type=tuple[str, str]) for each in created), strict=True)
         self.group.hidden.append(paths[LEAD])
         check_equal(digests, "have different values in the object")
-        return self.group.exchange(partial(self._write, starts, nbytes, paths[LEAD], crcs, sums))
+        self.group.exchange(partial(self._write, starts, nbytes, paths[LEAD]))
 
-    def _write(
-        self, starts: Mapping[str, int], nbytes: int, path: str, crcs: CrcSink | None, sums: Callable[[], bytes]
-    ) -> bytes:
+    def _write(self, starts: Mapping[str, int], nbytes: int, path: str) -> bytes:
         parts = {name: self.tensors[name].of(self.group.position) for name in starts}
         own = {name: region for name, region in parts.items() if region is not None}
         if not own:
-            return sums()
+            return b""
         with SharedFile(path) as file:
             file.reserve(nbytes, self.staging.pool)
             with write_queue(nbytes, self.staging, self.wrote) as queue:
                 for name, region in own.items():
                     tensor = self.tensors[name]
-                    account = None if crcs is None else partial(crcs, name)
-                    part = _Part(file, tensor, region, starts[name], account)
+                    part = _Part(file, tensor, region, starts[name])
                     queue.write(local_of(self.held[name]), tensor.dtype, part.first, part.put)
             file.seal()
-        return sums()
+        return b""
 
 
 class _Part:
     """The elements of a tensor that one rank writes, and their places in a file."""
 
-    def __init__(
-        self,
-        file: SharedFile,
-        tensor: DividedTensor,
-        region: Region,
-        start: int,
-        account: Callable[[npt.NDArray[np.int64], npt.NDArray[np.uint32]], None] | None,
-    ) -> None:
+    def __init__(self, file: SharedFile, tensor: DividedTensor, region: Region, start: int) -> None:
         self._file = file
         self._runs = Runs(tensor.shape, region)
         self._item = ITEM_BYTES[tensor.dtype]
         self._start = start
-        self._account = account
         starts, _ = next(self._runs.within(0, 1))
         #: First byte in the file.
         self.first = start + int(starts[0]) * self._item
@@ -141,20 +113,8 @@ class _Part:
         for starts, counts in self._runs.within(at // item, (at + len(piece)) // item):
             offsets, sizes = starts * item, counts * item
             nbytes = int(sizes.sum())
-            batch = piece[done : done + nbytes]
+            self._file.write_runs((offsets + self._start).tolist(), sizes.tolist(), piece[done : done + nbytes])
             done += nbytes
-            self._file.write_runs((offsets + self._start).tolist(), sizes.tolist(), batch)
-            if self._account is not None:
-                self._account(offsets + sizes, _crcs(batch, sizes.tolist()))
-
-
-def _crcs(data: memoryview, sizes: list[int]) -> npt.NDArray[np.uint32]:
-    crcs = np.empty(len(sizes), np.uint32)
-    at = 0
-    for number, nbytes in enumerate(sizes):
-        crcs[number] = zlib.crc32(data[at : at + nbytes])
-        at += nbytes
-    return crcs
 
 
 def check_equal(values: Sequence[object], problem: str) -> None:
