@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,7 +16,6 @@ from torch import nn
 
 import sluice
 from sluice import rules
-from sluice._dtypes import is_castable
 from support import distributed
 from support.directories import Tensors, write_legacy, write_parameters, write_safetensors, write_shards, write_zip
 from support.oracles import bits, same
@@ -221,22 +218,3 @@ def test_big_endian_files_are_byteswapped(tmp_path: Path) -> None:
     for name in ("out.safetensors", "out.pt"):
         sluice.convert(path, tmp_path / name)
         assert_equal(read_back(tmp_path / name), expected)
-
-
-def test_from_a_file_object(tmp_path: Path) -> None:
-    raw = io.BytesIO()
-    torch.save({"w": torch.arange(5.0)}, raw)
-    raw.seek(0)
-    sluice.convert(raw, tmp_path / "w.safetensors")
-    assert_equal(read_back(tmp_path / "w.safetensors"), {"w": torch.arange(5.0)})
-
-
-def test_floats_alone_are_cast(tmp_path: Path) -> None:
-    state = tensors() | {"c": torch.randn(3, dtype=torch.complex64)}
-    torch.save(state, tmp_path / "in.pt")
-    report = sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt", dtype=torch.float16)
-    found: dict[str, Any] = torch.load(tmp_path / "out.pt", weights_only=True)
-    for name, tensor in state.items():
-        castable = is_castable(str(tensor.dtype).removeprefix("torch."))
-        assert found[name].dtype == (torch.float16 if castable else tensor.dtype)
-    assert report.casts == {"float32 -> float16": 3, "bfloat16 -> float16": 1}

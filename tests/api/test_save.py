@@ -14,30 +14,6 @@ import sluice
 from sluice import _defaults as defaults
 from support.oracles import same
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
-
-
-def any_tensor(dtype: torch.dtype, count: int = 24) -> torch.Tensor:
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
-    return raw.view(dtype).view(2, count // 2)
-
 
 def states() -> dict[str, torch.Tensor]:
     base = torch.randn(6, 8)
@@ -51,15 +27,6 @@ def states() -> dict[str, torch.Tensor]:
         "expanded": torch.randn(1, 3).expand(4, 3),
         "ints": torch.arange(7),
     }
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_reads_every_dtype(tmp_path: Path, dtype: torch.dtype, mmap: bool) -> None:
-    tensor = any_tensor(dtype)
-    sluice.save({"t": tensor}, tmp_path / "f.pt")
-    loaded = torch.load(tmp_path / "f.pt", weights_only=True, mmap=mmap)
-    assert same(loaded["t"], tensor)
 
 
 @pytest.mark.parametrize("staging", [1, 40, 1 << 20])

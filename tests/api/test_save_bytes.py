@@ -81,6 +81,9 @@ def test_every_dtype(tmp_path: Path, form: Form) -> None:
     form.save(value, tmp_path / form.name)
     found = sluice.load_state_dict(tmp_path / form.name)
     assert set(found) == set(value)
+    if form.name == "model.pth":
+        for mmap in (False, True):
+            assert same(torch.load(tmp_path / form.name, weights_only=True, mmap=mmap), dict(found))
     if form.name == "model.safetensors":
         assert same(safetensors.torch.load_file(tmp_path / form.name), found)
     for name, tensor in value.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import sluice
 from sluice import _defaults as defaults
-from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice.checking.comparison import Comparison
 from support import distributed, fresh_process
 from support.directories import write_parameters
@@ -257,25 +256,6 @@ _IN_ALL_FORMATS = {
     *("bool", "uint8", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex64"),
 }
-
-
-@given(pairs(), st.sampled_from(FORMATS), st.sampled_from(FORMATS))
-@settings(max_examples=25)
-def test_files_are_compared_as_a_naive_loop_does(
-    pair: tuple[torch.Tensor, torch.Tensor], first: str, second: str
-) -> None:
-    a, b = pair
-    if not a.numel() or any(dtype_name(one.dtype) not in _IN_ALL_FORMATS for one in pair):
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        paths = write(Path(directory) / "a", first, {"t": a}), write(Path(directory) / "b", second, {"t": b})
-        report = sluice.diff(*paths)
-    different, nans, max_abs, _ = naive(a, b)
-    found = report.differences[0] if report.differences else None
-    assert report.same == (not different and a.dtype == b.dtype)
-    if found:
-        assert (found.different, found.nan, found.elements) == (different, nans, a.numel())
-        assert found.max_abs == pytest.approx(max_abs, rel=1e-12)
 
 
 @pytest.mark.parametrize(

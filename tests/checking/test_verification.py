@@ -10,7 +10,7 @@ import shutil
 import struct
 import threading
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from operator import floordiv
 from pathlib import Path
@@ -256,21 +256,6 @@ def test_a_damaged_header_of_a_record_is_found_with_all_other_damage(tmp_path: P
     flip(tmp_path / "f.pt", first["2"])
     kinds = {(one.kind, one.offset) for one in sluice.verify(tmp_path / "f.pt", hashes="sha256").problems}
     assert kinds == {("structure", content.rindex(b"PK\3\4", 0, first["1"])), ("checksum", first["2"])}
-
-
-def test_many_tensors_are_located_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sluice.save({f"t{number}": torch.ones(2) for number in range(500)}, tmp_path / "f.pt")
-    calls: list[int] = []
-    locate = sluice.Checkpoint.locate
-
-    def counted(checkpoint: sluice.Checkpoint, storages: Iterable[int]) -> dict[int, int]:
-        wanted = list(storages)
-        calls.append(len(wanted))
-        return locate(checkpoint, wanted)
-
-    monkeypatch.setattr(sluice.Checkpoint, "locate", counted)
-    assert len(sluice.verify(tmp_path / "f.pt", hashes="sha256").hashes) == 500
-    assert sum(calls) < 2000
 
 
 def test_records_whose_writer_computed_no_checksum_are_named(tmp_path: Path) -> None:

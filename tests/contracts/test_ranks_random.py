@@ -19,7 +19,6 @@ pytestmark = pytest.mark.ranks
 
 #: Suffix of the checkpoint, and arguments of ``save``.
 FORMATS: Mapping[str, dict[str, Any]] = {
-    ".pth": {},
     ".safetensors": {},
     "-shards": {"max_shard_size": 2000},
     "-dcp": {"format": "dcp"},

@@ -13,7 +13,7 @@ import pytest
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess
-from sluice.ranks.store_group import StoreGroup, _Contribution, _Turns
+from sluice.ranks.store_group import StoreGroup, _Contribution
 from sluice.ranks.verdicts import Ruling, StepOutcome
 
 
@@ -90,7 +90,7 @@ def group(
         state=state_of,
         clock=made if clock else time.monotonic,
         sleep=made.sleep if clock else time.sleep,
-        turns=_Turns(),
+        turns=threading.Lock(),
     )
     own.join(verb)
     return own
@@ -167,7 +167,7 @@ def test_a_sign_of_life_is_enough() -> None:
         clock.sleep(seconds)
         store.set(other._key("pulse/1"), str(signs).encode())
         if signs == 50:
-            contribution = _Contribution(value=b"1", state="untouched", crowded=False)
+            contribution = _Contribution(value=b"1", state="untouched")
             store.set(other._key("read/1"), msgspec.msgpack.encode(contribution))
 
     own._sleep = sleep
@@ -254,25 +254,3 @@ def test_a_word_about_the_rank_that_is_missing(caplog: pytest.LogCaptureFixture,
         == f"sluice.load_into on rank {rank} has waited 10 s: rank {1 - rank} has not called sluice yet"
     )
     assert len(caplog.messages) == 5, "after 10, 20, 40, 80 and 160 seconds"
-
-
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_calls_with_other_ranks_that_wait_for_each_other(late: int) -> None:
-    """Rank 1 is in both: the ranks of either call get an error as soon as the last one has come."""
-    store, came = FakeStore(), threading.Event()
-    calls = {0: ("save", (0, 1, 2)), 1: ("load_into", (0, 1)), 2: ("save", (0, 1, 2))}
-
-    def call(rank: int) -> dict[int, str]:
-        if rank == late:
-            came.wait(10)
-        verb, ranks = calls[rank]
-        return group(store, rank, verb=verb, ranks=ranks).decide("meet", b"", joined).failed
-
-    with ThreadPoolExecutor(3) as pool:
-        done = [pool.submit(call, rank) for rank in calls]
-        time.sleep(0.1)
-        came.set()
-        failed = [each.result(timeout=30) for each in done]
-    assert "load_into" in str(failed[0])
-    assert "save" in str(failed[1])
-    assert failed[0] == failed[2]

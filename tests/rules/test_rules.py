@@ -109,12 +109,6 @@ def test_numbers_give_the_order_of_a_stack(file: Path) -> None:
     assert along.shape == (2, 33)
 
 
-def test_sizes_of_a_split(file: Path) -> None:
-    made = load(file, [rules.split("h.*.qkv.weight", ("h.*.q", "h.*.kv"), dim=1, sizes=(4, 2))])
-    assert made["h.3.q"].shape == (4, 4)
-    assert torch.equal(made["h.3.kv"], torch.load(file)["h.3.qkv.weight"][:, 4:])
-
-
 @pytest.mark.parametrize("name", ["bfloat16", torch.float64])
 def test_cast_decides_the_dtype(file: Path, name: torch.dtype | str) -> None:
     made = load(file, [rules.cast("wte", name), rules.cast("ids", "int32")], dtype=torch.float16)

@@ -93,13 +93,6 @@ def test_ties_and_nested_states_have_the_names_that_open_shows(tmp_path: Path, a
     assert read_manifest(str(tmp_path / "m.json"), sluice.Limits()) == expected(read, algorithm)
 
 
-def test_conjugates_and_negatives_are_hashed_by_value(tmp_path: Path) -> None:
-    base = torch.randn(5, dtype=torch.complex64)
-    state = {"a": base, "b": base.conj(), "c": base.conj().imag, "d": base.conj()[1:3]}
-    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
-    assert read_manifest(str(tmp_path / "m.json"), sluice.Limits()) == expected(state)
-
-
 def test_a_manifest_can_lie_in_the_model_directory(tmp_path: Path) -> None:
     for _ in range(2):
         path = tmp_path / "m" / "model.manifest.json"

@@ -16,7 +16,7 @@ from torch import nn
 
 import sluice
 from sluice.records import Entry, elements_of
-from sluice.writing.pickle_walk import walk_object
+from sluice.writing.pickle_walk import elements, walk_object
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Geometry, dense
 from support.hostile_archives import Call, Global, torch_archive
@@ -117,6 +117,10 @@ def test_what_stands_at_several_places_is_one_object_again(tmp_path: Path) -> No
         assert found["c"] is found["d"] is found["e"][0]
         assert found["e"] is found["f"]
         assert found["g"] is found["h"]
+
+
+def test_elements_of_a_set_have_an_order_of_their_own() -> None:
+    assert elements({"b", "a", 3, 2}) == [2, 3, "a", "b"]
 
 
 def test_a_text_that_stands_at_several_places_is_written_once(tmp_path: Path) -> None:

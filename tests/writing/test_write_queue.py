@@ -20,31 +20,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "WRITE_BYTES", 100_000)
 
 
-@pytest.mark.parametrize("nbytes", [0, defaults.DIRECT_FILE_BYTES], ids=["caller's thread", "workers"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("consumed", [False, True])
-def test_every_byte_is_written_once(nbytes: int, *, transposed: bool, consumed: bool) -> None:
-    tensor = torch.arange(_BYTES // 4, dtype=torch.int32).reshape(1024, -1)
-    tensor = tensor.t() if transposed else tensor
-    expected = tensor.contiguous().numpy().tobytes()
-    out, counts, hashed, reported = bytearray(_BYTES), bytearray(_BYTES), bytearray(), [0]
-
-    def put(at: int, piece: memoryview) -> None:
-        out[at : at + len(piece)] = piece
-        for position in (at, at + len(piece) - 1):
-            counts[position] += 1
-
-    def wrote(count: int) -> None:
-        reported[0] += count
-
-    with write_queue(nbytes, Staging.make(1 << 18), wrote) as queue:
-        queue.write(tensor, "int32", 64, put, hashed.extend if consumed else None)
-    assert out == expected
-    assert set(counts) == {0, 1}
-    assert bytes(hashed) == (expected if consumed else b"")
-    assert reported == [_BYTES]
-
-
 def test_a_failed_write_reaches_the_caller_after_all_others_have_ended() -> None:
     before = threading.active_count()
     started = threading.Event()

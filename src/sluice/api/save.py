@@ -21,8 +21,9 @@ from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.sources.remote.location import Remote
+from sluice.writing.formats import write_contents
+from sluice.writing.held_object import HeldObject
 from sluice.writing.manifest import manifest_writer
-from sluice.writing.save import save_state
 from sluice.writing.save_formats import SaveFormat, choose_save_format
 from sluice.writing.save_job import SaveJob
 from sluice.writing.uploads import Upload, upload_to
@@ -94,8 +95,10 @@ def save(
     destination = save_destination(path)
     chosen = choose_save_format(Path(destination.name), format, max_shard_size)
     check_save(metadata, chosen)
-    if isinstance(destination, Upload):
-        _check_upload(destination, state, chosen)
+    by_ranks = _is_divided(state, chosen)
+    if by_ranks and isinstance(destination, Upload):
+        advice = "Save to a file system that all ranks share, and copy the files."
+        raise SaveError("ranks cannot save together to an object store", file=destination.url, advice=advice)
     default, described = {"format": "pt"}, dict[str, str]()
     if "torchao" in sys.modules and chosen in {"safetensors", "huggingface"}:  # otherwise nothing is quantized by it
         state, described = _flattened(state, dtype)
@@ -110,7 +113,12 @@ def save(
         progress=progress,
     )
     with destination if isinstance(destination, Upload) else nullcontext():
-        saved = save_state(state, chosen, job)
+        if by_ranks:
+            from sluice.writing.ranks.save import save_by_ranks
+
+            saved = save_by_ranks(state, chosen, job)
+        else:
+            saved = write_contents(HeldObject(state, job.dtype), chosen, job)
     return SaveReport(
         destination=str(destination),
         format=chosen,
@@ -144,13 +152,13 @@ def save_destination(path: str | os.PathLike[str] | Remote, name: str = "path") 
     return Path(refuse_url(path_argument(path, name), advice=UPLOAD_ADVICE))
 
 
-def _check_upload(upload: Upload, state: object, save_format: SaveFormat) -> None:
-    """Refuse to save by several ranks."""
+def _is_divided(state: object, save_format: SaveFormat) -> bool:
+    """Return whether ranks save together: each has a part of the state or, with ``"dcp"``, a file."""
+    if save_format != "dcp" and "torch.distributed.tensor" not in sys.modules:  # then there is no DTensor
+        return False
     from sluice.writing.ranks.held import dtensors_in
 
-    if save_format == "dcp" or ("torch.distributed.tensor" in sys.modules and dtensors_in(state)):
-        advice = "Save to a file system that all ranks share, and copy the files."
-        raise SaveError("ranks cannot save together to an object store", file=upload.url, advice=advice)
+    return save_format == "dcp" or bool(dtensors_in(state))
 
 
 def _flattened(state: object, dtype: DType | None) -> tuple[object, dict[str, str]]:

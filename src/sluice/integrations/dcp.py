@@ -1,8 +1,8 @@
 """``SluiceReader`` and ``SluiceWriter``: any checkpoint for ``torch.distributed.checkpoint``.
 
 ``dcp.load(state, storage_reader=SluiceReader("model.pth"))`` fills tensors and DTensors from every format and source
-that sluice reads; each rank reads the bytes of its shards. ``dcp.save(state, storage_writer=SluiceWriter("out.pth"))``
-writes the ordinary files of ``sluice.save``.
+that sluice reads; each rank reads the bytes of its shards. With ``storage_writer=SluiceWriter("out.safetensors")``,
+``dcp.save`` writes the ordinary files of ``sluice.save``.
 """
 
 from __future__ import annotations

@@ -176,11 +176,6 @@ def rank_error(verb: str, verdict: StepOutcome, ranks: tuple[int, ...], after: s
         alike[text].append(rank)
     lines = [f"{_listed(members)}: {text}" for text, members in alike.items()]
     what = f"{verb} failed on {len(verdict.failed)} of {len(ranks)} ranks, and {after or _states(verdict, ranks)}"
-    if verdict.crowded:
-        what += (
-            f" ({_listed(verdict.crowded)}: several threads make such calls; they take turns, and must do so in the "
-            "same order on every rank)"
-        )
     text = (
         f"{what}; {lines[0].rstrip('.')}"
         if len(lines) == 1

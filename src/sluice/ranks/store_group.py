@@ -8,12 +8,11 @@ rank writes after it has read all of the others. The store serves this better th
 - It is the same for every backend, and for any set of ranks. ``new_group`` would need ranks that do not take part.
 - A rank can announce that it has failed while the others read, without their help.
 
-Calls of all functions are numbered for each set of ranks. Each rank publishes in which call it is: a rank that
-waits sees whether the missing one has not called, is gone, or waits in a call with other ranks for this one. While a
-rank waits or reads, it looks for ranks that have failed: those that announced it, those of its host whose process has
-ended or is stopped, and those without a sign of life for minutes. The first rank writes at most one verdict of a step,
-so all ranks agree. One window remains: if the process that serves the store ends right after a verdict, ranks that have
-not read it count it as a failure.
+Calls of all functions are numbered for each set of ranks. Each rank publishes in which call it is, so that a rank that
+waits can say where the missing one is. While a rank waits or reads, it looks for ranks that have failed: those that
+announced it, those of its host whose process has ended or is stopped, and those without a sign of life for minutes. The
+first rank writes at most one verdict of a step, so all ranks agree. One window remains: if the process that serves the
+store ends right after a verdict, ranks that have not read it count it as a failure.
 """
 
 from __future__ import annotations
@@ -64,19 +63,10 @@ class _Contribution(Struct, frozen=True, kw_only=True):
 
     value: bytes
     state: State
-    #: Whether several threads of the process make such calls.
-    crowded: bool
 
 
-class _Turns:
-    """The threads of this process that call with the same ranks: one at a time."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.waiting = 0
-
-
-_TURNS: defaultdict[str, _Turns] = defaultdict(_Turns)
+#: Held by the thread of this process that is in a call with the ranks of a name; the others wait for their turns.
+_TURNS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 class StoreGroup:
@@ -91,7 +81,7 @@ class StoreGroup:
         state: Callable[[RunningProcess, RunningProcess], str] = state_of,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        turns: _Turns | None = None,
+        turns: threading.Lock | None = None,
     ) -> None:
         """Describe the ranks; nothing is exchanged yet.
 
@@ -102,7 +92,7 @@ class StoreGroup:
             state: Tells whether a process still runs.
             clock: Seconds.
             sleep: Waits for some seconds.
-            turns: Threads of this process; None for those of the process.
+            turns: Held during the call; None for the lock of these ranks in this process.
         """
         self.rank, self.ranks = rank, tuple(sorted(ranks))
         self._store, self._state, self._clock, self._sleep = store, state, clock, sleep
@@ -116,7 +106,7 @@ class StoreGroup:
         self._sought: dict[int, float] = {}
         self._looked = self._pulsed = self._clock()
         self._keys: list[str] = []
-        self._warned = self._crowded = False
+        self._warned = False
         self._turns = _TURNS[self._name] if turns is None else turns
         self._verb, self._call = "", 0
         #: Whether an interrupt arrived while this rank waited, which a successful verdict does not show.
@@ -136,13 +126,7 @@ class StoreGroup:
             verb: Name of the public function, for the other ranks.
         """
         self._verb = verb
-        self._turns.waiting += 1
-        try:
-            self._crowded = not self._turns.lock.acquire(blocking=False)
-            if self._crowded:
-                self._turns.lock.acquire()
-        finally:
-            self._turns.waiting -= 1
+        self._turns.acquire()
         try:
             self._call = int(self._store.add(f"{self._name}/calls", 0))
             place = _Place(process=self._process, verb=verb, ranks=self.ranks, name=self._name, call=self._call)
@@ -155,7 +139,7 @@ class StoreGroup:
 
     def leave(self) -> None:
         """End the part of this rank in the call; other ranks may still wait for its verdict."""
-        self._turns.lock.release()
+        self._turns.release()
 
     def decide(
         self, step: str, own: bytes, judge: Judge, *, last: bool = False, state: State = "untouched"
@@ -176,8 +160,7 @@ class StoreGroup:
         while True:
             try:
                 if not self._store.check([self._key(f"{step}/{self.rank}")]):
-                    crowded = self._crowded or self._turns.waiting > 0
-                    contribution = _Contribution(value=own, state=state, crowded=crowded)
+                    contribution = _Contribution(value=own, state=state)
                     self._set(f"{step}/{self.rank}", msgspec.msgpack.encode(contribution))
                 verdict = self._lead(step, judge, last=last) if self.leads else self._follow(step, state)
             except KeyboardInterrupt:
@@ -233,7 +216,6 @@ class StoreGroup:
             verdict = StepOutcome(
                 failed=failed or verdict.failed,
                 states={rank: answer.state for rank, answer in answers.items()},
-                crowded=tuple(rank for rank, answer in sorted(answers.items()) if answer.crowded),
             )
         if last or verdict.failed:
             self._close()  # before the verdict: a rank that has it begins the next call
@@ -337,7 +319,7 @@ class StoreGroup:
         if not self._store.check([self._key("warnings")]):
             return {}
         found: dict[int, str] = {}
-        for kind in ("lost", "warning", "elsewhere"):
+        for kind in ("lost", "warning"):
             for rank in self.ranks:
                 key = self._key(f"{kind}/{rank}")
                 if self._store.check([key]):
@@ -346,7 +328,7 @@ class StoreGroup:
 
     def _absent(self, rank: int, now: float) -> str:
         """Return why a rank will not contribute; empty if it may."""
-        return self._lost(rank, now) or self._elsewhere(rank) or self._silence(rank, now)
+        return self._lost(rank, now) or self._silence(rank, now)
 
     def _lost(self, rank: int, now: float) -> str:
         """Return whether the process of a rank is gone or stopped, as a clause; empty if it runs."""
@@ -362,20 +344,6 @@ class StoreGroup:
         elif now - self._stopped.setdefault(rank, now) >= defaults.RANK_STOPPED_SECONDS:
             return f"is stopped: process {process.pid} of {process.hostname}"
         return ""
-
-    def _elsewhere(self, rank: int) -> str:
-        """Return in which call with other ranks a rank waits for this one, if it does; tell it where this one is."""
-        place = self._places.get(rank)
-        if place is None or place.name == self._name:
-            return ""
-        told = self._key(f"elsewhere/{rank}")
-        if self._store.check([told]):
-            return str(self._store.get(told).decode())
-        if self.rank not in place.ranks or not self._is_open(place) or _TURNS[place.name].lock.locked():
-            return ""  # it ended, or a different thread of this process is in it
-        own = f"{self._verb} with ranks {', '.join(map(str, self.ranks))}"
-        self._announce_in(f"{place.name}/{place.call}", f"elsewhere/{self.rank}", f"called {own}")
-        return f"called {place}, rank {self.rank} {own}"
 
     def _is_open(self, place: _Place) -> bool:
         """Return whether a call has not ended."""
@@ -420,12 +388,9 @@ class StoreGroup:
         return {self.ranks[0]: f"{why}the store of the process group does not answer: {error}"}
 
     def _announce(self, name: str, text: str) -> None:
-        self._announce_in(f"{self._name}/{self._call}", name, text)
-        self._keys += [self._key(name), self._key("warnings")]
-
-    def _announce_in(self, call: str, name: str, text: str) -> None:
-        self._store.set(f"{call}/{name}", text.encode())
-        self._store.add(f"{call}/warnings", 1)
+        self._set(name, text.encode())
+        self._store.add(self._key("warnings"), 1)
+        self._keys.append(self._key("warnings"))
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{self._call}/{name}"

@@ -23,8 +23,6 @@ class StepOutcome(Struct, frozen=True, kw_only=True):
     value: bytes = b""
     #: After a failure: the tensors of each rank that is known to be at this step, as in ``StoreGroup.decide``.
     states: dict[int, State] = {}
-    #: After a failure: ranks of which several threads make such calls.
-    crowded: tuple[int, ...] = ()
 
 
 class Ruling(Struct, frozen=True, kw_only=True):

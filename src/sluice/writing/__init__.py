@@ -2,6 +2,6 @@
 
 In: ``Contents``, tensors of an object or of a checkpoint, and a ``SaveJob``. Out: files that are complete or absent.
 
-Entry functions: ``save.save_state`` and ``formats.write_contents``. ``durable`` replaces files atomically, ``uploads``
-writes to object stores.
+Entry functions: ``formats.write_contents`` and ``ranks.save.save_by_ranks``. ``durable`` replaces files atomically,
+``uploads`` writes to object stores.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 __all__ = ["CONVERT_FORMATS", "ConvertFormat", "SaveFormat", "choose_format", "choose_save_format"]
 
@@ -22,6 +22,8 @@ _READ_ONLY = {
     "per-parameter": "; a file for each tensor saves no memory when sluice loads the model, so it only reads such files"
 }
 
+_Format = TypeVar("_Format", ConvertFormat, SaveFormat)
+
 _SUFFIXES: dict[str, ConvertFormat] = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -37,21 +39,7 @@ def choose_save_format(path: Path, requested: str | None, max_shard_size: int | 
     Raises:
         ValueError: The format is unknown or cannot be derived, or the arguments contradict each other.
     """
-    suffix = path.suffix.lower()
-    named = _SUFFIXES.get(suffix)
-    if named is None and requested is None and (suffix == "" or max_shard_size is not None):
-        named = "huggingface"
-    if requested is None and named is None:
-        raise ValueError(f"no format for the suffix {path.suffix!r}: name one with format=")
-    chosen = next((each for each in _SAVE_FORMATS if each == (requested or named)), None)
-    if chosen is None:
-        known = ", ".join(_SAVE_FORMATS)
-        raise ValueError(f"unknown format {requested!r}: one of {known}{_READ_ONLY.get(str(requested), '')}")
-    if suffix in _SUFFIXES and chosen != named:
-        raise ValueError(f"format={chosen!r} contradicts the suffix {path.suffix!r}, which means {named!r}")
-    if max_shard_size is not None and chosen != "huggingface":
-        raise ValueError(f"max_shard_size applies to a directory of shards, not to {chosen!r}")
-    return chosen
+    return _chosen(path, requested, max_shard_size, _SAVE_FORMATS)
 
 
 def choose_format(path: Path, requested: str | None, max_shard_size: int | str | None) -> ConvertFormat:
@@ -60,7 +48,22 @@ def choose_format(path: Path, requested: str | None, max_shard_size: int | str |
     Raises:
         ValueError: See ``choose_save_format``.
     """
-    if requested == "dcp":
-        raise ValueError(f"unknown format 'dcp': one of {', '.join(CONVERT_FORMATS)}")
-    chosen = choose_save_format(path, requested, max_shard_size)
-    return next(each for each in CONVERT_FORMATS if each == chosen)
+    return _chosen(path, requested, max_shard_size, CONVERT_FORMATS)
+
+
+def _chosen(path: Path, requested: str | None, max_shard_size: int | str | None, known: tuple[_Format, ...]) -> _Format:
+    suffix = path.suffix.lower()
+    named: str | None = _SUFFIXES.get(suffix)
+    if named is None and requested is None and (suffix == "" or max_shard_size is not None):
+        named = "huggingface"
+    if requested is None and named is None:
+        raise ValueError(f"no format for the suffix {path.suffix!r}: name one with format=")
+    chosen = next((each for each in known if each == (requested or named)), None)
+    if chosen is None:
+        advice = _READ_ONLY.get(str(requested), "")
+        raise ValueError(f"unknown format {requested!r}: one of {', '.join(known)}{advice}")
+    if suffix in _SUFFIXES and chosen != named:
+        raise ValueError(f"format={chosen!r} contradicts the suffix {path.suffix!r}, which means {named!r}")
+    if max_shard_size is not None and chosen != "huggingface":
+        raise ValueError(f"max_shard_size applies to a directory of shards, not to {chosen!r}")
+    return chosen

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from sluice._errors import SaveError
 from sluice.formats.torch_save.plain_values import is_torch_name
 from sluice.records import TorchSize, TorchText
-from sluice.writing.batches import batched
 from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent, PickleOpcodes
 from sluice.writing.pickle_walk import WalkedObject, elements
 from sluice.writing.torch_tensors import layout, size
@@ -144,7 +143,8 @@ class _Pickler:
         yield from self._items(value)
 
     def _items(self, value: Mapping[Any, Any]) -> _Inside:
-        for batch in batched(value.items(), _ITEMS_AT_ONCE):
+        items = iter(value.items())
+        while batch := list(islice(items, _ITEMS_AT_ONCE)):
             self._ops.out += PickleOpcodes.MARK
             yield from self._all(chain.from_iterable(batch))
             self._ops.out += PickleOpcodes.SETITEMS
@@ -162,10 +162,8 @@ class _Pickler:
     def write_list(self, value: list[Any]) -> _Inside:
         self._ops.out += PickleOpcodes.EMPTY_LIST
         self._remember(value)
-        yield from self._appended(value)
-
-    def _appended(self, value: list[Any]) -> _Inside:
-        for batch in batched(value, _ITEMS_AT_ONCE):
+        items = iter(value)
+        while batch := list(islice(items, _ITEMS_AT_ONCE)):
             self._ops.out += PickleOpcodes.MARK
             yield from self._all(batch)
             self._ops.out += PickleOpcodes.APPENDS

@@ -96,10 +96,3 @@ def test_a_directory_that_always_vanishes_is_an_error_in_the_end(
         pass
     assert len(entered) == ATTEMPTS
     assert not path.exists()
-
-
-def test_a_failed_save_takes_the_directories_that_it_made_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "above" / "model"
-    with pytest.raises(ZeroDivisionError), locked_directory(str(path)):
-        raise ZeroDivisionError
-    assert not path.parent.exists()

@@ -2,94 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-import torch
-from msgspec import Struct
-
 from sluice.sharding.dtensors import local_of
-from sluice.writing.chunks import Staging
 from sluice.writing.durable.shared_file import SharedFile
 from sluice.writing.ranks.dcp_metadata import pickle_metadata
 from sluice.writing.ranks.distributed_directory import write_distributed_directory
-from sluice.writing.ranks.division import DividedTensor
-from sluice.writing.ranks.group import LEAD, RankGroup
+from sluice.writing.ranks.group import LEAD
 from sluice.writing.ranks.items import ItemLayout, OwnChunk, chunk_writer
+from sluice.writing.ranks.shared_writes import RankWriter
 from sluice.writing.torch_zip import TorchZipWriter
-from sluice.writing.write_queue import WriteQueue, write_queue
+from sluice.writing.write_queue import WriteQueue
 
-__all__ = ["ItemFiles"]
+__all__ = ["write_item_files"]
 
 
-class ItemFiles(Struct, frozen=True, kw_only=True):
-    """The part of one rank in a distributed checkpoint."""
+def write_item_files(
+    ranks: RankWriter,
+    layout: ItemLayout,
+    values: Mapping[str, bytes],
+    paths: Mapping[str, Sequence[str | int]],
+    directory: Path,
+    *,
+    overwrite: bool,
+) -> list[Path]:
+    """Write a checkpoint; return its files on the lead.
 
-    #: The ranks.
-    group: RankGroup
-    #: The tensors of all ranks, by flat name.
-    tensors: Mapping[str, DividedTensor]
-    #: The places of all items; the same on every rank.
-    layout: ItemLayout
-    #: Tensors of this rank, by flat name: DTensors or plain ones.
-    held: Mapping[str, torch.Tensor]
-    #: Items of the values of this rank, by flat name.
-    values: Mapping[str, bytes]
-    #: Path of each item in the saved object.
-    paths: Mapping[str, Sequence[str | int]]
-    #: Buffers of this rank.
-    staging: Staging
-    #: Called with the bytes of each written piece.
-    wrote: Callable[[int], None]
+    Args:
+        ranks: The part of this rank.
+        layout: The places of all items; the same on every rank.
+        values: Items of the values of this rank, by flat name.
+        paths: Path of each item in the saved object.
+        directory: The destination.
+        overwrite: Whether an existing checkpoint may be replaced.
+    """
+    rank = ranks.group.position
 
-    def write(self, directory: Path, *, overwrite: bool) -> list[Path]:
-        """Write the checkpoint; return its files on the lead."""
-        if self.group.position != LEAD:
-            self._write_all({})
-            return []
+    def fill(file: SharedFile, queue: WriteQueue) -> None:
+        for name, place in layout.values.items():
+            if place.rank == rank:
+                file.write_at(place.offset, values[name])
+        items = [_write_chunk(ranks, file, queue, chunk) for chunk in layout.chunks.get(rank, ())]
+        queue.drain()
+        for item, writer in items:
+            writer.finish(item)
 
-        def write(names: Mapping[int, str], hidden: Mapping[int, str]) -> bytes:
-            self._write_all(hidden)
-            return pickle_metadata(self.tensors, self.layout, self.paths, names)
+    def write_all(hidden: Mapping[int, str]) -> None:
+        nbytes = layout.sizes.get(rank)
+        ranks.write_files(lambda: dict(hidden), nbytes or 0, None if nbytes is None else fill)
 
-        return write_distributed_directory(directory, self.layout.sizes, overwrite=overwrite, write=write)
+    def write(names: Mapping[int, str], hidden: Mapping[int, str]) -> bytes:
+        write_all(hidden)
+        return pickle_metadata(ranks.tensors, layout, paths, names)
 
-    def _write_all(self, hidden: Mapping[int, str]) -> None:
-        """Have every rank write its file; ``hidden`` are the paths of all files, on the lead."""
-        created = self.group.exchange(lambda: msgspec.json.encode(hidden))
-        paths = msgspec.json.decode(created[LEAD], type=dict[int, str])
-        self.group.hidden.extend(paths.values())
-        self.group.exchange(partial(self._write, paths.get(self.group.position)))
+    if rank == LEAD:
+        return write_distributed_directory(directory, layout.sizes, overwrite=overwrite, write=write)
+    write_all({})
+    return []
 
-    def _write(self, path: str | None) -> bytes:
-        if path is None:
-            return b""
-        rank = self.group.position
-        nbytes = self.layout.sizes[rank]
-        with SharedFile(path) as file:
-            file.reserve(nbytes, self.staging.pool)
-            for name, place in self.layout.values.items():
-                if place.rank == rank:
-                    file.write_at(place.offset, self.values[name])
-            with write_queue(nbytes, self.staging, self.wrote) as queue:
-                items = [self._write_chunk(file, queue, chunk) for chunk in self.layout.chunks.get(rank, ())]
-            for item, writer in items:
-                writer.finish(item)
-            file.seal()
-        return b""
 
-    def _write_chunk(self, file: SharedFile, queue: WriteQueue, chunk: OwnChunk) -> tuple[_Item, TorchZipWriter]:
-        tensor = self.tensors[chunk.name]
-        start, shape = chunk.box
-        item, writer = _Item(file, chunk.offset), chunk_writer(tensor.dtype, shape)
-        if 0 not in shape:
-            own = local_of(self.held[chunk.name])[
-                tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
-            ]
-            queue.write(own, tensor.dtype, chunk.offset + writer.offset(0), partial(writer.write, item, 0))
-        return item, writer
+def _write_chunk(
+    ranks: RankWriter, file: SharedFile, queue: WriteQueue, chunk: OwnChunk
+) -> tuple[_Item, TorchZipWriter]:
+    tensor = ranks.tensors[chunk.name]
+    start, shape = chunk.box
+    item, writer = _Item(file, chunk.offset), chunk_writer(tensor.dtype, shape)
+    if 0 not in shape:
+        box = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+        own = local_of(ranks.held[chunk.name])[box]
+        queue.write(own, tensor.dtype, chunk.offset + writer.offset(0), partial(writer.write, item, 0))
+    return item, writer
 
 
 class _Item:

@@ -39,14 +39,13 @@ from sluice.writing.items import tensor_items
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
 from sluice.writing.ranks.group import LEAD, RankGroup, together
 from sluice.writing.ranks.held import dtensors_in, held_tensors
-from sluice.writing.ranks.item_files import ItemFiles
+from sluice.writing.ranks.item_files import write_item_files
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
 from sluice.writing.ranks.shared_writes import RankWriter, check_equal, disagreement
-from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
+from sluice.writing.safetensors import TensorOutline, lay_out_safetensors
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model, write_model_directory
-from sluice.writing.uploads import UploadedFile
 
 __all__ = ["save_by_ranks"]
 
@@ -147,10 +146,10 @@ def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFil
     layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, job.header()))
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
-            _write_safetensors(ranks, layout, None)
+            ranks.write(layout, None)
         else:
             with Replacement(division.destination, overwrite=job.overwrite) as out:
-                _write_safetensors(ranks, layout, out)
+                ranks.write(layout, out)
                 out.commit(nbytes=layout.nbytes)
     return division.saved([division.destination], len(division.tensors) + len(division.ties))
 
@@ -160,12 +159,11 @@ def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles
     model = Model(tensors=division.outlines(), ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
     names: list[str] = []
     with _rank_writer(division, held, group) as ranks:
-        write = partial(_write_safetensors, ranks)
         if group.position == LEAD:
-            names = write_model_directory(division.destination, model, overwrite=job.overwrite, write=write)
+            names = write_model_directory(division.destination, model, overwrite=job.overwrite, write=ranks.write)
         else:
             for layout in model.layouts():
-                write(layout, None)
+                ranks.write(layout, None)
     files = (division.destination / name for name in names)
     return division.saved(files, len(division.tensors) + len(division.ties))
 
@@ -176,18 +174,9 @@ def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFil
     values = {name: value_item(value, name) for name, value in flat.items() if name not in held}
     division = _divided(job, partial(held_tensors, held, job.dtype), group, tied=False, values=values, paths=paths)
     layout = lay_out_items(division.tensors, _agreed_values(division))
-    with _progress(division, group) as wrote:
-        items = ItemFiles(
-            group=group,
-            tensors=division.tensors,
-            layout=layout,
-            held=held,
-            values=values,
-            paths={name: path for rank in division.ranks for name, path in rank.paths.items()},
-            staging=division.job.staging,
-            wrote=wrote,
-        )
-        files = items.write(division.destination, overwrite=job.overwrite)
+    every_path = {name: path for rank in division.ranks for name, path in rank.paths.items()}
+    with _rank_writer(division, held, group) as ranks:
+        files = write_item_files(ranks, layout, values, every_path, division.destination, overwrite=job.overwrite)
     return division.saved(files, len(division.tensors))
 
 
@@ -211,14 +200,6 @@ _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] =
     "huggingface": _save_directory,
     "dcp": _save_distributed,
 }
-
-
-def _write_safetensors(ranks: RankWriter, layout: SafetensorsLayout, out: Replacement | UploadedFile | None) -> None:
-    starts = {name: start for name, _, start in layout.tensors}
-    if out is not None:
-        assert isinstance(out, Replacement)  # ranks save to file systems
-        out.write_at(0, layout.header)
-    ranks.write(starts, layout.nbytes, layout.header, out)
 
 
 def _flat(job: SaveJob, state: object, group: RankGroup) -> tuple[dict[str, torch.Tensor], _Division]:
@@ -303,17 +284,12 @@ def _written(tensors: Mapping[str, DividedTensor], ranks: int) -> tuple[int, ...
 
 @contextmanager
 def _rank_writer(division: _Division, held: Mapping[str, torch.Tensor], group: RankGroup) -> Iterator[RankWriter]:
-    with _progress(division, group) as wrote:
-        yield RankWriter(group=group, tensors=division.tensors, held=held, staging=division.job.staging, wrote=wrote)
-
-
-@contextmanager
-def _progress(division: _Division, group: RankGroup) -> Iterator[Callable[[int], None]]:
-    """Yield a function that reports the bytes of each piece, and ends the work if a different rank has failed."""
-    with division.job.counting(division.written[group.position]) as count:
+    """Yield a writer that reports the bytes of each piece, and ends the work if a different rank has failed."""
+    job = division.job
+    with job.counting(division.written[group.position]) as count:
 
         def wrote(nbytes: int) -> None:
             count(nbytes)
             group.look()
 
-        yield wrote
+        yield RankWriter(group=group, tensors=division.tensors, held=held, staging=job.staging, wrote=wrote)

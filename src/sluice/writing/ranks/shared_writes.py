@@ -1,7 +1,7 @@
 """Write one file by all ranks: each writes the elements that it was assigned, at their places in the file.
 
-The lead creates the file under its hidden name and tells it to the others; nothing is written if two ranks computed a
-different header. Then all ranks write at once and make their bytes durable.
+The lead creates the files under hidden names and tells these to the others. Then all ranks write at once and make their
+bytes durable.
 
 Rows of a tensor are one run of bytes, columns a run for each row. Every run is one write, through the page cache unless
 it is long. Writes of 4, 2 and 1 KiB took 4, 8 and 16 ms of processor time for 8 MiB. Exchanging columns for rows first
@@ -11,7 +11,6 @@ tensors are, and every exchange is one more step in which ranks wait for each ot
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -29,9 +28,14 @@ from sluice.writing.durable.replacement import Replacement
 from sluice.writing.durable.shared_file import SharedFile
 from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.ranks.group import LEAD, RankGroup
-from sluice.writing.write_queue import write_queue
+from sluice.writing.safetensors import SafetensorsLayout
+from sluice.writing.uploads import UploadedFile
+from sluice.writing.write_queue import WriteQueue, write_queue
 
-__all__ = ["RankWriter", "check_equal", "disagreement"]
+__all__ = ["Fill", "RankWriter", "check_equal", "disagreement"]
+
+#: Queues the bytes of this rank in a file.
+Fill = Callable[[SharedFile, WriteQueue], None]
 
 
 class RankWriter(Struct, frozen=True, kw_only=True):
@@ -48,50 +52,59 @@ class RankWriter(Struct, frozen=True, kw_only=True):
     #: Called with the bytes of each written piece.
     wrote: Callable[[int], None]
 
-    def write(
-        self,
-        starts: Mapping[str, int],
-        nbytes: int,
-        header: bytes,
-        out: Replacement | None,
-    ) -> None:
-        """Write the tensors of one file.
+    def write(self, layout: SafetensorsLayout, out: Replacement | UploadedFile | None) -> None:
+        """Write the tensors of one file, which the lead puts in place.
 
         Args:
-            starts: First byte of each tensor in the file, by name, ascending.
-            nbytes: Size of the file, in bytes.
-            header: What the lead writes; the same on every rank.
-            out: The file; only on the lead, which writes everything else and puts it in place.
+            layout: The file; the same on every rank.
+            out: The file on the lead; None on other ranks.
 
         Raises:
             RankError: A rank failed.
         """
-
-        def create() -> bytes:
-            if out is not None:
-                out.reserve(nbytes)
-            digest = hashlib.sha256(header).hexdigest()
-            return msgspec.json.encode(("" if out is None else out.hidden, digest))
-
-        created = self.group.exchange(create)
-        paths, digests = zip(*(msgspec.json.decode(each, type=tuple[str, str]) for each in created), strict=True)
-        self.group.hidden.append(paths[LEAD])
-        check_equal(digests, "have different values in the object")
-        self.group.exchange(partial(self._write, starts, nbytes, paths[LEAD]))
-
-    def _write(self, starts: Mapping[str, int], nbytes: int, path: str) -> bytes:
+        starts = {name: start for name, _, start in layout.tensors}
         parts = {name: self.tensors[name].of(self.group.position) for name in starts}
         own = {name: region for name, region in parts.items() if region is not None}
-        if not own:
-            return b""
-        with SharedFile(path) as file:
-            file.reserve(nbytes, self.staging.pool)
-            with write_queue(nbytes, self.staging, self.wrote) as queue:
-                for name, region in own.items():
-                    tensor = self.tensors[name]
-                    part = _Part(file, tensor, region, starts[name])
-                    queue.write(local_of(self.held[name]), tensor.dtype, part.first, part.put)
-            file.seal()
+
+        def create() -> dict[int, str]:
+            if out is None:
+                return {}
+            assert isinstance(out, Replacement)  # ranks save to file systems
+            out.reserve(layout.nbytes)
+            out.write_at(0, layout.header)
+            return dict.fromkeys(range(self.group.size), out.hidden)
+
+        def fill(file: SharedFile, queue: WriteQueue) -> None:
+            for name, region in own.items():
+                tensor = self.tensors[name]
+                part = _Part(file, tensor, region, starts[name])
+                queue.write(local_of(self.held[name]), tensor.dtype, part.first, part.put)
+
+        self.write_files(create, layout.nbytes, fill if own else None)
+
+    def write_files(self, create: Callable[[], dict[int, str]], nbytes: int, fill: Fill | None) -> None:
+        """Have every rank write to its file.
+
+        Args:
+            create: Returns the hidden path of the file of each rank, on the lead.
+            nbytes: Size of the file of this rank, in bytes.
+            fill: Queues what this rank writes; None if that is nothing.
+
+        Raises:
+            RankError: A rank failed.
+        """
+        created = self.group.exchange(lambda: msgspec.json.encode(create()))
+        paths = msgspec.json.decode(created[LEAD], type=dict[int, str])
+        self.group.hidden.extend(set(paths.values()))
+        self.group.exchange(partial(self._write, paths.get(self.group.position, ""), nbytes, fill))
+
+    def _write(self, path: str, nbytes: int, fill: Fill | None) -> bytes:
+        if fill is not None:
+            with SharedFile(path) as file:
+                file.reserve(nbytes, self.staging.pool)
+                with write_queue(nbytes, self.staging, self.wrote) as queue:
+                    fill(file, queue)
+                file.seal()
         return b""
 
 

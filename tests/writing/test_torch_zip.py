@@ -1,0 +1,52 @@
+"""torch zip files whose bytes are written in any order, with the CRCs of records in pieces."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+import zlib
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.writing.torch_zip import TorchZipWriter
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        self.content += bytes(max(0, offset + len(data) - len(self.content)))
+        self.content[offset : offset + len(data)] = data
+
+
+@given(st.lists(st.binary(max_size=300), max_size=6), st.randoms(use_true_random=False), st.booleans())
+def test_pieces_in_any_order_make_an_archive_that_zipfile_reads(
+    contents: list[bytes], chance: random.Random, in_order: bool
+) -> None:
+    writer, out = TorchZipWriter(b"pickle", [*map(len, contents)], in_order=in_order), Memory()
+    pieces = []
+    for number, content in enumerate(contents):
+        cuts = sorted({0, len(content), *(chance.randint(0, len(content)) for _ in range(4))})
+        pieces += [(number, first, content[first:last]) for first, last in pairwise(cuts)]
+    if not in_order:
+        chance.shuffle(pieces)
+    for number, at, piece in pieces:
+        writer.write(out, number, at, piece)
+    assert writer.finish(out) == writer.file_bytes == len(out.content)
+    assert all(writer.offset(number) % 64 == 0 for number in range(len(contents)))
+    with zipfile.ZipFile(io.BytesIO(bytes(out.content))) as read:
+        assert [read.read(f"archive/data/{i}") for i in range(len(contents))] == contents
+        assert read.read("archive/data.pkl") == b"pickle"
+        found = {info.filename: info.CRC for info in read.infolist()}
+    assert [found[f"archive/data/{i}"] for i in range(len(contents))] == [zlib.crc32(content) for content in contents]
+
+
+@pytest.mark.parametrize(("nbytes", "escapes"), [(0xFFFFFFFE, False), (0xFFFFFFFF, True)])
+def test_a_record_of_the_largest_32_bit_size_escapes(nbytes: int, escapes: bool) -> None:
+    header = TorchZipWriter(b"", [nbytes])._header(4)
+    assert (b"\x01\x00\x10\x00" in header) == escapes
