@@ -7,8 +7,9 @@ memoized.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ import torch
 from sluice._errors import SaveError
 from sluice.formats.torch_save.plain_values import is_torch_name
 from sluice.records import TorchSize, TorchText
-from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent, PickleOpcodes
+from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent, integer, memo, text, tuple_ends
 from sluice.writing.pickle_walk import WalkedObject, elements
 from sluice.writing.torch_tensors import layout, size
 
@@ -61,7 +62,8 @@ class _Pickler:
     """Write values one by one; the iterator over the containers in a container ends with its last opcodes."""
 
     def __init__(self, walked: WalkedObject, descriptions: Iterator[Call | Persistent]) -> None:
-        self._ops = PickleOpcodes()
+        self._out = bytearray(b"\x80\x02")
+        self._memo: dict[Hashable, int] = {}
         self._repeated = walked.repeated
         self._tensors = zip(walked.tensors, descriptions, strict=True)
         #: ids of unfinished tuples and other values that cannot be memoized before they are complete.
@@ -75,7 +77,8 @@ class _Pickler:
                 break
             else:
                 waiting.pop()
-        return self._ops.finish()
+        self._out += b"."
+        return self._out
 
     def _all(self, values: Iterable[Any]) -> _Inside:
         for value in values:
@@ -88,10 +91,10 @@ class _Pickler:
         kind: type = type(value)
         scalar = _SCALARS.get(kind)
         if scalar:
-            scalar(self._ops, value)
+            self._out += scalar(value)
             return None
         if id(value) in self._repeated:
-            if self._ops.recall(id(value)):
+            if self._recall(id(value)):
                 return None
             if id(value) in self._unfinished:
                 raise SaveError("a tuple or set that contains itself cannot be saved")
@@ -104,33 +107,48 @@ class _Pickler:
 
     def _remember(self, value: object) -> None:
         if id(value) in self._repeated:
-            self._ops.remember(id(value))
+            self._memoize(id(value))
             self._unfinished.discard(id(value))
 
+    def _recall(self, key: Hashable) -> bool:
+        """Append the value memoized under a key; return whether there is one."""
+        number = self._memo.get(key)
+        if number is not None:
+            self._out += memo(b"hj", number)
+        return number is not None
+
+    def _memoize(self, key: Hashable) -> None:
+        """Memoize the last value under a key."""
+        number = self._memo[key] = len(self._memo)
+        self._out += memo(b"qr", number)
+
     def write_text(self, value: str) -> None:
-        self._ops.text(value)
+        self._out += text(value)
         self._remember(value)
 
     def write_constant(self, value: MemoizedText) -> None:
-        self._ops.constant(value)
+        if not self._recall(value):
+            self._out += text(value)
+            self._memoize(value)
 
     def write_global(self, value: Global) -> None:
-        self._ops.named(value.module, value.name)
+        if not self._recall(value):
+            self._out += f"c{value.module}\n{value.name}\n".encode()
+            self._memoize(value)
 
     def write_call(self, value: Call) -> _Inside | None:
-        self._ops.named(value.function.module, value.function.name)
+        self.write_global(value.function)
         if value.arguments:
-            return self._in_tuple(value.arguments, self._ops.reduce)
-        self._ops.close_tuple(0)
-        self._ops.reduce()
+            return self._in_tuple(value.arguments, partial(self._out.extend, b"R"))
+        self._out += b")R"
         return None
 
     def write_persistent(self, value: Persistent) -> None:
-        self._ops.open_tuple(len(value.key))
+        before, after = tuple_ends(len(value.key))
+        self._out += before
         for part in value.key:
             self._begin(part)
-        self._ops.close_tuple(len(value.key))
-        self._ops.persistent()
+        self._out += after + b"Q"
 
     def write_reduced(self, value: Any) -> _Inside:
         self._start(value)
@@ -138,50 +156,50 @@ class _Pickler:
         self._remember(value)
 
     def write_dict(self, value: dict[Any, Any]) -> _Inside:
-        self._ops.out += PickleOpcodes.EMPTY_DICT
+        self._out += b"}"
         self._remember(value)
         yield from self._items(value)
 
     def _items(self, value: Mapping[Any, Any]) -> _Inside:
         items = iter(value.items())
         while batch := list(islice(items, _ITEMS_AT_ONCE)):
-            self._ops.out += PickleOpcodes.MARK
+            self._out += b"("
             yield from self._all(chain.from_iterable(batch))
-            self._ops.out += PickleOpcodes.SETITEMS
+            self._out += b"u"
 
     def write_ordered_dict(self, value: OrderedDict[Any, Any]) -> _Inside:
-        self._ops.named("collections", "OrderedDict")
-        self._ops.close_tuple(0)
-        self._ops.reduce()
+        self.write_call(Call(Global("collections", "OrderedDict"), ()))
         self._remember(value)
         yield from self._items(value)
         if vars(value):
             yield from self._all((vars(value),))
-            self._ops.out += PickleOpcodes.BUILD
+            self._out += b"b"
 
     def write_list(self, value: list[Any]) -> _Inside:
-        self._ops.out += PickleOpcodes.EMPTY_LIST
+        self._out += b"]"
         self._remember(value)
         items = iter(value)
         while batch := list(islice(items, _ITEMS_AT_ONCE)):
-            self._ops.out += PickleOpcodes.MARK
+            self._out += b"("
             yield from self._all(batch)
-            self._ops.out += PickleOpcodes.APPENDS
+            self._out += b"e"
 
     def write_tuple(self, value: tuple[Any, ...]) -> _Inside | None:
         if id(value) not in self._repeated and all(type(each) is int for each in value):  # sizes: without an iterator
-            self._ops.integers(value)
+            before, after = tuple_ends(len(value))
+            self._out += before + b"".join(map(integer, value)) + after
             return None
         self._start(value)
         return self._in_tuple(value, partial(self._remember, value))
 
     def _in_tuple(self, values: tuple[Any, ...], then: Callable[[], None]) -> _Inside:
-        self._ops.open_tuple(len(values))
+        before, after = tuple_ends(len(values))
+        self._out += before
         for value in values:
             inside = self._begin(value)
             if inside is not None:
                 yield inside
-        self._ops.close_tuple(len(values))
+        self._out += after
         then()
 
     def write_tensor(self, value: object) -> _Inside:
@@ -216,12 +234,12 @@ def _bytes(value: bytes | bytearray) -> Call:
     return Call(Global("_codecs", "encode"), (value.decode("latin1"), MemoizedText("latin1")))
 
 
-#: Writers of None and numbers, which are never memoized.
-_SCALARS: Mapping[type, Callable[[PickleOpcodes, Any], None]] = {
-    type(None): lambda ops, _: ops.none(),
-    bool: PickleOpcodes.boolean,
-    int: PickleOpcodes.integer,
-    float: PickleOpcodes.floating,
+#: Opcodes of None and numbers, which are never memoized.
+_SCALARS: Mapping[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: integer,
+    float: lambda value: struct.pack(">cd", b"G", value),
 }
 
 #: Calls and names in place of plain values that the pickle has no opcodes for.
