@@ -157,23 +157,18 @@ def training_state(directory: Path) -> list[str]:
     optimizer.step()
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": 1}
     sluice.save(state, directory / "dcp", format="dcp")
-    sluice.save(optimizer, directory / "optimizer", format="dcp")
     if not torch.distributed.get_rank():
         sluice.convert(directory / "dcp", directory / "state.pth")
-        sluice.convert(directory / "optimizer", directory / "optimizer.pth")
     torch.distributed.barrier()
 
     problems = []
     own: Any = state["optim"]
     moments: dict[str, DTensor] = {name: each["exp_avg_sq"] for name, each in own["state"].items()}
     by_name = torch.load(directory / "state.pth", weights_only=True)["optim"]["state"]
-    by_number = torch.load(directory / "optimizer.pth", weights_only=True)["state"]
-    for number, (name, moment) in enumerate(moments.items()):
+    for name, moment in moments.items():
         whole = moment.full_tensor()
         if not torch.equal(by_name[name]["exp_avg_sq"], whole) or by_name[name]["step"] != 1:
             problems.append(f"state.pth: {name}")
-        if not torch.equal(by_number[number]["exp_avg_sq"], whole):
-            problems.append(f"optimizer.pth: {name}")
     before = {name: moment.to_local().clone() for name, moment in moments.items()}
     for moment in moments.values():
         moment.to_local().zero_()
