@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from msgspec import Struct, field
 
-from sluice import _defaults as defaults
-from sluice._errors import FormatError
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
-from sluice.reading.sparse_indices import check_indices, index_lines
-from sluice.records import Entry, Quantized, Sparse
-from sluice.reports.verify import VerifyProblem
+from sluice.records import Entry, Quantized
 
-__all__ = ["Consumer", "IndexCheck", "NonFiniteCounter", "RecordChecksum", "TensorCheck", "TensorHasher"]
+__all__ = ["Consumer", "NonFiniteCounter", "RecordChecksum", "TensorCheck", "TensorHasher"]
 
 #: Elements that are tested together, so that temporary tensors stay in the cache of a processor.
 _BLOCK_ELEMENTS = 1 << 17
@@ -126,33 +121,6 @@ class TensorCheck(Struct, eq=False):
             for numbers in (composite.scales, composite.zero_points):
                 if isinstance(numbers, tuple):
                     self.hasher.hasher.update(struct.pack(f"<{len(numbers)}d", *numbers))
-
-
-class IndexCheck(Struct, eq=False):
-    """The indices of one sparse tensor."""
-
-    #: Its first name.
-    name: str
-    #: The tensor.
-    entry: Entry
-    #: Its components.
-    composite: Sparse
-
-    def problem(self, elements: Callable[[Entry, int], Iterable[torch.Tensor]], file: str) -> VerifyProblem | None:
-        """Return what is wrong with them.
-
-        Args:
-            elements: Reads the elements of a part in order, in pieces of at most a number of bytes.
-            file: The checkpoint, for messages.
-        """
-        lines = index_lines(self.composite)
-        limit_bytes = defaults.SCAN_BATCH_BYTES // max(1, len(lines))
-        try:
-            check_indices(self.entry, [elements(line, limit_bytes) for line in lines])
-        except FormatError as error:
-            error.file, error.tensor = file, self.name
-            return VerifyProblem.of(error)
-        return None
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -19,7 +19,7 @@ from sluice._threads import Workers
 from sluice.checking.consumers import Consumer, RecordChecksum, TensorCheck
 from sluice.checking.parts import named_part
 from sluice.checking.problems import compare, wrong_checksum
-from sluice.checking.verification_plan import VerificationPlan
+from sluice.checking.verification_plan import VerificationPlan, indices_of
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
@@ -35,13 +35,14 @@ from sluice.reading.scan import (
     windows,
     work_through,
 )
-from sluice.records import Entry
+from sluice.reading.sparse_indices import check_indices, index_lines
+from sluice.records import Entry, Sparse
 from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
 from sluice.sources.opening import find_place, source_path
 
 __all__ = ["Verification", "verify_checkpoint"]
 
-#: What is checked with a piece: checks, their consumers, and first and last element of the piece for these.
+#: Checks of a piece, their consumers, and first and last element of the piece for these.
 _Shares = list[tuple[RecordChecksum | TensorCheck, list[Consumer], int, int]]
 
 #: Errors that mean damage. Other errors mean that the file is something else, or cannot be read at all.
@@ -173,7 +174,7 @@ class Verification:
         """Read the checkpoint and run all checks."""
         total = sum(end - first for ranges in self.plan.ranges for first, end in ranges)
         total += sum(_stored_bytes(part) for check in self.plan.tensors for part in check.entry.components)
-        total += sum(one.nbytes for check in self.plan.index_checks for one in check.composite.indices)
+        total += sum(one.nbytes for entry in self.plan.sparse.values() for one in indices_of(entry))
         fill_caches(self._checkpoint.sources, progress=progress)
         with (
             byte_progress(progress, self._checkpoint.path, total) as report,
@@ -268,13 +269,17 @@ class Verification:
                 yield self._reader.read([part])[0].flatten()
                 advance(part.nbytes)
 
-        for check in self.plan.index_checks:
+        for name, entry in self.plan.sparse.items():
+            assert isinstance(entry.composite, Sparse)
+            lines = index_lines(entry.composite)
+            limit_bytes = defaults.SCAN_BATCH_BYTES // max(1, len(lines))
             try:
-                problem = check.problem(elements, self._checkpoint.path)
+                check_indices(entry, [elements(line, limit_bytes) for line in lines])
             except ReadError as error:
                 self._unreadable.append(VerifyProblem.of(error))
-            else:
-                self._wrong_indices += [] if problem is None else [problem]
+            except FormatError as error:
+                error.file, error.tensor = self._checkpoint.path, name
+                self._wrong_indices.append(VerifyProblem.of(error))
 
 
 def _feed(pieces: Iterable[tuple[Consumer, torch.Tensor]]) -> None:

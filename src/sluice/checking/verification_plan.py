@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from sluice import _defaults as defaults
 from sluice._errors import CheckpointError
-from sluice.checking.consumers import IndexCheck, NonFiniteCounter, RecordChecksum, TensorCheck, TensorHasher
+from sluice.checking.consumers import NonFiniteCounter, RecordChecksum, TensorCheck, TensorHasher
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.formats.manifest import HashAlgorithm, new_hash
@@ -19,7 +19,7 @@ from sluice.reading.scan import check_repeats, identity, row_major
 from sluice.records import Entry, Quantized, Sparse
 from sluice.reports.verify import VerifyProblem
 
-__all__ = ["VerificationPlan"]
+__all__ = ["VerificationPlan", "indices_of"]
 
 #: Shorter tensors are also read in the windows around them.
 _APART_BYTES = 1 << 16
@@ -32,7 +32,7 @@ class VerificationPlan:
         records: Recorded checksums.
         unrecorded: Names of records without a checksum.
         tensors: Tensors that are hashed or counted, each once.
-        index_checks: Indices of sparse tensors.
+        sparse: Sparse tensors by name, with their indices in readable places.
         problems: Problems of headers.
         ranges: Ranges of each file that are read in windows.
     """
@@ -59,11 +59,11 @@ class VerificationPlan:
         self.unrecorded: list[str] = []
         self.records = list(self._checksums())
         self.tensors = self._tensor_checks(named) if algorithm or nan else []
-        checks = self._sparse_indices()
+        sparse = self._sparse_tensors()
         pieces = [piece for tensor in self.tensors for piece in tensor.entry.pieces]
-        pieces += [piece for check in checks for piece in check.composite.indices]
+        pieces += [piece for entry in sparse.values() for piece in indices_of(entry)]
         self._offsets = self._locate({number for piece in pieces if piece.numel for number in piece.storages})
-        self.index_checks = [check for check in checks if self._located(check.composite.indices)]
+        self.sparse = {name: entry for name, entry in sparse.items() if self._located(indices_of(entry))}
         self.tensors = [tensor for tensor in self.tensors if self._located(tensor.entry.pieces)]
         self.ranges = self._ranges()
 
@@ -91,15 +91,15 @@ class VerificationPlan:
             check.names.append(name)
         return [check for check in checks.values() if check.hasher or check.counter]
 
-    def _sparse_indices(self) -> list[IndexCheck]:
+    def _sparse_tensors(self) -> dict[str, Entry]:
         """Return each sparse tensor once, under its first name."""
-        checks: dict[int, IndexCheck] = {}
+        found: dict[int, tuple[str, Entry]] = {}
         for name, entry in walk(self._checkpoint.index.tree):
-            if isinstance(entry.composite, Sparse) and id(entry) not in checks:
+            if isinstance(entry.composite, Sparse) and id(entry) not in found:
                 for indices in entry.composite.indices:
                     check_repeats(self._checkpoint, name, indices)
-                checks[id(entry)] = IndexCheck(name, entry, entry.composite)
-        return list(checks.values())
+                found[id(entry)] = name, entry
+        return dict(found.values())
 
     def _locate(self, numbers: Iterable[int]) -> dict[int, int]:
         """Return the data offsets of storages, without those hidden by damaged headers."""
@@ -137,6 +137,11 @@ class VerificationPlan:
             if check.record is not None or storage.file not in recorded:
                 covered[storage.file].add((first, end))
         return [list(_gaps(extent, covered[file])) for file, extent in enumerate(self._checkpoint.extents)]
+
+
+def indices_of(entry: Entry) -> tuple[Entry, ...]:
+    """Return the indices of a sparse tensor."""
+    return entry.composite.indices if isinstance(entry.composite, Sparse) else ()
 
 
 def _gaps(extent: tuple[int, int], covered: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ CONVERT_FORMATS: tuple[ConvertFormat, ...] = get_args(ConvertFormat)
 
 _SAVE_FORMATS: tuple[SaveFormat, ...] = get_args(SaveFormat)
 
-#: What follows the error for formats that are only read.
+#: Ends of the error for formats without a writer.
 _READ_ONLY = {
     "per-parameter": "; a file for each tensor saves no memory when sluice loads the model, so it only reads such files"
 }

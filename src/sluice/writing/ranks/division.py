@@ -4,8 +4,7 @@ Every rank describes what it holds (``HeldTensor``). All ranks get all descripti
 and writers from them, so that no rank has to tell another what to write.
 
 The regions of a tensor that ranks hold are equal or have no element in common, and together have every element once.
-A region that several ranks hold is written by the one that has the least to write; a rank that holds the only copy of
-much is left alone.
+Ranks that hold the same region write such regions by turns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
-from sluice.sharding.regions import Region, shape_of
+from sluice.sharding.regions import Region
 
 __all__ = ["Box", "DividedTensor", "HeldTensor", "agreed_ties", "boxes", "divide"]
 
@@ -77,31 +76,18 @@ def divide(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, DividedTensor
     Raises:
         SaveError: Ranks contradict each other, or no rank holds some element.
     """
-    held = _by_name(ranks)
-    holders = {name: _holders(name, each) for name, each in held.items()}
-    loads = [0] * len(ranks)
-    chosen: dict[tuple[str, Region], int] = {}
-    shared: list[tuple[int, str, Region]] = []
-    for name, regions in holders.items():
-        item = ITEM_BYTES[next(iter(held[name].values())).dtype]
-        for region, owners in regions.items():
-            nbytes = prod(shape_of(region)) * item
-            if len(owners) == 1:
-                chosen[name, region] = owners[0]
-                loads[owners[0]] += nbytes
-            else:
-                shared.append((nbytes, name, region))
-    shared.sort(key=lambda part: -part[0])  # stable: parts of one size stay in the order of the tensors
-    for nbytes, name, region in shared:
-        writer = min(holders[name][region], key=lambda rank: (loads[rank], rank))
-        chosen[name, region] = writer
-        loads[writer] += nbytes
     tensors = {}
-    for name, regions in holders.items():
-        any_rank = next(iter(held[name].values()))
-        parts = tuple(regions)
-        writers = tuple(chosen[name, region] for region in parts)
-        tensors[name] = DividedTensor(dtype=any_rank.dtype, shape=any_rank.shape, regions=parts, writers=writers)
+    shared = 0
+    for name, held in _by_name(ranks).items():
+        any_rank = next(iter(held.values()))
+        holders = _holders(name, held)
+        writers = []
+        for owners in holders.values():
+            writers.append(owners[shared % len(owners)])
+            shared += len(owners) > 1
+        tensors[name] = DividedTensor(
+            dtype=any_rank.dtype, shape=any_rank.shape, regions=tuple(holders), writers=tuple(writers)
+        )
     return tensors
 
 
