@@ -212,7 +212,10 @@ def test_a_dry_run_reports_the_files_and_writes_nothing(tmp_path: Path) -> None:
     before = listing(tmp_path)
     for name in ("o.pt", "o.safetensors", "model"):
         how: dict[str, Any] = {"max_shard_size": 900 if name == "model" else None}
-        dry = sluice.convert(tmp_path / "in.pt", tmp_path / name, dtype=torch.bfloat16, dry_run=True, **how)
+        manifest = tmp_path / "manifest.json"
+        dry = sluice.convert(
+            tmp_path / "in.pt", tmp_path / name, dtype=torch.bfloat16, dry_run=True, manifest=manifest, **how
+        )
         assert listing(tmp_path) == before
         assert dry.dry_run
         assert str(dry).startswith("would write 6 of 6 tensors of ")

@@ -159,20 +159,6 @@ def test_a_model_directory_is_replaced_and_nothing_stale_stays(
     }
 
 
-def test_two_saves_into_one_directory_do_not_mix(tmp_path: Path) -> None:
-    problems: list[sluice.SaveError] = []
-
-    def second(_: sluice.ProgressEvent) -> None:
-        if not problems:
-            with pytest.raises(sluice.SaveError, match="another save is writing") as refused:
-                sluice.save({"b": torch.ones(1)}, tmp_path / "m", overwrite=True)
-            problems.append(refused.value)
-
-    sluice.save({"a": torch.ones(1)}, tmp_path / "m", progress=second)
-    assert len(problems) == 1
-    assert set(sluice.load_state_dict(tmp_path / "m")) == {"a"}
-
-
 class Mine:
     """A class that ``torch.load(weights_only=True)`` refuses."""
 

@@ -126,17 +126,6 @@ def test_a_changed_element_is_found_by_the_manifest(tmp_path: Path, name: str) -
     assert report.problems[-1].expected == hashed(tensors["half"]).hash
 
 
-def test_a_manifest_follows_a_checkpoint_through_formats(tmp_path: Path) -> None:
-    state = {**plain_tensors(), "tied": plain_tensors()["a.w"]}
-    state["a.w"] = state["tied"]
-    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
-    for name in ("f.safetensors", "directory"):
-        sluice.save(state, tmp_path / name)
-        report = sluice.verify(tmp_path / name, manifest=tmp_path / "m.json")
-        assert report.ok, report
-        assert report.tensors == len(state)
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "tensor"),
     [
