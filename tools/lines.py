@@ -59,7 +59,7 @@ FEATURES = {
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
     "advice on other loaders": ("planning/other_methods.py", "loading/read_probe.py"),
     "core": (
-        *("_*.py", "api/*", "checkpoint/*", "cli/*", "doctor.py", "engine/*", "entries/*", "formats/*", "loading/*"),
+        *("_*.py", "api/*", "checkpoint/*", "cli/*", "engine/*", "entries/*", "formats/*", "loading/*"),
         *("machine/*", "matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*"),
     ),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Trace
+from sluice.benchmark.records import REFERENCE, MethodRun, Outcome, Precision, Scenario, Trace
 
 MIB = 1 << 20
 
@@ -111,7 +111,7 @@ class FakeRunner:
         return [run for scenario in scenarios for run in self._runs(scenario, repetitions - 1)]
 
     def _runs(self, scenario: Scenario, repetition: int) -> list[MethodRun]:
-        methods = {scenario.reference: TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
+        methods = {REFERENCE: TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
         return [
             MethodRun(
                 scenario=scenario.title,

@@ -61,7 +61,7 @@ def load(**job_fields: Any) -> Work:
     method = METHODS[job.method]
     for name in method.imports:
         pkgutil.resolve_name(name)
-    make_context(job.device, job.device_limit_bytes)
+    make_context(job.device)
     gc.collect()
     yield
     timed = method.start(job)
@@ -83,7 +83,7 @@ def load(**job_fields: Any) -> Work:
     return facts
 
 
-def make_context(device: str, limit_bytes: int | None = None) -> None:
+def make_context(device: str) -> None:
     """Trigger torch's work on first use: the lazy imports of the meta device and the accelerator's context."""
     config = GPTConfig(vocab_size=8, context_length=8, emb_dim=8, n_heads=2, n_layers=1, qkv_bias=True)
     with torch.device("meta"):
@@ -93,8 +93,6 @@ def make_context(device: str, limit_bytes: int | None = None) -> None:
         module = torch.get_device_module(device)
         module.synchronize()
         module.empty_cache()
-        if limit_bytes is not None:
-            module.set_per_process_memory_fraction(min(1.0, limit_bytes / module.mem_get_info()[1]))
         module.reset_peak_memory_stats()
 
 

@@ -37,7 +37,7 @@ __all__ = [
     "method",
 ]
 
-#: Default method whose verdict is the reference.
+#: Method whose verdict is the reference.
 REFERENCE = "reference"
 
 #: Kind of a checkpoint, which decides which methods read it: the suffix of a file, or the layout of a directory.
@@ -86,8 +86,6 @@ class MethodJob:
     dtype: Precision
     #: Device of the finished model: ``"cpu"``, ``"cuda"``, or a simulated device.
     device: str
-    #: Limit of torch's allocator on the device, in bytes; None for none.
-    device_limit_bytes: int | None = None
     #: Whether to compute the digest of the finished model, after the measurement.
     verify: bool
 
@@ -231,14 +229,10 @@ class Scenario:
     checkpoints: dict[str, Path]
     #: F: bytes of the finished tensors.
     final_bytes: int
-    #: Method whose verdict is the reference.
-    reference: str = REFERENCE
     #: Checkpoint that the reference is read from; None if it is computed, as for built-in models.
     truth: Path | None = None
     #: Limit of each process's host memory, interpreter included, in bytes; None for none.
     host_limit_bytes: int | None = None
-    #: As in ``MethodJob``.
-    device_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import absence
 from sluice.benchmark.process import TIMEOUT_SECONDS
-from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, State
+from sluice.benchmark.records import REFERENCE, MethodJob, MethodRun, Outcome, Scenario, State
 
 __all__ = ["run_with_progress"]
 
@@ -32,7 +32,7 @@ def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> Iterator[_Step
     one starts with the last method, which is sluice: its rows are there if time runs out.
     """
     for scenario in scenarios:
-        yield scenario, scenario.reference, scenario.states[0], 0
+        yield scenario, REFERENCE, scenario.states[0], 0
     for repetition in range(repetitions):
         for scenario in scenarios:
             methods = list(scenario.checkpoints)
@@ -44,7 +44,7 @@ def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> Iterator[_Step
 def _run(step: _Step, known: dict[MethodJob, Outcome], *, end: float, timeout_seconds: float) -> Outcome:
     """Run one process; a reference that several scenarios share runs once."""
     scenario, method, state, repetition = step
-    is_reference = method == scenario.reference
+    is_reference = method == REFERENCE
     checkpoint = scenario.truth if is_reference else scenario.checkpoints[method]
     job = MethodJob(
         method=method,
@@ -54,8 +54,6 @@ def _run(step: _Step, known: dict[MethodJob, Outcome], *, end: float, timeout_se
         key=scenario.key if checkpoint == scenario.truth else None,
         dtype=scenario.dtype,
         device=scenario.device,
-        # A reference has no limits: it does not compete, and the verdicts need it.
-        device_limit_bytes=None if is_reference else scenario.device_limit_bytes,
         # Digests take longer than a load, so only the first repetition is verified.
         verify=repetition == 0,
     )
@@ -65,7 +63,7 @@ def _run(step: _Step, known: dict[MethodJob, Outcome], *, end: float, timeout_se
         return Outcome(status="absent", reason=reason)
     if time.monotonic() >= end:
         return Outcome(status="skipped", reason=f"{state}: not started, the time was up")
-    if is_reference:
+    if is_reference:  # without a limit: it does not compete, and the verdicts need it
         known[job] = run_job(job, timeout_seconds=timeout_seconds)
         return known[job]
     if not _PREPARATIONS[state](scenario.checkpoints[method]):

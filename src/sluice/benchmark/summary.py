@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from sluice._units import format_bytes
-from sluice.benchmark.records import SHORT_DTYPES, MethodRun, Outcome, Scenario, State, Status
+from sluice.benchmark.records import REFERENCE, SHORT_DTYPES, MethodRun, Outcome, Scenario, State, Status
 
 __all__ = ["Row", "finding", "raw_seconds", "summarise", "typical_runs"]
 
@@ -68,7 +68,7 @@ def typical_runs(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[Meth
 def summarise(scenario: Scenario, runs: Sequence[MethodRun]) -> list[Row]:
     """Return the rows of a scenario, in the order of its methods."""
     own = [run for run in runs if run.scenario == scenario.title]
-    truth = next((run.outcome.verdict for run in own if run.method == scenario.reference), None)
+    truth = next((run.outcome.verdict for run in own if run.method == REFERENCE), None)
     raw = {state: raw_seconds(own, state) for state in scenario.states}
     return [_row(scenario, method, own, truth, raw) for method in scenario.checkpoints]
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice._units import format_bytes
-from sluice.benchmark.records import MethodRun, Scenario, State
+from sluice.benchmark.records import REFERENCE, MethodRun, Scenario, State
 from sluice.benchmark.summary import Row, summarise
 
 __all__ = ["TableSection", "console_for_tables", "print_section", "section_of"]
@@ -78,7 +78,7 @@ def _notes(scenario: Scenario, rows: Sequence[Row], runs: Sequence[MethodRun]) -
     yield f"F = {format_bytes(scenario.final_bytes)}: the finished tensors"
     if scenario.host_limit_bytes is not None:
         yield f"host memory limit of each process, interpreter included: {format_bytes(scenario.host_limit_bytes)}"
-    truth = next((run for run in runs if (run.scenario, run.method) == (scenario.title, scenario.reference)), None)
+    truth = next((run for run in runs if (run.scenario, run.method) == (scenario.title, REFERENCE)), None)
     if truth is not None and truth.outcome.status != "ok":
         yield f"no reference to compare with: {truth.outcome.reason}"
     for row in rows:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 from msgspec import Struct
 
 from sluice._units import counted, format_bytes
-from sluice.records import LoadPlan, Read, Target
+from sluice.records import LoadPlan, Target
 from sluice.reports.document import Grid, Report, Section
 from sluice.reports.report_rows import how_filled
 
 __all__ = ["Explanation", "TensorGroup", "explain"]
 
-_HEADERS = (">tensors", ">bytes", "in the file", "finished", "device", "how", ">reads", ">bytes read", "methods")
+_HEADERS = (">tensors", ">bytes", "in the file", "finished", "device", "how")
 
 
 class TensorGroup(Struct, frozen=True, kw_only=True):
@@ -34,12 +33,6 @@ class TensorGroup(Struct, frozen=True, kw_only=True):
     device: str
     #: ``direct into place``, ``through staging``, ``cast``, ``mapped``, ``computed`` or ``empty``.
     how: str
-    #: Number of reads that contain their bytes; a read shared by several groups counts in each.
-    reads: int
-    #: Bytes read from files for them.
-    read_bytes: int
-    #: Number of reads by permitted methods, the preferred one first: ``{"direct or buffered": 12}``.
-    methods: Mapping[str, int]
 
     def cells(self) -> tuple[str, ...]:
         """Return the group as text."""
@@ -50,9 +43,6 @@ class TensorGroup(Struct, frozen=True, kw_only=True):
             self.dtype,
             self.device,
             self.how,
-            f"{self.reads:,}",
-            format_bytes(self.read_bytes),
-            ", ".join(f"{count:,} {how}" for how, count in self.methods.items()) or "-",
         )
 
 
@@ -70,6 +60,8 @@ class Explanation(Report):
     reads: int
     #: Bytes of all reads, including gaps between neighbours.
     read_bytes: int
+    #: Number of reads by permitted methods, the preferred one first: ``{"direct or buffered": 12}``.
+    methods: Mapping[str, int]
     #: Number of threads that read.
     readers: int
     #: Number of threads that copy out of staging; with 0 each reader copies what it read.
@@ -93,7 +85,8 @@ class Explanation(Report):
             if self.readers
             else "the caller's thread: no other fits next to the weights"
         )
-        yield f"{counted(self.reads, 'read')}, {format_bytes(self.read_bytes)} in total, by {by}"
+        methods = "".join(f", {count:,} {how}" for how, count in self.methods.items())
+        yield f"{counted(self.reads, 'read')}, {format_bytes(self.read_bytes)} in total, by {by}{methods}"
         held = self.staging_buffers * self.staging_buffer_bytes
         copiers = f", emptied by {counted(self.copiers, 'copier')}" if self.copiers else ""
         yield (
@@ -113,15 +106,6 @@ def explain(plan: LoadPlan) -> Explanation:
     in_place = {read.into for read in plan.reads}
     for position, target in enumerate(plan.targets):
         members[_kind(plan, position, target, in_place)].append(position)
-    group_of = {position: key for key, positions in members.items() for position in positions}
-    reads: defaultdict[tuple[str, str, str, str], list[Read]] = defaultdict(list)
-    nbytes: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
-    for read in plan.reads:
-        by_target = _bytes_by_target(read)
-        for key in dict.fromkeys(group_of[position] for position in by_target):
-            reads[key].append(read)
-        for position, count in by_target.items():
-            nbytes[group_of[position]] += count
     groups = [
         TensorGroup(
             tensors=len(positions),
@@ -130,9 +114,6 @@ def explain(plan: LoadPlan) -> Explanation:
             dtype=key[1],
             device=key[2],
             how=key[3],
-            reads=len(reads[key]),
-            read_bytes=nbytes[key],
-            methods=_methods(reads[key]),
         )
         for key, positions in members.items()
     ]
@@ -140,6 +121,7 @@ def explain(plan: LoadPlan) -> Explanation:
         groups=tuple(sorted(groups, key=lambda group: -group.nbytes)),
         reads=len(plan.reads),
         read_bytes=plan.read_bytes,
+        methods=dict(Counter(" or ".join(read.methods) for read in plan.reads)),
         readers=plan.readers,
         copiers=plan.copiers,
         staging_buffers=plan.staging_buffers,
@@ -155,21 +137,3 @@ def _kind(plan: LoadPlan, position: int, target: Target, in_place: set[int | Non
     computed = bool(target.nbytes) and not target.fills
     how = "computed" if computed else how_filled(plan, position, in_place, file_dtype=dtypes, dtype=target.dtype)
     return dtypes, target.dtype, target.device, how
-
-
-def _bytes_by_target(read: Read) -> dict[int, int]:
-    """Return the bytes of a read by target; bytes that two targets view count for both."""
-    if read.into is not None:
-        return {read.into: read.nbytes}
-    counts: dict[int, int] = {}
-    for copy in read.copies:
-        counts[copy.target] = counts.get(copy.target, 0) + prod(copy.shape) * copy.elements.item_bytes
-    return counts
-
-
-def _methods(reads: Sequence[Read]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for read in reads:
-        name = " or ".join(read.methods)
-        counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -1,10 +1,8 @@
-"""``sluice doctor`` and ``python -m sluice.doctor``."""
+"""``sluice doctor``."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,11 +33,6 @@ def test_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "file system" in text
     assert "secret" not in text
     assert "password" not in text
-
-
-def test_the_module_is_the_same_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "sluice.doctor", "--help"], capture_output=True, text=True, check=True)
-    assert "bug report" in done.stdout
 
 
 def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
