@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sluice._public import public
 from sluice._units import format_bytes
 from sluice.records import Peaks
-from sluice.reports.document import Grid, Report, Section, Strong, plain
+from sluice.reports.document import Grid, Report, Section, Strong
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["CgroupReport", "DeviceReport", "Mark", "MemoryReport", "Timeline"]
 
 _GIB = 1 << 30
-
-#: Fields of a report that its JSON holds unchanged.
-_JSON_FIELDS = ("start", "peaks", "final", "cgroup", "devices", "marks")
 
 #: Kinds of host memory from the bottom of the picture up, in colours that also differ in brightness.
 _KIND_COLOURS = {"anon": "#d95f02", "file": "#7fb3d5", "shmem": "#4d4d4d"}
@@ -99,6 +96,8 @@ class DeviceReport:
 class MemoryReport(Report):
     """Memory used by a block of code. Figures are growth since the block began unless stated otherwise."""
 
+    _properties = ("samples",)
+
     #: Duration of the block, in seconds.
     seconds: float
     #: Requested time between two samples, in seconds.
@@ -117,28 +116,23 @@ class MemoryReport(Report):
     devices: tuple[DeviceReport, ...]
     #: Named moments, in order.
     marks: tuple[Mark, ...]
-    #: All samples.
-    timeline: Timeline
+    #: All samples; not in the JSON.
+    timeline: Timeline = field(repr=False)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything but the timeline as plain values that ``json.dumps`` takes."""
-        return {
-            "seconds": self.seconds,
-            "interval_seconds": self.interval_seconds,
-            "separate_process": self.separate_process,
-            "samples": len(self.timeline),
-            **{name: plain(getattr(self, name)) for name in _JSON_FIELDS},
-        }
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self.timeline)
 
     def lines(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the rows of the table: label, peak, at the end, at the start."""
-        for label, field in (
+        for label, name in (
             ("host, total", "total_bytes"),
             ("  anonymous", "anon_bytes"),
             ("  file-backed", "file_bytes"),
             ("  shared", "shmem_bytes"),
         ):
-            peak, final, start = (format_bytes(getattr(each, field)) for each in (self.peaks, self.final, self.start))
+            peak, final, start = (format_bytes(getattr(each, name)) for each in (self.peaks, self.final, self.start))
             yield label, peak, final, start
         if self.cgroup:
             limit = "no limit" if self.cgroup.limit_bytes is None else f"limit {format_bytes(self.cgroup.limit_bytes)}"

@@ -10,7 +10,7 @@ from typing import Literal
 from sluice._messages import listed
 from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate
-from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, plain_fields
+from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title
 
 __all__ = ["DiffReport", "DifferenceKind", "TensorDifference"]
 
@@ -79,6 +79,8 @@ class TensorDifference:
 class DiffReport(Report):
     """The result of ``sluice.diff``."""
 
+    _properties = ("same",)
+
     #: Path of the first checkpoint.
     a: str
     #: Path of the second checkpoint.
@@ -118,10 +120,6 @@ class DiffReport(Report):
     def same(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
-
-    def to_json(self) -> dict[str, object]:
-        """Return every field and ``same`` as plain values that ``json.dumps`` takes."""
-        return {"same": self.same, **plain_fields(self)}
 
     def sections(self) -> Iterator[Section]:
         """Yield how many tensors were compared, both checkpoints, a table of differences, and the verdict."""

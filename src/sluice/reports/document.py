@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -123,13 +123,16 @@ class Report:
 
     __slots__ = ()
 
+    #: Properties that ``to_json`` has in addition to the fields.
+    _properties: ClassVar[tuple[str, ...]] = ()
+
     def sections(self) -> Iterator[Section]:
         """Yield the lines and tables that describe the report to people."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values that ``json.dumps`` takes."""
-        return plain_fields(self)
+        return {**plain_fields(self), **{name: plain(getattr(self, name)) for name in self._properties}}
 
     def __str__(self) -> str:
         return "\n".join(lines_of(self.sections()))

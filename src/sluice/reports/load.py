@@ -9,7 +9,7 @@ from sluice._messages import listed
 from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate, gb_per_second
 from sluice.records import DeviceMemory, Peaks
-from sluice.reports.document import Grid, Section, Strong, cast_lines, plain_fields
+from sluice.reports.document import Grid, Section, Strong, cast_lines
 from sluice.reports.load_figures import LoadFigures
 from sluice.reports.refresh import RefreshState
 from sluice.reports.table import TensorRow, TensorTable
@@ -61,6 +61,8 @@ class LoadReport(LoadFigures):
         8.192e-06
     """
 
+    _properties = ("gb_per_second",)
+
     #: Seconds from the call to the return.
     seconds: float
     #: Measured growth of host memory; None if the platform does not report it.
@@ -95,10 +97,6 @@ class LoadReport(LoadFigures):
     def table(self) -> TensorTable:
         """Return how each tensor was filled, one row per name of the model; each call builds the rows again."""
         return TensorTable(self.rows())
-
-    def to_json(self) -> dict[str, object]:
-        """Return every field but functions, and ``gb_per_second``, as plain values that ``json.dumps`` takes."""
-        return {**plain_fields(self), "gb_per_second": self.gb_per_second}
 
     def sections(self) -> Iterator[Section]:
         """Yield what was loaded, read and cast, the growth of memory, and the names that need attention."""

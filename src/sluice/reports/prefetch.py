@@ -31,6 +31,8 @@ class PrefetchedFile:
 class PrefetchReport(Report):
     """Result of ``sluice prefetch``."""
 
+    _properties = ("complete",)
+
     #: Address of the checkpoint, without credentials.
     source: str
     #: The cache directory.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sluice._public import public
 from sluice._units import counted, format_bytes
-from sluice.reports.document import Grid, Section, plain_fields
+from sluice.reports.document import Grid, Report, Section
 
 __all__ = ["FileReads", "HostLoad", "RankLoad", "RanksPlan"]
 
@@ -67,7 +67,7 @@ class FileReads:
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksPlan:
+class RanksPlan(Report):
     """A load on the ranks of a mesh, planned in one process: ``sluice.plan(..., mesh=...).ranks``.
 
     Example:
@@ -76,6 +76,8 @@ class RanksPlan:
         True
         >>> seconds = plan.ranks.seconds(disk=2e9)
     """
+
+    _properties = ("read_bytes", "needed_bytes")
 
     #: Ranks along each dimension of the mesh.
     mesh: Mapping[str, int]
@@ -114,10 +116,6 @@ class RanksPlan:
         slowest = max((host.needed_bytes for host in self.hosts), default=0) / disk
         together = sum(host.needed_bytes for host in self.hosts) / network if network else 0.0
         return max(slowest, together)
-
-    def to_json(self) -> dict[str, object]:
-        """Return every field, ``read_bytes`` and ``needed_bytes`` as plain values that ``json.dumps`` takes."""
-        return {**plain_fields(self), "read_bytes": self.read_bytes, "needed_bytes": self.needed_bytes}
 
     def sections(self) -> Iterator[Section]:
         """Yield a summary, and tables of the hosts and the files."""

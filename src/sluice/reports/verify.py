@@ -21,7 +21,7 @@ from sluice._messages import listed
 from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash
-from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, plain_fields
+from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title
 from sluice.reports.printable import shorten
 
 __all__ = ["NonFinite", "ProblemKind", "VerifyProblem", "VerifyReport"]
@@ -140,6 +140,8 @@ class VerifyReport(Report):
         ...     print(report)
     """
 
+    _properties = ("ok",)
+
     #: Path of the checkpoint.
     source: str
     #: Name of its format; empty if it could not be indexed.
@@ -204,10 +206,6 @@ class VerifyReport(Report):
             raise SaveError(problem, file=os.fsdecode(path), found=f"{len(self.problems)} problems")
         file = Replacement(path, overwrite=overwrite)
         write_manifest(Manifest(algorithm=self.algorithm, tensors=self.hashes), file)
-
-    def to_json(self) -> dict[str, object]:
-        """Return every field and ``ok`` as plain values that ``json.dumps`` takes."""
-        return {"ok": self.ok, **plain_fields(self)}
 
     def sections(self) -> Iterator[Section]:
         """Yield what was read, tables of problems and of non-finite elements, remarks, and the verdict."""

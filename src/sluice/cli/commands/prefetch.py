@@ -56,6 +56,6 @@ def prefetch_command(urls: tuple[str, ...], *, encoding: str, as_json: bool, qui
     if local is not None:
         raise click.UsageError(f"{local!r} is not a URL: local files need no cache")
     report = prefetch(source_of(urls), cache, encoding=encoding, progress=progress_wanted(quiet=quiet))
-    show_report(report, as_json=as_json, quiet=quiet, more_json={"complete": report.complete})
+    show_report(report, as_json=as_json, quiet=quiet)
     if not report.complete:
         raise click.exceptions.Exit(1)
