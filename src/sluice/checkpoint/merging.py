@@ -29,6 +29,7 @@ from sluice.checkpoint.chunks import without_places
 from sluice.checkpoint.layout import PARAMETER_SUFFIX, PLACES, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.rank_directories import RANK_FILES, rank_tensors
+from sluice.checkpoint.sharded_tensors import RankFile, has_shards, join_shards, joined_tree
 from sluice.checkpoint.tied_names import Declaration, find_ties, linked_names, one_file
 from sluice.entries import tree as trees
 from sluice.formats.shard_index import ShardIndex
@@ -87,6 +88,8 @@ def merge(
     _add_missing(problems, layout, [name for name in layout.files if name not in found])
     if layout.kind == "whole" and found:
         return _whole(layout, *found.values(), limits=limits)
+    if layout.kind in {"parts", "parameters"} and not problems and any(has_shards(file.index) for file in found.values()):
+        return _merge_shards(layout, list(found.values()), limits)
     if any(PLACES in file.index.metadata for file in found.values()):
         found = {name: replace(file, index=without_places(file.index, limits)) for name, file in found.items()}
     parts = {name: _part(layout, name, file.index.tree, limits) for name, file in found.items()}
@@ -118,6 +121,29 @@ def _whole(layout: CheckpointLayout, file: OpenFile, *, limits: Limits) -> tuple
     """Return the index of the only file; its tree may be nested."""
     index = one_file(file.index, limits)
     return replace(index, format=_format_name(layout, [file]), notes=(*layout.notes, *index.notes)), (file,)
+
+
+def _merge_shards(
+    layout: CheckpointLayout, files: Sequence[OpenFile], limits: Limits
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of the files of FSDP1's ranks, which have the same names."""
+    parts = [dict(trees.leaves(file.index.tree)) for file in files]
+    unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
+    joined, values = _join(files, unique, {})
+    ranks = [
+        RankFile(file.index.files[0].path, {name: values[f"{number} {name}"] for name in part})
+        for number, (file, part) in enumerate(zip(files, parts, strict=True))
+    ]
+    tree, notes = join_shards(ranks, limits)
+    index = Index(
+        format="torch-sharded",
+        files=tuple(chain.from_iterable(file.index.files for file in joined)),
+        storages=tuple(chain.from_iterable(file.index.storages for file in joined)),
+        tree=joined_tree(files[0].index.tree, tree),
+        metadata=_agreed([file.index.metadata for file in joined]),
+        notes=(*layout.notes, *notes),
+    )
+    return index, tuple(joined)
 
 
 def _find_ties(

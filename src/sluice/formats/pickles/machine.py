@@ -74,8 +74,8 @@ class PendingObject(Struct, kw_only=True):
 class WrapperError(UnsupportedError):
     """A tensor of a class outside the allowlist that wraps other tensors."""
 
-    def __init__(self, problem: str, *, found: str, inner: Mapping[str, object]) -> None:
-        super().__init__(problem, found=found)
+    def __init__(self, problem: str, *, found: str, inner: Mapping[str, object], advice: str | None = None) -> None:
+        super().__init__(problem, found=found, advice=advice)
         #: Attributes of the tensor, by name.
         self.inner = inner
 
@@ -329,7 +329,10 @@ class Machine:
                 raise self.error(LimitError, problem, position)
             found = name if error.found is None else str(error.found)
             inner = error.inner if isinstance(error, WrapperError) else None
-            return UnsupportedValue(qualified_name=found, reason=error.problem, file=self._file, inner=inner)
+            advice = vars(error).get("advice")  # if it is not that of the class
+            return UnsupportedValue(
+                qualified_name=found, reason=error.problem, file=self._file, inner=inner, advice=advice
+            )
         if unknown is not None:
             return unknown
         # The first refusal causes the later ones, whose arguments contain its placeholder.

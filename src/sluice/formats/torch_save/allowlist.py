@@ -5,6 +5,7 @@
 - ``_rebuild_parameter``, ``_rebuild_parameter_with_state``: the ``Entry`` of the tensor, as a parameter
 - ``_rebuild_from_type_v2`` for a plain tensor: the ``Entry`` of the tensor
 - ``_rebuild_sparse_tensor``, ``_rebuild_qtensor``: an ``Entry`` composed of other entries (``composites``)
+- ``_rebuild_from_type_v2`` for a ``ShardedTensor``: see ``sharded``
 - plain values: see ``plain_values``
 
 Python attributes of tensors are kept, except objects of arbitrary classes, which are dropped and counted.
@@ -42,6 +43,7 @@ from sluice.formats.torch_save.plain_values import (
     plain_global,
     why_unsupported,
 )
+from sluice.formats.torch_save.sharded import SHARDED_TENSOR, record_class, sharded_tensor
 from sluice.formats.torch_save.storages import DeclaredStorages, StorageReference, storage_kinds
 from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
 
@@ -95,7 +97,7 @@ class TorchAllowlist(DeclaredStorages):
 
     def find(self, module: str, name: str) -> object | None:
         key = module, name
-        return self.names.get(key) or _names().get(key) or plain_global(module, name)
+        return self.names.get(key) or _names().get(key) or plain_global(module, name) or record_class(module, name)
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (4,))
@@ -205,6 +207,8 @@ class TorchAllowlist(DeclaredStorages):
         function, kind, inner, state = arguments
         # Nested calls of this function are refused, because they would recurse without bound.
         rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
+        if isinstance(kind, Opaque) and kind.qualified_name == SHARDED_TENSOR and type(state) is tuple:
+            return sharded_tensor(state, self._limits.entries)
         if isinstance(kind, Opaque) and kind.qualified_name != "torch.Tensor":
             if type(state) is dict and all(type(name) is str for name in state):
                 raise WrapperError("a tensor subclass", found=kind.qualified_name, inner=state)

@@ -23,6 +23,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from msgspec import Struct
+
 from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.archives.zip_directory import CentralDirectory
@@ -58,6 +60,30 @@ _DTYPES = {
 _STRIDED = 7
 
 
+class _Number(Struct):
+    as_int: int
+
+
+class _Meta(Struct):
+    dtype: int
+    layout: int
+    sizes: list[_Number]
+    strides: list[_Number]
+    storage_offset: _Number
+    requires_grad: bool
+
+
+class _Payload(Struct):
+    path_name: str
+    is_param: bool
+    use_pickle: bool
+    tensor_meta: _Meta
+
+
+class _Config(Struct):
+    config: dict[str, _Payload]
+
+
 def read_exported(
     source: Source, directory: CentralDirectory, limits: Limits, *, big_endian: bool
 ) -> tuple[object, TorchAllowlist, tuple[str, ...]]:
@@ -68,16 +94,18 @@ def read_exported(
         FormatError: The description of the weights is malformed, or contradicts the archive.
         LimitError: There are more tensors than the limits allow, or more JSON.
     """
-    models: dict[str, object] = {}
+    models: dict[str, OrderedDict[str, object]] = {}
     left = limits.header_bytes
-    reader = _WeightsReader(source, directory, limits, big_endian=big_endian)
+    reader = _WeightsReader(source.path, directory, limits, big_endian=big_endian)
     start = f"{directory.archive}/{_WEIGHTS}"
     for record in directory.records():
         if record.name.startswith(start) and record.name.endswith(_CONFIG):
             _, text = read_record(source, record, left)
             left -= len(text)
-            value = decode_json(text, dict[str, Any], "the description of the weights", source.path)
-            models[record.name[len(start) : -len(_CONFIG)]] = reader.state_dict(value)
+            if text.count(b'"path_name"') > limits.entries:
+                raise LimitError(f"the checkpoint has more than {limits.entries} tensors", file=source.path)
+            described = decode_json(text, _Config, "the description of the weights", source.path)
+            models[record.name[len(start) : -len(_CONFIG)]] = reader.state_dict(described.config)
     if not models:
         problem = "this is an archive of torch.export without the weights of a program, such as a compiled package"
         raise UnsupportedError(problem, file=source.path, advice="Save the program itself with torch.export.save.")
@@ -90,24 +118,14 @@ def read_exported(
 class _WeightsReader:
     """Builds the entries of an archive from their descriptions."""
 
-    def __init__(self, source: Source, directory: CentralDirectory, limits: Limits, *, big_endian: bool) -> None:
-        self._file = source.path
-        self._directory = directory
-        self._limits = limits
+    def __init__(self, file: str, directory: CentralDirectory, limits: Limits, *, big_endian: bool) -> None:
+        self._file, self._directory, self._limits = file, directory, limits
         self._kind = storage_kinds()["torch.storage", "UntypedStorage"]
         #: Declares the storages, and checks the tensors as those of a pickle.
         self.allowlist = TorchAllowlist(limits, 0, big_endian=big_endian)
-        find = self.allowlist.find
-        self._rebuild = cast("Callable[[tuple[Any, ...]], Entry]", find("torch._utils", "_rebuild_tensor_v3"))
-        self._parameter = cast("Callable[[tuple[Any, ...]], Entry]", find("torch._utils", "_rebuild_parameter"))
 
-    def state_dict(self, value: Mapping[str, Any]) -> OrderedDict[str, object]:
+    def state_dict(self, config: Mapping[str, _Payload]) -> OrderedDict[str, object]:
         """Return the tensors that a description of weights names."""
-        config = value.get("config")
-        if not isinstance(config, dict):
-            raise FormatError("the description of the weights has no object 'config'", file=self._file)
-        if len(config) > self._limits.entries:
-            raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors", file=self._file)
         found: OrderedDict[str, object] = OrderedDict()
         for name, payload in config.items():
             if len(name) > self._limits.name_bytes:
@@ -123,33 +141,23 @@ class _WeightsReader:
                 raise
         return found
 
-    def _tensor(self, payload: Any) -> Entry:
-        meta = payload.get("tensor_meta") if isinstance(payload, dict) else None
-        key = payload.get("path_name") if isinstance(payload, dict) else None
-        if not isinstance(meta, dict) or type(key) is not str:
-            raise FormatError("a tensor is malformed", expected="path_name and tensor_meta")
-        if payload.get("use_pickle"):
+    def _tensor(self, payload: _Payload) -> Entry:
+        meta, key = payload.tensor_meta, payload.path_name
+        if payload.use_pickle:
             raise UnsupportedError("a tensor that torch.export pickled, as a subclass", found=key)
-        number, layout = meta.get("dtype"), meta.get("layout")
-        dtype = _DTYPES.get(number) if type(number) is int else None
-        if dtype is None or layout != _STRIDED:
-            found = f"dtype {str(number)[:40]}, layout {str(layout)[:40]}"
+        dtype = _DTYPES.get(meta.dtype)
+        if dtype is None or meta.layout != _STRIDED:
+            found = f"dtype {meta.dtype}, layout {meta.layout}"
             raise UnsupportedError("a tensor of a dtype or layout that sluice does not know", found=found)
         record = self._directory.record(f"{_WEIGHTS}{key}")
         if record is None:
             raise FormatError(f"the archive has no record for the weight {key!r}")
         storage = self.allowlist.load_persistent(("storage", self._kind, f"weights/{key}", "cpu", record.nbytes))
-        offset, gradients = _number(meta.get("storage_offset")), meta.get("requires_grad") is True
-        shape, stride = _numbers(meta.get("sizes")), _numbers(meta.get("strides"))
-        entry = self._rebuild(
-            (storage, offset, shape, stride, gradients, OrderedDict(), TorchText(DTYPE_PREFIX + dtype))
-        )
-        return self._parameter((entry, gradients, OrderedDict())) if payload.get("is_param") else entry
+        shape, stride = (tuple(number.as_int for number in numbers) for numbers in (meta.sizes, meta.strides))
+        hooks: OrderedDict[str, object] = OrderedDict()
+        arguments = (storage, meta.storage_offset.as_int, shape, stride, meta.requires_grad, hooks)
+        entry = self._call("_rebuild_tensor_v3", (*arguments, TorchText(DTYPE_PREFIX + dtype)))
+        return self._call("_rebuild_parameter", (entry, meta.requires_grad, hooks)) if payload.is_param else entry
 
-
-def _number(value: object) -> object:
-    return value.get("as_int") if isinstance(value, dict) else None
-
-
-def _numbers(values: object) -> object:
-    return tuple(map(_number, values)) if isinstance(values, list) else None
+    def _call(self, name: str, arguments: tuple[Any, ...]) -> Entry:
+        return cast("Callable[[tuple[Any, ...]], Entry]", self.allowlist.find("torch._utils", name))(arguments)
