@@ -226,7 +226,7 @@ class _IndexBuilder:
         parts = []
         for chunk in tensor.chunks:
             entry = self._entries[id(chunk)]
-            if isinstance(entry, UnsupportedValue) or (len(tensor.chunks) == 1 and not entry.math_bits):
+            if isinstance(entry, UnsupportedValue) or (len(tensor.chunks) == 1 and not entry.elements.computed):
                 return entry
             parts.append(Part(entry=entry, start=chunk.start))
         return replace(_contiguous(tensor.dtype, tensor.shape, storage=NO_STORAGE), parts=tuple(parts))

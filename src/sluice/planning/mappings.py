@@ -91,7 +91,7 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
         return "cast"
     if fill.elements.packing is not None:
         return "decoded"
-    if fill.elements.swap_bytes or fill.elements.math_bits:
+    if not fill.elements.verbatim:
         return "in a different byte order, conjugated or negated in the file"
     collapsed = collapse_fill(0, fill)
     if not is_verbatim(target, collapsed) or collapsed.piece.nbytes != target.nbytes:

@@ -1,8 +1,7 @@
 """Reader of a pickle inside a larger file, whose length is known only after its last opcode.
 
-The file is read in windows on demand: 4 KiB first, then each window twice the last, up to 1 MiB. The bytes read after
-the end of a pickle are therefore at most its length plus one pickle frame (64 KiB), and never more than 1 MiB; at most
-one window is in memory. Only text or bytes longer than a window enlarge it.
+The start of the file is read, and read on if the pickle has not ended: each time as many bytes again. The bytes read
+after the end of a pickle are therefore at most its length, one pickle frame (64 KiB), or 4 KiB.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from sluice.sources.protocol import Source
 
 __all__ = ["Unpickled", "unpickle_at"]
 
-_FIRST_WINDOW_BYTES = 4 << 10
-
-_WINDOW_BYTES = 1 << 20
+_FIRST_BYTES = 4 << 10
 
 
 class Unpickled(NamedTuple):
@@ -42,40 +39,18 @@ def unpickle_at(
         LimitError: The pickle is longer than ``limits.header_bytes`` or exceeds another limit.
         CheckpointError: See ``Unpickler.load``.
     """
-    if start >= source.identity.nbytes:
-        raise TruncatedError("the file ends where a pickle should start", file=source.path, offset=start)
-    windows = _Windows(source, start, limits.header_bytes)
-    first = windows.read(start, 0)
-    unpickler = Unpickler(
-        first, allowlist, limits=limits, file=source.path, offset=start, refill=windows.read, encoding=encoding
-    )
+    file, available = source.path, source.identity.nbytes - start
+    if available <= 0:
+        raise TruncatedError("the file ends where a pickle should start", file=file, offset=start)
+    allowed = min(available, limits.header_bytes)
+
+    def more(known: int) -> bytes:
+        if known == allowed < available:
+            problem, expected = "a pickle exceeds the limit 'header_bytes'", f"at most {limits.header_bytes}"
+            raise LimitError(problem, file=file, offset=start, expected=expected)
+        return source.read_at(start + known, min(known, allowed - known))
+
+    first = source.read_at(start, min(_FIRST_BYTES, allowed))
+    unpickler = Unpickler(first, allowlist, limits=limits, file=file, offset=start, more=more, encoding=encoding)
     value = unpickler.load()
-    return Unpickled(value, unpickler, windows.start + unpickler.end)
-
-
-class _Windows:
-    """Windows of one pickle."""
-
-    def __init__(self, source: Source, start: int, max_bytes: int) -> None:
-        #: Offset of the latest window in the file.
-        self.start = start
-        self._source = source
-        self._size = _FIRST_WINDOW_BYTES
-        self._first = start
-        self._max_bytes = max_bytes
-
-    def read(self, start: int, known_bytes: int) -> bytes:
-        """Read the window at ``start``, of which the unpickler already has ``known_bytes``; see ``Refill``."""
-        available = self._source.identity.nbytes - start
-        allowed = self._first + self._max_bytes - start
-        if known_bytes >= allowed:
-            raise LimitError(
-                "a pickle exceeds the limit 'header_bytes'",
-                file=self._source.path,
-                offset=self._first,
-                expected=f"at most {self._max_bytes}",
-            )
-        nbytes = min(max(self._size, 2 * known_bytes), available, allowed)
-        self.start = start
-        self._size = min(2 * self._size, _WINDOW_BYTES)
-        return self._source.read_at(start, nbytes)
+    return Unpickled(value, unpickler, start + unpickler.end)

@@ -34,8 +34,8 @@ __all__ = [
     "Allowlist",
     "Constructor",
     "KeyGuard",
+    "More",
     "PendingObject",
-    "Refill",
     "Refusal",
     "Unpickler",
 ]
@@ -43,9 +43,8 @@ __all__ = [
 #: Bytes read of a value longer than the limit, to distinguish a truncated file from a value that is too long.
 _PROBE_BYTES = 64 << 10
 
-#: Called with the file offset of the first unused byte and the number of bytes already read from there. Returns the
-#: bytes of the file from that offset; no more than before if the file has no more.
-Refill: TypeAlias = Callable[[int, int], bytes]
+#: Called with the number of bytes read so far. Returns the bytes that follow them; none at the end of the file.
+More: TypeAlias = Callable[[int], bytes]
 
 
 class Unpickler(Machine):
@@ -59,22 +58,22 @@ class Unpickler(Machine):
         limits: Limits,
         file: str,
         offset: int = 0,
-        refill: Refill | None = None,
+        more: More | None = None,
         encoding: str = TEXT_ENCODING,
     ) -> None:
         """Prepare to run one pickle.
 
         Args:
-            data: The pickle; with ``refill``, its first bytes.
+            data: The pickle; with ``more``, its first bytes.
             allowlist: Permitted globals and persistent ids.
             limits: Bounds on the declarations in the pickle.
             file: Path of the file, for error messages.
             offset: Offset of the pickle in the file, in bytes.
-            refill: Function that reads more of the file, for pickles of unknown length.
+            more: Function that reads on, for pickles of unknown length.
             encoding: Encoding of the text that Python 2 wrote, or ``BYTES_ENCODING`` to keep its bytes.
         """
         super().__init__(data, allowlist, limits=limits, file=file, offset=offset, encoding=encoding)
-        self._refill = refill
+        self._more = more
 
     def load(self) -> object:
         """Run the pickle and return its object; ``end`` is then the position after STOP.
@@ -98,14 +97,14 @@ class Unpickler(Machine):
 
     def check_end(self, position: int, end: int) -> None:
         # A value longer than the limit is not read in full. If the file ends soon, it is truncated instead.
-        continues = self._refill is not None and len(self.data) - position > _PROBE_BYTES
+        continues = self._more is not None and len(self.data) - position > _PROBE_BYTES
         if continues and end - position > self.limits.header_bytes:
             problem = f"an opcode declares more than {self.limits.header_bytes} bytes (header_bytes)"
             raise self.error(LimitError, problem, position, found=f"{end - position} bytes")
         super().check_end(position, end)
 
     def _run(self, position: int) -> int:
-        """Run opcodes from ``position``; return ``STOPPED``, or the position in refilled data at which to continue."""
+        """Run opcodes from ``position``; return ``STOPPED``, or the position of one that needed more data."""
         data, handlers = self.data, HANDLERS
         try:
             for _ in self.steps:
@@ -115,22 +114,17 @@ class Unpickler(Machine):
         except (IndexError, struct.error, UnicodeDecodeError, TruncatedError) as error:
             mapped = self._mapped(error, position)
             # A handler changes nothing before it has all its bytes, so the opcode can run again.
-            if isinstance(mapped, TruncatedError) and self._refill_from(position):
-                return 0
+            if isinstance(mapped, TruncatedError) and self._read_on():
+                return position
             raise mapped from (None if mapped is error else error)
         raise self.error(LimitError, f"the pickle has more than {self.limits.nodes} opcodes", position)
 
-    def _refill_from(self, position: int) -> bool:
-        """Replace ``data`` by a window of the file at ``position``; return whether it has more bytes than before."""
-        known = len(self.data) - position
-        data = self._refill(self._offset + position, known) if self._refill else b""
-        if len(data) <= known:
-            return False
-        self.data = data
-        self._offset += position
-        self.frame_end -= position
-        self.bound = self.frame_end if self.frame_end > 0 else len(data)
-        return True
+    def _read_on(self) -> bool:
+        """Add the bytes of the file after ``data``; return whether there are any."""
+        more = self._more(len(self.data)) if self._more else b""
+        self.data += more
+        self.bound = self.frame_end or len(self.data)
+        return bool(more)
 
     def _mapped(self, error: Exception, position: int) -> CheckpointError:
         if isinstance(error, CheckpointError):

@@ -189,7 +189,7 @@ def _are_numbers(kind: type[float], numbers: list[Any]) -> bool:
 def _dense(component: object) -> Entry:
     if type(component) is not Entry or component.composite is not None:
         raise FormatError("a component of a tensor is not a dense tensor")
-    if component.math_bits or component.requires_grad or component.parameter:
+    if component.elements.computed or component.requires_grad or component.parameter:
         raise FormatError("a component of a tensor is a parameter or a lazy view")
     return component
 
