@@ -123,7 +123,7 @@ def _zip_bases() -> list[bytes]:
 def _legacy_bases() -> list[bytes]:
     six = {"7": (6, struct.pack("<6f", *range(6)))}
     whole = tensor_call(legacy_storage("7", 6), shape=(6,))
-    view = tensor_call(legacy_storage("7", 6, view=("9", 2, 4)), shape=(2, 2))
+    view = tensor_call(legacy_storage("7", 6), shape=(2, 2), offset=2)
     return [
         _saved(2, legacy=True),
         _saved(2, legacy=True),

@@ -39,7 +39,7 @@ def saved_archive() -> bytes:
 
 
 def legacy() -> bytes:
-    view = tensor_call(legacy_storage("7", 6, view=("9", 2, 4)), shape=(2, 2))
+    view = tensor_call(legacy_storage("7", 6), shape=(2, 2), offset=2)
     return legacy_file({"w": tensor_call(legacy_storage("7", 6), shape=(6,)), "v": view}, {"7": (6, bytes(24))})
 
 

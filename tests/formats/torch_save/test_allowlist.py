@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sluice
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
@@ -18,8 +16,6 @@ from support.hostile_archives import (
     Persistent,
     Raw,
     encode,
-    legacy_file,
-    legacy_storage,
     pickled,
     storage,
     tensor_call,
@@ -286,19 +282,6 @@ def test_a_refused_tensor_that_the_tree_does_not_hold() -> None:
     bad = tensor_call(FLOATS, shape=(99,))
     with pytest.raises(FormatError, match="past the end"):
         load([Call(MISSING, (bad,))])
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch warns for len
-@pytest.mark.parametrize("order", [("part", "whole"), ("whole", "part")])
-def test_bare_storages_that_view_one_storage_keep_their_lengths(tmp_path: Path, order: tuple[str, str]) -> None:
-    whole = legacy_storage("7", 4)
-    part = legacy_storage("7", 4, view=("view", 0, 2))
-    stored = {"part": part, "whole": whole}
-    (tmp_path / "f").write_bytes(legacy_file({name: stored[name] for name in order}, {"7": (4, bytes(range(16)))}))
-    sluice.convert(tmp_path / "f", tmp_path / "c.pt")
-    for name in ("f", "c.pt"):
-        lengths = {key: len(each) for key, each in sluice.load_state_dict(tmp_path / name).items()}
-        assert lengths == {"part": 2, "whole": 4}
 
 
 @pytest.mark.parametrize("value", ["doubled", "deep"])

@@ -152,9 +152,6 @@ class TorchAllowlist(DeclaredStorages):
                 "a tensor in a big-endian file that torch itself reads without swapping its bytes",
                 found=f"torch.{dtype}",
             )
-        skipped, inside = divmod(storage.start, item_bytes)
-        if inside:
-            raise UnsupportedError("a tensor that starts inside an element of its storage")
         self._tensors += 1
         if self._tensors > self._limits.entries:
             raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors")
@@ -163,7 +160,7 @@ class TorchAllowlist(DeclaredStorages):
             shape=tuple(size),
             stride=stride,
             storage=storage.position,
-            storage_offset=skipped + offset,
+            storage_offset=offset,
             requires_grad=requires_grad,
         )
 

@@ -1,24 +1,23 @@
-"""Permitted globals and persistent ids that only legacy files use: storage views, module classes, old-style tensors.
+"""Permitted globals and persistent ids that only legacy files use: module classes, old-style tensors.
 
-- persistent id ``("storage", class, key, location, elements, view)``: a ``StorageReference`` to the whole storage if
-  ``view`` is None, otherwise to the part ``(key, first element, elements)``
+- persistent id ``("storage", class, key, location, elements, None)``: a ``StorageReference``
 - persistent id ``("module", class, file, source)``: the class, as an inert leaf
 - ``torch.FloatTensor()`` and the state ``(storage, offset, size, stride)``, from torch before 0.4: an ``Entry``
 - ``torch.nn.Parameter(tensor)`` and ``(requires_grad, volatile, hooks)``, or ``torch.nn.Parameter()`` and ``(tensor,
   gradient, hooks, requires_grad, volatile)``: the ``Entry`` of the tensor, as a parameter; the gradient is dropped
 
-Refused: one key for two storages or two views, for which torch would use the first; a view that extends outside its
-storage, which torch truncates. Unsupported: untyped storages, which torch writes (for dtypes such as ``float8_e5m2``)
-but fails to read; complex storages from a big-endian machine, whose real and imaginary parts torch exchanges.
+Unsupported: views of storages, of which torch before 0.4 wrote a description in place of None; untyped storages, which
+torch writes (for dtypes such as ``float8_e5m2``) but fails to read; complex storages from a big-endian machine, whose
+real and imaginary parts torch exchanges.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
+from reprlib import repr as short_repr
 from typing import Any
 
-from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, PendingObject
@@ -60,7 +59,6 @@ class LegacyAllowlist(TorchAllowlist):
         """
         super().__init__(limits, pickle_bytes)
         self._little_endian = little_endian
-        self._views: dict[str, StorageReference] = {}
         for name, dtype in _TENSOR_CLASSES.items():
             self.names["torch", name] = Constructor(
                 qualified_name=f"torch.{name}", build=partial(self._early_tensor, dtype), creates=True
@@ -72,11 +70,11 @@ class LegacyAllowlist(TorchAllowlist):
     def load_persistent(  # type: ignore[override]  # returns module classes too
         self, identity: object
     ) -> StorageReference | Opaque:
-        """Return the storage, the part of a storage, or the module class that a persistent id declares.
+        """Return the storage, or the module class, that a persistent id declares.
 
         Raises:
             FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
-            UnsupportedError: torch does not read storages of this dtype from legacy files.
+            UnsupportedError: It is a view of a storage, or torch does not read its dtype from legacy files.
         """
         if type(identity) is not tuple:
             return super().load_persistent(identity)
@@ -86,9 +84,7 @@ class LegacyAllowlist(TorchAllowlist):
             return identity[1]
         if len(identity) != _IDENTITY_FIELDS:
             raise FormatError("a persistent id has the wrong length", expected=_IDENTITY_FIELDS, found=len(identity))
-        kind, key, view = identity[1], identity[2], identity[5]
-        if type(key) is str and key in self._views:
-            raise FormatError(f"{key!r} is the key of both a storage and a view")
+        kind, view = identity[1], identity[5]
         storage = super().load_persistent(identity[:5])
         if type(kind) is StorageKind and kind.qualified_name == _UNTYPED:
             problem = "a tensor in an untyped storage, which torch itself does not read from legacy files"
@@ -96,24 +92,9 @@ class LegacyAllowlist(TorchAllowlist):
         if storage.nbytes and storage.dtype.startswith("complex") and not self._little_endian:
             problem = "a complex tensor from a big-endian machine, which torch misreads"
             raise UnsupportedError(problem, found=f"torch.{storage.dtype}")
-        return storage if view is None else self._view(storage, view)
-
-    def _view(self, storage: StorageReference, view: object) -> StorageReference:
-        key, first, numel = view if type(view) is tuple and len(view) == 3 else (None, None, None)
-        key = from_bytes(key)
-        if type(key) is not str or type(first) is not int or type(numel) is not int:
-            raise FormatError("a view of a storage is malformed", expected="key, first element and number of elements")
-        if not 0 <= first <= first + numel <= storage.numel:
-            raise FormatError(
-                f"view {key!r} extends outside its storage {storage.key!r}",
-                expected=f"elements 0 to {storage.numel}",
-                found=f"{first} to {first + numel}",
-            )
-        item_bytes = ITEM_BYTES[storage.element_dtype]
-        part = storage._replace(numel=numel, nbytes=numel * item_bytes, start=first * item_bytes)
-        if key in self._by_key or self._views.setdefault(key, part) != part:
-            raise FormatError(f"{key!r} is the key of two views, or of a view and a storage")
-        return part
+        if view is not None:
+            raise UnsupportedError("a tensor in a view of a storage, as torch wrote before 0.4", found=short_repr(view))
+        return storage
 
     def _early_tensor(self, dtype: str, arguments: tuple[Any, ...]) -> PendingObject:
         if arguments:

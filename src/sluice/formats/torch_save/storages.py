@@ -76,8 +76,6 @@ class StorageReference(NamedTuple):
     numel: int
     #: Size of the data, in bytes.
     nbytes: int
-    #: Offset in the storage at that position, in bytes; not 0 only for the storage views of legacy files.
-    start: int = 0
 
     @property
     def element_dtype(self) -> str:

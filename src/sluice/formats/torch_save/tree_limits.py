@@ -36,7 +36,7 @@ _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry, TorchSize, TorchText}
 )
 
-_BARE_STORAGE = "a quantized storage, or a part of a storage, that is not viewed by a tensor"
+_BARE_STORAGE = "a quantized storage that is not viewed by a tensor"
 
 #: Maximum number of names in a note.
 _MAX_NAMES = 5
@@ -223,7 +223,7 @@ class _TreeCheck:
             raise leaf.error
         if not isinstance(leaf, StorageReference):
             raise FormatError("an object has no state", file=self._file, tensor=self._name() or None)
-        if leaf.dtype in ITEM_BYTES and not leaf.start:
+        if leaf.dtype in ITEM_BYTES:
             entry = Entry(
                 elements=elements_of(leaf.dtype), shape=(leaf.numel,), stride=(1,), storage=leaf.position, bare=True
             )
