@@ -26,7 +26,6 @@ from typing import Any
 import pytest
 
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote.store_clients import make_store, parse_address
 from support.leaks import open_files
 from support.waiting import wait_until
@@ -46,16 +45,16 @@ class Bucket:
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self.url = url
-        self.settings = RemoteSettings(options=options)
+        self.options = dict(options)
 
     def remote(self, key: str) -> Remote:
         """Return the address of a key with the settings of the server."""
-        return Remote(self.url + key, options=dict(self.settings.options))
+        return Remote(self.url + key, options=self.options)
 
     @property
     def store(self) -> Any:
         """A new client, so that no connection outlives its use."""
-        return make_store(parse_address(self.url), self.settings)
+        return make_store(parse_address(self.url), self.remote(""))
 
     def put(self, key: str, content: bytes) -> None:
         """Write an object."""

@@ -39,7 +39,7 @@ def server() -> Iterator[Bucket]:
 @pytest.fixture
 def bucket(server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """Return the bucket, which variables describe."""
-    for name, value in server.settings.options.items():
+    for name, value in server.options.items():
         monkeypatch.setenv("AWS_ENDPOINT_URL" if name == "endpoint" else f"AWS_{name.upper()}", str(value))
     with connections_closed():
         yield server
@@ -58,7 +58,7 @@ def download(bucket: Bucket, key: str, directory: Path) -> Path:
 
 def unfinished(bucket: Bucket) -> int:
     """Return the number of uploads of several parts that the server still keeps."""
-    url = f"{bucket.settings.options['endpoint']}/models?uploads"
+    url = f"{bucket.options['endpoint']}/models?uploads"
     with urllib.request.urlopen(url, timeout=30) as answer:
         return int(answer.read().count(b"<Upload>"))
 
@@ -254,10 +254,10 @@ def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:
 
 
 def test_settings_of_a_remote_reach_the_store(server: Bucket, tmp_path: Path) -> None:
-    target = sluice.Remote("s3://models/settings.safetensors", options=server.settings.options)
+    target = sluice.Remote("s3://models/settings.safetensors", options=server.options)
     with connections_closed():
         assert sluice.save(STATE, target).files == ("s3://models/settings.safetensors",)
-        sluice.convert(target, sluice.Remote("s3://models/settings.pth", options=server.settings.options))
+        sluice.convert(target, sluice.Remote("s3://models/settings.pth", options=server.options))
         assert_same(torch.load(download(server, "settings.pth", tmp_path), weights_only=True), STATE)
     with pytest.raises(sluice.UnsupportedError, match="only object stores"):
         sluice.save(STATE, sluice.Remote("https://host/a.safetensors"))
@@ -289,7 +289,7 @@ def test_other_servers_take_uploads(other: Bucket, tmp_path: Path) -> None:
     state = {"small": torch.arange(5.0), "large": torch.randn(6_000_000)}
     with connections_closed():
         for file in ("m.pth", "m.safetensors"):
-            target = sluice.Remote(f"{other.url}{file}", options=other.settings.options)
+            target = sluice.Remote(f"{other.url}{file}", options=other.options)
             sluice.save(state, target)
             with pytest.raises(sluice.SaveError, match="already exists"):
                 sluice.save(state, target)
@@ -298,7 +298,7 @@ def test_other_servers_take_uploads(other: Bucket, tmp_path: Path) -> None:
             assert_same(dict(sluice.load_state_dict(tmp_path / file)), state)
             assert_same(dict(sluice.load_state_dict(target)), state)
         with pytest.raises(ZeroDivisionError):
-            sluice.save(LARGE, sluice.Remote(f"{other.url}failed.pth", options=other.settings.options), progress=fail)
+            sluice.save(LARGE, sluice.Remote(f"{other.url}failed.pth", options=other.options), progress=fail)
         assert "failed.pth" not in names(other, "")
 
 

@@ -19,7 +19,6 @@ from sluice._threads import Task, Worker, join_threads, start_threads
 from sluice.engine.staging import StagingPool
 from sluice.records.geometry import round_up
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address, shown
 from sluice.sources.remote.store_errors import is_missing, translated
 
@@ -39,30 +38,29 @@ def upload_to(destination: object) -> Upload | None:
         if destination.store is not None or not is_store(destination.url):
             advice = "Write the address of an object store: s3://, gs:// or az://."
             raise UnsupportedError("only object stores are written to", file=destination.address, advice=advice)
-        return Upload(destination.url, destination.settings)
+        return Upload(destination)
     if not isinstance(destination, str) or not is_store(destination) or os.path.lexists(destination):
         return None
-    return Upload(destination)
+    return Upload(Remote(destination))
 
 
 class Upload:
     """An object or a prefix in a store. If its ``with`` block fails, the objects that were added are removed."""
 
-    def __init__(self, url: str, settings: RemoteSettings | None = None) -> None:
+    def __init__(self, remote: Remote) -> None:
         """Keep the address; nothing is requested.
 
         Args:
-            url: Address of an object or a prefix.
-            settings: What the user says about the server.
+            remote: Address of an object or a prefix.
 
         Raises:
             UnsupportedError: obstore is not installed, or the address has a wrong form.
         """
-        address = parse_address(url)
+        address = parse_address(remote.url)
         self._key = address.key.strip("/")
         self.url = shown(address.root, self._key)
         self._library = obstore_library(self.url)
-        self._store = make_store(address, settings or RemoteSettings(), "write")
+        self._store = make_store(address, remote, "write")
         self._added: list[str] = []
 
     def __str__(self) -> str:

@@ -8,10 +8,11 @@ import os
 import random
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from sluice._threads import in_threads
 from sluice.records import RequestRecord
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http import HttpObject
-from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.location import Remote
 from sluice.sources.remote.servers import server_of
 from support.range_server import (
     Answer,
@@ -55,18 +56,18 @@ OTHER = random.Random(18).randbytes(300_000)
 #: Beyond the bytes that the opening request brings.
 FAR = 100_000
 
-QUICK = RemoteSettings(timeout=0.3)
+QUICK: Mapping[str, Any] = {"timeout": 0.3}
 
 
-def opened(url: str, settings: RemoteSettings = QUICK) -> closing[RemoteFile]:
+def opened(url: str, settings: Mapping[str, Any] = QUICK) -> closing[RemoteFile]:
     """Return a file to close whose pauses take no time."""
     return closing(file_at(url, settings))
 
 
-def file_at(url: str, settings: RemoteSettings = QUICK) -> RemoteFile:
+def file_at(url: str, settings: Mapping[str, Any] = QUICK) -> RemoteFile:
     """Return a file whose pauses take no time."""
     time = SkippedTime()
-    return RemoteFile(HttpObject(url, settings), sleep=time.sleep, clock=time)
+    return RemoteFile(HttpObject(Remote(url, **settings)), sleep=time.sleep, clock=time)
 
 
 @pytest.fixture
@@ -261,14 +262,14 @@ def test_a_small_object_needs_no_ranges(server: RangeServer, answers: Fault) -> 
     with opened(server.url("/index.json")) as file:
         assert file.read_at(0, 2) == b"{}"
     with pytest.raises(UnsupportedError, match="does not answer ranges"):
-        RemoteFile(HttpObject(server.url("/large"), QUICK))
+        file_at(server.url("/large"), QUICK)
 
 
 def test_a_small_object_that_ends_with_its_connection_is_refused(server: RangeServer) -> None:
     """The object may be longer than what was received."""
     server.always = lambda answer: Answer(200, {"Connection": "close"}, answer.whole[:100], end="close")
     with pytest.raises(UnsupportedError):
-        RemoteFile(HttpObject(server.url("/m.pth"), QUICK))
+        file_at(server.url("/m.pth"))
 
 
 def test_what_was_given_up_says_after_how_many_tries(server: RangeServer) -> None:
@@ -322,14 +323,14 @@ def test_a_target_that_cannot_be_reached_is_asked_for_again(server: RangeServer)
 def test_redirects_end(server: RangeServer) -> None:
     server.always = moved("/m.pth")
     with pytest.raises(RemoteError, match="redirects more than 5 times"):
-        RemoteFile(HttpObject(server.url("/m.pth"), QUICK))
+        file_at(server.url("/m.pth"))
     assert len(server.requests) == 6
 
 
 def test_credentials_stay_with_their_origin(server: RangeServer) -> None:
-    settings = RemoteSettings(
-        headers=(("X-Token", "geheim"), ("authorization", "Bearer abc"), ("Range", "bytes=1-2"), ("user-agent", "me"))
-    )
+    settings = {
+        "headers": {"X-Token": "geheim", "authorization": "Bearer abc", "Range": "bytes=1-2", "user-agent": "me"}
+    }
     with RangeServer({}) as first:
         first.faults = {0: moved("/b"), 1: moved(server.url("/m.pth", credentials="other:one@"))}
         with opened(first.url("/m.pth", credentials="user:pass@"), settings) as file:
@@ -353,29 +354,27 @@ def test_user_and_password_of_an_address(server: RangeServer) -> None:
 def test_no_error_and_no_log_has_credentials(
     server: RangeServer, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
-    settings = RemoteSettings(headers=(("X-Token", "geheim"),), timeout=0.1)
+    settings = {"headers": {"X-Token": "geheim"}, "timeout": 0.1}
     url = server.url("/m.pth", credentials="user:geheim@") + "?X-Amz-Signature=geheim"
     with caplog.at_level(logging.DEBUG), opened(url, settings) as file:
         server.always = fault
         with pytest.raises(SluiceError) as caught:
             file.read_at(FAR, 100)
-        told = (
-            "".join(traceback.format_exception(caught.value)) + repr(file) + repr(settings) + repr(vars(caught.value))
-        )
+        told = "".join(traceback.format_exception(caught.value)) + repr(file) + repr(vars(caught.value))
     assert "GET /m.pth" in caplog.text or "GET" in caplog.text
     assert "geheim" not in told + caplog.text
 
 
 def test_a_header_that_is_not_valid_is_not_shown() -> None:
     with pytest.raises(RemoteError, match="header 'X-Token'") as caught:
-        HttpObject("http://127.0.0.1/x", RemoteSettings(headers=(("X-Token", "geheim\r\nX: y"),)))
+        HttpObject(Remote("http://127.0.0.1/x", headers={"X-Token": "geheim\r\nX: y"}))
     assert "geheim" not in str(caught.value)
 
 
 def test_a_signature_that_expired(server: RangeServer) -> None:
     server.always = status(403)
     with pytest.raises(RemoteError, match="signatures expire: make a new one"):
-        RemoteFile(HttpObject(server.url("/m.pth?X-Amz-Signature=abc"), QUICK))
+        file_at(server.url("/m.pth?X-Amz-Signature=abc"), QUICK)
 
 
 def test_addresses_are_sent_as_they_are(server: RangeServer) -> None:
@@ -427,19 +426,19 @@ def test_tls(tmp_path: Path) -> None:
         pytest.skip("openssl is not installed")
     with RangeServer({"/m.pth": CONTENT}, certificate=certificate) as server:
         with pytest.raises(RemoteError, match="certificate of the server is not trusted"):
-            RemoteFile(HttpObject(server.url("/m.pth"), QUICK))
-        with opened(server.url("/m.pth"), RemoteSettings(verify=str(certificate))) as file:
+            file_at(server.url("/m.pth"))
+        with opened(server.url("/m.pth"), {"verify": str(certificate)}) as file:
             assert file.read_at(FAR, 100_000) == CONTENT[FAR : FAR + 100_000]
         with pytest.raises(RemoteError, match=r"certificate of the server is not trusted: .*mismatch"):
-            RemoteFile(HttpObject(server.url("/m.pth", host="localhost"), RemoteSettings(verify=str(certificate))))
+            file_at(server.url("/m.pth", host="localhost"), {"verify": str(certificate)})
         with (
             pytest.warns(Warning, match="Unverified"),
-            opened(server.url("/m.pth"), RemoteSettings(verify=False)) as file,
+            opened(server.url("/m.pth"), {"verify": False}) as file,
         ):
             assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
         server.always = moved("http://127.0.0.1:1/m.pth")
         with pytest.raises(RemoteError, match="redirects from https to http"):
-            RemoteFile(HttpObject(server.url("/m.pth"), RemoteSettings(verify=str(certificate))))
+            file_at(server.url("/m.pth"), {"verify": str(certificate)})
 
 
 def test_an_address_of_ipv6() -> None:
@@ -473,21 +472,21 @@ def test_redirects_to_private_addresses(server: RangeServer, monkeypatch: pytest
     with RangeServer({}) as first:
         first.always = moved(server.url("/m.pth"))
         with pytest.raises(RemoteError, match="redirects to a private address"):
-            RemoteFile(HttpObject(first.url("/m.pth"), QUICK))
+            file_at(first.url("/m.pth"))
         first.always = moved(server.url("/m.pth", host="localhost"))
         with pytest.raises(RemoteError, match="redirects to a private address"):
-            RemoteFile(HttpObject(first.url("/m.pth"), QUICK))
+            file_at(first.url("/m.pth"))
         monkeypatch.setenv("http_proxy", first.url(""))
         monkeypatch.setenv("no_proxy", "")
         first.always = moved("http://169.254.169.254/latest")
         with pytest.raises(RemoteError, match="redirects to a private address"):
-            RemoteFile(HttpObject("http://outside.example/m.pth", QUICK))
+            file_at("http://outside.example/m.pth")
     assert not server.requests
 
 
 def test_options_that_have_no_effect_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="options= has no effect"):
-        HttpObject("http://host/m.pth", RemoteSettings(options={"token": "x"}))
+        HttpObject(Remote("http://host/m.pth", options={"token": "x"}))
 
 
 def test_a_client_certificate(tmp_path: Path) -> None:
@@ -496,13 +495,13 @@ def test_a_client_certificate(tmp_path: Path) -> None:
         pytest.skip("openssl is not installed")
     with RangeServer({"/m.pth": CONTENT}, certificate=certificate, asks_for_certificates=True) as server:
         with pytest.raises(RemoteError):
-            file_at(server.url("/m.pth"), RemoteSettings(verify=str(certificate)))
-        both = RemoteSettings(verify=str(certificate), cert=(str(certificate), None))
+            file_at(server.url("/m.pth"), {"verify": str(certificate)})
+        both = {"verify": str(certificate), "cert": str(certificate)}
         with opened(server.url("/m.pth"), both) as file:
             assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
         (tmp_path / "empty.pem").write_text("")
         with pytest.raises(RemoteError, match="client certificate"):
-            file_at(server.url("/m.pth"), RemoteSettings(cert=(str(tmp_path / "empty.pem"), None)))
+            file_at(server.url("/m.pth"), {"cert": str(tmp_path / "empty.pem")})
 
 
 def test_plain_text_in_place_of_tls_is_not_repeated(server: RangeServer) -> None:

@@ -14,7 +14,8 @@ pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 from sluice import _defaults as defaults
 from sluice.sources.remote import http_pools
 from sluice.sources.remote.http import HttpObject
-from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
+from sluice.sources.remote.location import Remote
+from sluice.sources.remote.protocol import RequestFailedError
 from support.range_server import RangeServer, cut
 
 CONTENT = bytes(range(100))
@@ -58,7 +59,7 @@ def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch, st
 
 def test_bytes_before_a_failure_are_kept() -> None:
     with RangeServer({"/m": CONTENT}, always=cut(5, "stall")) as server:
-        remote = HttpObject(server.url("/m"), RemoteSettings(timeout=0.1))
+        remote = HttpObject(Remote(server.url("/m"), timeout=0.1))
         buffer = memoryview(bytearray(50))
         with remote.open_first(100)[1] as body:
             assert body.readinto(buffer) == 5

@@ -164,7 +164,7 @@ def test_names_do_not_lead_out_of_the_prefix(name: str) -> None:
 
 
 def test_a_missing_bucket_is_named(bucket: Bucket) -> None:
-    url, options = bucket.url.replace("models", "nowhere"), dict(bucket.settings.options)
+    url, options = bucket.url.replace("models", "nowhere"), dict(bucket.options)
     with pytest.raises(MissingFileError, match="bucket does not exist"):
         open_source(Remote(f"{url}a.bin", options=options))
     with pytest.raises(MissingFileError, match="bucket does not exist"):
@@ -173,7 +173,7 @@ def test_a_missing_bucket_is_named(bucket: Bucket) -> None:
 
 def test_refused_credentials_are_an_error_without_them(bucket: Bucket) -> None:
     bucket.put("private.bin", CONTENT)
-    wrong = {**bucket.settings.options}
+    wrong = {**bucket.options}
     if wrong.get("access_key_id") == "testing":
         wrong["skip_signature"] = "true"  # moto accepts every secret
     elif bucket.url.startswith("s3"):
@@ -237,7 +237,7 @@ def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Remote("s3://bucket/a.bin", options={"skip_signature": "true"})
-    store = store_clients.make_store(store_clients.parse_address(source.url), source.settings)
+    store = store_clients.make_store(store_clients.parse_address(source.url), source)
     monkeypatch.setattr(store_clients, "_USERS", {os.getpid() + 1})
     with pytest.raises(UnsupportedError, match="forked"):
         RemoteFile(StoredObject(store, "a.bin", "s3://bucket/"))

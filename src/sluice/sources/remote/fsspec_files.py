@@ -210,12 +210,12 @@ def _resolved(remote: Remote) -> tuple[Any, str, str]:
     """Return the file system of an address, the path in it, and the address without credentials."""
     if remote.store is not None:
         return remote.store, remote.url, _shown(remote.store, remote.url)
-    url, settings, shown = remote.url, remote.settings, remote.address
-    if settings.headers or settings.verify is not True or settings.timeout is not None or settings.cert:
+    url, shown = remote.url, remote.address
+    if remote.headers or remote.verify is not True or remote.timeout is not None or remote.cert:
         problem = "headers=, verify=, cert= and timeout= are for http and object stores; fsspec reads this address"
         raise UnsupportedError(problem, file=shown, advice="Write them in options=, as the file system names them.")
     try:
-        filesystem, path = url_to_fs(url, **settings.options)
+        filesystem, path = url_to_fs(url, **(remote.options or {}))
     except ImportError as error:
         raise UnsupportedError("fsspec needs another package for it", file=shown, advice=f"{error}.") from error
     except ValueError as error:

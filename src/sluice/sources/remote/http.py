@@ -35,8 +35,7 @@ from sluice.sources.remote.http_responses import (
     object_facts,
 )
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteSettings, RequestFailedError
-from sluice.sources.remote_names import without_credentials
+from sluice.sources.remote.protocol import Body, ObjectFacts, RequestFailedError
 
 __all__ = ["HttpObject", "open_directory", "open_source"]
 
@@ -60,7 +59,7 @@ def open_source(remote: Remote) -> Source:
     Raises:
         SluiceError: The URL or a header is not valid, there is no such object, or its server does not answer ranges.
     """
-    return RemoteFile(HttpObject(remote.url, remote.settings))
+    return RemoteFile(HttpObject(remote))
 
 
 def open_directory(remote: Remote) -> RemoteDirectory | None:  # noqa: ARG001  (of all kinds)
@@ -75,29 +74,28 @@ class HttpObject:
     Credentials and additional headers are sent only to the origin of the first address.
     """
 
-    def __init__(self, url: str, settings: RemoteSettings | None = None, *, shown: str | None = None) -> None:
+    def __init__(self, where: str | Remote, *, shown: str | None = None) -> None:
         """Request nothing yet.
 
         Args:
-            url: Address.
-            settings: Settings of requests; None for the defaults.
+            where: Address.
             shown: Address for messages; None for the URL without credentials.
 
         Raises:
             RemoteError: The URL or a header is not valid.
             UnsupportedError: There are options, which have no effect.
         """
-        settings = settings or RemoteSettings()
-        self.path = without_credentials(url) if shown is None else shown
-        if settings.options:
+        remote = where if isinstance(where, Remote) else Remote(where)
+        self.path = remote.address if shown is None else shown
+        if remote.options:
             problem = "options= has no effect on http and hf: it is for object stores and fsspec"
             raise UnsupportedError(problem, file=self.path, advice="Use headers=, verify=, cert= or timeout=.")
-        self._first, authorization = parse_address(url)
+        self._first, authorization = parse_address(remote.url)
         self._target = self._first
         self._first_network: Network | None = None
-        self._headers = _own_headers(settings.headers, authorization, self.path)
-        self._tls = (settings.verify, settings.cert)
-        self._timeout = settings.timeout or defaults.REMOTE_TIMEOUT_SECONDS
+        self._headers = _own_headers(remote.headers or {}, authorization, self.path)
+        self._tls = (remote.verify, (remote.cert, None) if isinstance(remote.cert, str) else remote.cert)
+        self._timeout = remote.timeout or defaults.REMOTE_TIMEOUT_SECONDS
         self._connections = shared_connections(self._tls)
         self._lease: Lease | None = self._connections.lease()
 
@@ -230,10 +228,10 @@ _USER_AGENT = {"User-Agent": "sluice"}
 _OURS = frozenset({"range", "accept-encoding", "if-match", "if-range", "if-unmodified-since", "host", "connection"})
 
 
-def _own_headers(headers: tuple[tuple[str, str], ...], authorization: str | None, path: str) -> dict[str, str]:
+def _own_headers(headers: Mapping[str, str], authorization: str | None, path: str) -> dict[str, str]:
     """Return the additional headers of requests to the first origin."""
     own = _USER_AGENT if authorization is None else {**_USER_AGENT, "Authorization": authorization}
-    for name, value in headers:
+    for name, value in headers.items():
         legal = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
         if not legal or not value.isprintable() or not value.isascii():
             # The value is not shown: it may be a password or a token.

@@ -25,7 +25,7 @@ from sluice.sources.remote.http_security import tls_context, without_queries_in_
 
 __all__ = ["Connections", "Lease", "shared_connections"]
 
-#: Trusted certificates and the client certificate, as in ``RemoteSettings``.
+#: ``verify`` of ``Remote``; paths of the client certificate and of its key, if that is another file.
 Tls: TypeAlias = tuple[bool | str, tuple[str, str | None] | None]
 
 #: Origins with idle connections, and idle connections of each.
@@ -133,7 +133,7 @@ class Connections:
 
 
 def shared_connections(tls: Tls) -> Connections:
-    """Return the connections of this process, not of its parent, for ``verify`` and ``cert`` of ``RemoteSettings``."""
+    """Return the connections of this process, not of its parent, for these certificates."""
     return _SHARED.setdefault((os.getpid(), tls), Connections(tls))
 
 

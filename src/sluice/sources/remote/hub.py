@@ -7,6 +7,7 @@ of the commit that are in the local cache of huggingface_hub are read there. Onl
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import threading
@@ -32,7 +33,7 @@ from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http_responses import ResponseHead, check_status
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
+from sluice.sources.remote.protocol import RequestFailedError
 from sluice.sources.remote.retries import Attempts, wait
 from sluice.sources.remote.servers import server_of
 
@@ -108,11 +109,11 @@ def open_source(remote: Remote, commits: dict[Any, Any] | None = None) -> Source
     """
     address = parse_address(remote.url)
     if commits is None:
-        return _Commit.of(address, remote.settings).open(address.path)
-    key = (address.repository, address.revision, remote.settings.headers)
+        return _Commit.of(address, remote).open(address.path)
+    key = (address.repository, address.revision, tuple((remote.headers or {}).items()))
     with _resolving:
         if key not in commits:
-            commits[key] = _Commit.of(address, remote.settings)
+            commits[key] = _Commit.of(address, remote)
     commit: _Commit = commits[key]
     return commit.open(address.path)
 
@@ -120,7 +121,7 @@ def open_source(remote: Remote, commits: dict[Any, Any] | None = None) -> Source
 def open_commit(remote: Remote) -> tuple[str, RemoteDirectory]:
     """Return a model, and its address at the commit that its revision has now; raises as ``open_source``."""
     address = parse_address(remote.url)
-    commit = _Commit.of(address, remote.settings)
+    commit = _Commit.of(address, remote)
     directory = commit.directory()
     if directory is None:
         raise MissingFileError("the model has no files", file=str(address))
@@ -130,13 +131,13 @@ def open_commit(remote: Remote) -> tuple[str, RemoteDirectory]:
 def open_directory(remote: Remote) -> RemoteDirectory | None:
     """Return a model or a directory in it; None if the address names a file, or nothing; raises as ``open_source``."""
     address = parse_address(remote.url)
-    return None if address.path.endswith(_FILES) else _Commit.of(address, remote.settings).directory()
+    return None if address.path.endswith(_FILES) else _Commit.of(address, remote).directory()
 
 
 def open_place(remote: Remote) -> RemoteDirectory | Source:
     """Return a model, a directory in it or a file, all of one commit; raises as ``open_source``."""
     address = parse_address(remote.url)
-    commit = _Commit.of(address, remote.settings)
+    commit = _Commit.of(address, remote)
     return commit.directory() or commit.open(address.path)
 
 
@@ -144,23 +145,23 @@ class _Commit:
     """One commit of a model."""
 
     def __init__(
-        self, address: HubAddress, settings: RemoteSettings, revision: str, names: Sequence[str], cached: _Cached | None
+        self, address: HubAddress, remote: Remote, revision: str, names: Sequence[str], cached: _Cached | None
     ) -> None:
         """Keep what is known of a commit.
 
         Args:
             address: The address that named it.
-            settings: Settings of requests.
+            remote: Settings of requests.
             revision: The commit.
             names: Paths of its files.
             cached: The cache with these files; None if they are on the hub, and perhaps in the cache too.
         """
         self.address, self.names = address, names
         self.revision = revision
-        self._settings, self._cached = settings, cached
+        self._remote, self._cached = remote, cached
 
     @classmethod
-    def of(cls, address: HubAddress, settings: RemoteSettings) -> _Commit:
+    def of(cls, address: HubAddress, remote: Remote) -> _Commit:
         """Resolve the revision of an address.
 
         Raises:
@@ -168,19 +169,19 @@ class _Commit:
             RemoteError: The hub refuses or does not answer, or it cannot be reached and the revision is not cached.
         """
         if constants.HF_HUB_OFFLINE:
-            return cls._from_cache(address, settings, "HF_HUB_OFFLINE is set", None)
+            return cls._from_cache(address, remote, "HF_HUB_OFFLINE is set", None)
         try:
-            info = _model_info(address, settings)
+            info = _model_info(address, remote)
         except RemoteError as error:
             failure = error.__cause__
             if not (isinstance(failure, RequestFailedError) and failure.unreached):
                 raise
-            return cls._from_cache(address, settings, failure.problem, error)
+            return cls._from_cache(address, remote, failure.problem, error)
         names = [str(each["rfilename"]) for each in info.get("siblings") or ()]
-        return cls(address, settings, str(info.get("sha") or address.revision), names, None)
+        return cls(address, remote, str(info.get("sha") or address.revision), names, None)
 
     @classmethod
-    def _from_cache(cls, address: HubAddress, settings: RemoteSettings, why: str, cause: Exception | None) -> _Commit:
+    def _from_cache(cls, address: HubAddress, remote: Remote, why: str, cause: Exception | None) -> _Commit:
         try:
             folder = huggingface_hub.snapshot_download(
                 address.repository, revision=address.revision, local_files_only=True
@@ -190,7 +191,7 @@ class _Commit:
             raise RemoteError(problem, file=str(address), advice="Check the connection.") from cause
         found = (os.path.join(where, name) for where, _, files in os.walk(folder) for name in files)
         names = [os.path.relpath(path, folder).replace(os.sep, "/") for path in found]
-        return cls(address, settings, os.path.basename(folder), names, _Cached(folder=folder, why=why))
+        return cls(address, remote, os.path.basename(folder), names, _Cached(folder=folder, why=why))
 
     def directory(self) -> RemoteDirectory | None:
         """Return the directory at the address; None if that is a file, or nothing."""
@@ -225,7 +226,7 @@ class _Commit:
         if isinstance(cached, str):
             return _CachedFile(cached, "read from the cache of huggingface_hub")
         url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self.revision, endpoint=_endpoint())
-        return RemoteFile(http.HttpObject(url, _with_token(self._settings), shown=shown))
+        return RemoteFile(http.HttpObject(_with_token(url, self._remote), shown=shown))
 
 
 class _Cached(Struct, frozen=True, kw_only=True):
@@ -257,15 +258,15 @@ def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
 
 
-def _with_token(settings: RemoteSettings) -> RemoteSettings:
-    """Return settings with the token of the user, unless they have one or huggingface_hub is told to send none."""
-    if any(name.lower() == "authorization" for name, _ in settings.headers):
-        return settings
-    token = {name.lower(): value for name, value in build_hf_headers().items()}.get("authorization")
-    return settings if token is None else replace(settings, headers=(*settings.headers, ("Authorization", token)))
+def _with_token(url: str, remote: Remote) -> Remote:
+    """Return a URL of the hub with a token, unless there is one or huggingface_hub is told to send none."""
+    headers = dict(remote.headers or {})
+    if not any(name.lower() == "authorization" for name in headers):
+        headers |= {name: value for name, value in build_hf_headers().items() if name.lower() == "authorization"}
+    return dataclasses.replace(remote, url=url, headers=headers)
 
 
-def _model_info(address: HubAddress, settings: RemoteSettings) -> Mapping[str, Any]:
+def _model_info(address: HubAddress, remote: Remote) -> Mapping[str, Any]:
     """Return what the hub says about a revision of a model, asked as often as for a file.
 
     Raises:
@@ -273,7 +274,7 @@ def _model_info(address: HubAddress, settings: RemoteSettings) -> Mapping[str, A
         RemoteError: The hub refuses or does not answer.
     """
     url = f"{_endpoint()}/api/models/{address.repository}/revision/{quote(address.revision, safe='')}"
-    hub = http.HttpObject(url, _with_token(settings), shown=str(address))
+    hub = http.HttpObject(_with_token(url, remote), shown=str(address))
     attempts = Attempts(str(address), None, sleep=wait, clock=time.monotonic, server=server_of(url))
     try:
         return attempts.repeat(lambda: _information(address, *hub.document(_MOST_INFORMATION_BYTES)))

@@ -15,7 +15,6 @@ from sluice._messages import type_of
 from sluice._public import public
 from sluice._units import parse_bytes
 from sluice.records import AccessFacts, RequestRecord
-from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote_names import is_url, without_credentials
 
 __all__ = ["Remote", "remote_location"]
@@ -117,17 +116,6 @@ class Remote:
     def cache_bound(self) -> int:
         """Most bytes of the cache directory."""
         return _defaults.CACHE_BYTES if self.cache_bytes is None else parse_bytes(self.cache_bytes)
-
-    @property
-    def settings(self) -> RemoteSettings:
-        """The part that transports use."""
-        return RemoteSettings(
-            headers=tuple((self.headers or {}).items()),
-            verify=self.verify,
-            cert=(self.cert, None) if isinstance(self.cert, str) else self.cert,
-            timeout=self.timeout,
-            options=dict(self.options or {}),
-        )
 
     def tuned(self, access: AccessFacts) -> AccessFacts:
         """Return the requests that suit the server, with those that the user chose instead."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-__all__ = ["Body", "ObjectFacts", "RemoteObject", "RemoteSettings", "RequestFailedError", "WrongResponseError"]
+__all__ = ["Body", "ObjectFacts", "RemoteObject", "RequestFailedError", "WrongResponseError"]
 
 
 class RequestFailedError(Exception):
@@ -69,24 +68,6 @@ class ObjectFacts(Struct, frozen=True, kw_only=True):
         version = self.version or self.weak_version
         known = (version and f"version {version!r}", self.modified and f"modified {self.modified}")
         return ", ".join([f"{self.nbytes} bytes", *filter(None, known)])
-
-
-class RemoteSettings(Struct, frozen=True, kw_only=True):
-    """Settings of a remote source that are not in its address."""
-
-    #: Additional headers of each request, names and values; they may be credentials.
-    headers: tuple[tuple[str, str], ...] = ()
-    #: Whether certificates are checked, or the path of the certificates that are trusted.
-    verify: bool | str = True
-    #: Paths of the client certificate and of its key, in PEM; both may be in one file. None without one.
-    cert: tuple[str, str | None] | None = None
-    #: Seconds without a byte after which a request counts as failed; None for the default.
-    timeout: float | None = None
-    #: Options of the library that makes the requests.
-    options: Mapping[str, object] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return "RemoteSettings(...)"  # headers and options may be credentials
 
 
 class Body(Protocol):

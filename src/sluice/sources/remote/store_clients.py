@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._errors import UnsupportedError
-from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.location import Remote
 from sluice.sources.remote_names import without_credentials
 
 __all__ = ["StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of", "shown"]
@@ -122,12 +122,12 @@ def obstore_library(path: str) -> Any:
     return obstore
 
 
-def make_store(address: StoreAddress, settings: RemoteSettings, purpose: Purpose = "read") -> Any:
+def make_store(address: StoreAddress, remote: Remote, purpose: Purpose = "read") -> Any:
     """Return a client of a bucket; nothing is requested.
 
     Args:
         address: The bucket.
-        settings: Options of the user, which win over variables.
+        remote: Settings and options of the user, which win over variables.
         purpose: Use of the client. obstore repeats failed requests to list and to write; S3 checks the sum of each part
             that is written.
 
@@ -135,10 +135,10 @@ def make_store(address: StoreAddress, settings: RemoteSettings, purpose: Purpose
         UnsupportedError: obstore is not installed, or refuses an option.
     """
     library = obstore_library(address.root)
-    if settings.cert:
+    if remote.cert:
         problem, advice = "cert= is for http; obstore sends no client certificates", "Pass credentials in options=."
         raise UnsupportedError(problem, file=address.root, advice=advice)
-    config = dict(settings.options)
+    config = dict(remote.options or {})
     if address.account:
         config["account_name"] = address.account
     more: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def make_store(address: StoreAddress, settings: RemoteSettings, purpose: Purpose
         return kinds[address.kind](
             address.bucket,
             config=config or None,
-            client_options=_client_options(address.kind, config, settings),
+            client_options=_client_options(address.kind, config, remote),
             # A read is repeated by RemoteFile, which resumes and keeps the limit in time.
             retry_config={
                 "max_retries": 0 if purpose == "read" else _MOST_RETRIES,
@@ -187,8 +187,8 @@ def root_of(store: Any) -> str:
     return f"{root}/{prefix}/" if prefix else f"{root}/"
 
 
-def _client_options(kind: str, config: Mapping[str, Any], settings: RemoteSettings) -> dict[str, Any]:
-    seconds = defaults.REMOTE_TIMEOUT_SECONDS if settings.timeout is None else settings.timeout
+def _client_options(kind: str, config: Mapping[str, Any], remote: Remote) -> dict[str, Any]:
+    seconds = defaults.REMOTE_TIMEOUT_SECONDS if remote.timeout is None else remote.timeout
     made: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=seconds),
         "read_timeout": timedelta(seconds=seconds),
@@ -197,12 +197,12 @@ def _client_options(kind: str, config: Mapping[str, Any], settings: RemoteSettin
         # Without TLS only where the user has named such an endpoint.
         "allow_http": _endpoint(kind, config).startswith("http://"),
     }
-    if settings.headers:
-        made["default_headers"] = dict(settings.headers)
-    if settings.verify is False:
+    if remote.headers:
+        made["default_headers"] = dict(remote.headers)
+    if remote.verify is False:
         made["allow_invalid_certificates"] = True
-    elif isinstance(settings.verify, str):
-        made["root_certificate"] = Path(settings.verify).read_bytes()
+    elif isinstance(remote.verify, str):
+        made["root_certificate"] = Path(remote.verify).read_bytes()
     return made
 
 

@@ -44,7 +44,7 @@ def open_source(remote: Remote) -> Source:
     if not address.key or address.key.endswith("/"):
         problem, path = "there are no objects with this prefix", shown(address.root, address.key)
         raise MissingFileError(problem, file=path, advice="Check the bucket and the prefix.")
-    return _source(StoredObject(make_store(address, remote.settings), address.key, address.root))
+    return _source(StoredObject(make_store(address, remote), address.key, address.root))
 
 
 def open_directory(remote: Remote) -> RemoteDirectory | None:
@@ -63,7 +63,7 @@ def open_directory(remote: Remote) -> RemoteDirectory | None:
     address = parse_address(remote.url)
     if address.key and names_a_file(address.key):
         return None
-    store, lister = (make_store(address, remote.settings, purpose) for purpose in ("read", "list"))
+    store, lister = (make_store(address, remote, purpose) for purpose in ("read", "list"))
     try:
         return _listed(store, address.key, address.root, lister=lister)
     except RemoteError:
