@@ -140,7 +140,10 @@ class CacheDirectory:
         if not os.path.lexists(path):
             return None
         self._check()
-        found = CacheFile(entry, path, _opened(path))
+        try:
+            found = CacheFile(entry, path, _opened(path))
+        except FileNotFoundError:
+            return None
         if not _lock(found.file, LOCK_SH) or not _is_at(found.file, path):  # it is being removed
             return None
         if found.is_right():
@@ -163,10 +166,14 @@ class CacheDirectory:
         while not os.path.lexists(path):
             with _opened(f"{path}.part", make=True) as part:
                 _wait_for_writer(part, waiting)
-                if _is_at(part, f"{path}.part") and not os.path.lexists(path):
-                    self._make_room(entry, part)
-                    yield CacheFile(entry, f"{path}.part", part)
-                    return
+                if not _is_at(part, f"{path}.part"):  # published or removed meanwhile
+                    continue
+                if os.path.lexists(path):
+                    os.unlink(f"{path}.part")
+                    break
+                self._make_room(entry, part)
+                yield CacheFile(entry, f"{path}.part", part)
+                return
         yield None
 
     def publish(self, part: CacheFile) -> None:
@@ -175,6 +182,7 @@ class CacheDirectory:
         os.ftruncate(descriptor, part.entry.nbytes + part.entry.record_bytes)
         os.utime(descriptor, ns=(time.time_ns(), _RIGHT_NS))
         os.fsync(descriptor)
+        flock(part.file, LOCK_SH)  # others may use it as soon as it has its name
         os.rename(part.path, self._path(part.entry))
         directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -200,20 +208,18 @@ class CacheDirectory:
         system, own = os.statvfs(self.path), entry.nbytes + entry.record_bytes
         missing = own - 512 * os.fstat(part.fileno()).st_blocks + defaults.CACHE_FREE_BYTES
         excess = max(sum(sizes.values()) - self.bound, missing - system.f_bavail * system.f_frsize)
-        unused = dict[str, OwnedFile]()  # locked until this returns
-        for name in sizes if excess > 0 else ():
-            with suppress(OSError):
-                file = _opened(os.path.join(self.path, name))
-                if _lock(file, LOCK_EX):
-                    unused[name] = file
-        if own > self.bound or excess > sum(sizes[name] for name in unused):
+        others = [name for name in sizes if not name.startswith(entry.name)] if excess > 0 else []
+        if own <= self.bound and excess <= sum(sizes[name] for name in others):
+            used = {name: _last_use(os.path.join(self.path, name)) for name in others}
+            for name in sorted(others, key=lambda name: used[name]):
+                with suppress(OSError), _opened(os.path.join(self.path, name)) as file:
+                    if excess > 0 and _lock(file, LOCK_EX):
+                        os.unlink(os.path.join(self.path, name))
+                        excess -= sizes[name]
+        if excess > 0 or own > self.bound:
             if not os.fstat(part.fileno()).st_size:
                 os.unlink(f"{self._path(entry)}.part")
             raise OSError(errno.ENOSPC, "its bound or the free space leaves no room")
-        for name in sorted(unused, key=lambda name: os.fstat(unused[name].fileno()).st_atime_ns):
-            if excess > 0:
-                os.unlink(os.path.join(self.path, name))
-                excess -= sizes[name]
 
 
 def locks_work() -> bool:
@@ -228,6 +234,13 @@ def _lock(file: OwnedFile, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _last_use(path: str) -> int:
+    try:
+        return os.lstat(path).st_atime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _is_at(file: OwnedFile, path: str) -> bool:

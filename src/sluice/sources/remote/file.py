@@ -19,7 +19,7 @@ from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import DirectIOUnavailable, Source
 from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
-from sluice.sources.remote.requests import OpenedObject, OpenRequest
+from sluice.sources.remote.requests import OpenRequest
 from sluice.sources.remote.retries import Attempts, Speed, wait
 from sluice.sources.remote.servers import server_of
 from sluice.sources.short_reads import too_early
@@ -71,60 +71,40 @@ class RemoteFile:
             UnsupportedError: The server does not answer ranges.
             RemoteError: The server does not answer.
         """
-        self._remote, self._sleep, self._clock = remote, sleep, clock
+        self.remote, self._sleep, self.clock = remote, sleep, clock
         self._traffic, self._counting = Traffic(), threading.Lock()
-        self._server = server_of(remote.path)
+        self.server = server_of(remote.path)
         self._requests: list[RequestRecord] = []
         self._observer: Callable[[RequestRecord], object] | None = None
-        self._expected = Expectations()
+        self.expected = Expectations()
         self.access = access or remote_access()
         try:
             began = clock()
-            self._facts, self._head = self._open()
+            #: Size and version that the opening request told.
+            self.facts, self._head = self._open()
             if self.access.joins_reads:
                 self.access = _for_latency(self.access, clock() - began)
             _KEPT.append(weakref.ref(self))
             while len(_KEPT) > defaults.REMOTE_FIRST_BYTES_KEPT:
                 if (oldest := _KEPT.popleft()()) is not None:
                     oldest._head = b""  # noqa: SLF001  (of this class)
-            if not self._facts.nbytes:
+            if not self.facts.nbytes:
                 raise TruncatedError("the file is empty", file=remote.path)
         except BaseException:
             remote.close()
             raise
-        facts = self._facts
-        self._opened = OpenedObject(
-            remote=remote,
-            facts=facts,
-            server=self._server,
-            expected=self._expected,
-            clock=clock,
-            count=self._count,
-        )
+        facts = self.facts
         version = facts.version or facts.weak_version or facts.modified
         self.identity = FileIdentity(nbytes=facts.nbytes, version=version, weak=version != facts.version)
-        self._note = None if facts.pinnable else _NO_VERSION
+        #: Remark on the file for the report of a load, as a clause.
+        self.note = None if facts.pinnable else _NO_VERSION
         self._samples: dict[int, bytes] = {} if facts.pinnable else {0: self._head}
         if not facts.pinnable and facts.nbytes > _SAMPLE_BYTES:
             self._samples |= self._sample(facts.nbytes - _SAMPLE_BYTES)
 
     @property
     def path(self) -> str:
-        return self._remote.path
-
-    @property
-    def facts(self) -> ObjectFacts:
-        """Size and version that the opening request told."""
-        return self._facts
-
-    @property
-    def note(self) -> str | None:
-        """Remark on the file for the report of a load, as a clause."""
-        return self._note
-
-    @note.setter
-    def note(self, text: str) -> None:
-        self._note = text
+        return self.remote.path
 
     @property
     def traffic(self) -> Traffic:
@@ -150,16 +130,16 @@ class RemoteFile:
 
     @contextmanager
     def request(self, offset: int, nbytes: int) -> Iterator[Source]:
-        begin, end = offset - self._expected.lead(offset), min(offset + nbytes, self.identity.nbytes)
+        begin, end = offset - self.expected.lead(offset), min(offset + nbytes, self.identity.nbytes)
         attempts = self._attempts(begin)
-        request = OpenRequest(self, self._opened, offset=begin, end=end, known=self._head, attempts=attempts)
+        request = OpenRequest(self, offset=begin, end=end, known=self._head, attempts=attempts)
         try:
             yield request
         finally:
             request.end()
 
     def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
-        self._expected.add(offset, nbytes, data_bytes, check)
+        self.expected.add(offset, nbytes, data_bytes, check)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Do nothing: the few bytes that are kept are those of the header."""
@@ -168,7 +148,7 @@ class RemoteFile:
         """Request bytes of the file again, also those that are kept."""
         head, self._head = self._head, b""
         try:
-            return {offset: self.read_at(offset, min(_SAMPLE_BYTES, self._facts.nbytes - offset))}
+            return {offset: self.read_at(offset, min(_SAMPLE_BYTES, self.facts.nbytes - offset))}
         finally:
             self._head = head
 
@@ -178,24 +158,24 @@ class RemoteFile:
                 problem = "the file was replaced by one of the same size while it was being read"
                 raise SourceChangedError(problem, file=self.path, offset=offset)
         # Every answer was held against the object that was opened. What is left are ranges in front of data.
-        left = self._expected.left()
+        left = self.expected.left()
         read_ranges(self, [offset for offset, _ in left], [nbytes for _, nbytes in left])
 
     def close(self) -> None:
         self._head = b""  # also of an object that has changed when it is read again
-        self._remote.close()
+        self.remote.close()
 
     def _open(self) -> tuple[ObjectFacts, bytes]:
         """Return what the server says about the object, and its first bytes."""
 
         def first_bytes() -> tuple[ObjectFacts, bytes]:
-            done, status, began = 0, None, self._clock()
+            done, status, began = 0, None, self.clock()
             try:
-                facts, opened = self._remote.open_first(defaults.REMOTE_FIRST_BYTES)
+                facts, opened = self.remote.open_first(defaults.REMOTE_FIRST_BYTES)
                 head = bytearray(min(defaults.REMOTE_FIRST_BYTES, facts.nbytes))
                 with opened as body, memoryview(head) as view:
                     status = getattr(body, "status", None)
-                    speed = Speed(self._clock)
+                    speed = Speed(self.clock)
                     # Fewer bytes are not a failure: missing ones are requested when they are read.
                     while done < len(head) and (found := body.readinto(view[done:])):
                         done += found
@@ -205,12 +185,12 @@ class RemoteFile:
                 status = error.status
                 raise
             finally:
-                self._count(done, self._clock() - began, status)
+                self.count(done, self.clock() - began, status)
 
         return self._attempts(0).repeat(first_bytes)
 
     def _attempts(self, offset: int) -> Attempts:
-        return Attempts(self.path, offset, sleep=self._sleep, clock=self._clock, server=self._server)
+        return Attempts(self.path, offset, sleep=self._sleep, clock=self.clock, server=self.server)
 
     def observe(self, observer: Callable[[RequestRecord], object]) -> None:
         """Call a function after each request, also for those of the opening."""
@@ -218,7 +198,8 @@ class RemoteFile:
         for each in requests:
             observer(each)
 
-    def _count(self, nbytes: int, seconds: float, status: int | None) -> None:
+    def count(self, nbytes: int, seconds: float, status: int | None) -> None:
+        """Count a request with the bytes that it brought, its seconds, and its status if known."""
         with self._counting:
             self._traffic = Traffic(self._traffic.requests + 1, self._traffic.nbytes + nbytes)
         record = RequestRecord("GET", self.path, nbytes, seconds, status)

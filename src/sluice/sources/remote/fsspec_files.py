@@ -122,11 +122,11 @@ class FilesystemFile(RemoteFile):
             raise SourceChangedError("the file was removed while it was being read", file=self.path) from error
         except RequestFailedError as error:
             raise RemoteError(error.problem, file=self.path) from error
-        if found != self._facts:
+        if found != self.facts:
             raise SourceChangedError(
                 "the file was changed while it was being read",
                 file=self.path,
-                expected=self._facts.describe(),
+                expected=self.facts.describe(),
                 found=found.describe(),
             )
 

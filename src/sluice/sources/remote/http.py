@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from http import HTTPStatus
 
 import urllib3
@@ -31,8 +30,6 @@ from sluice.sources.remote.http_responses import (
     check_range,
     conditions,
     first_facts,
-    no_ranges,
-    object_facts,
 )
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import Body, ObjectFacts, RequestFailedError
@@ -103,8 +100,6 @@ class HttpObject:
         response, address = self._answer({"Range": f"bytes=0-{nbytes - 1}"})
         try:
             facts = first_facts(self._described(response, address), nbytes)
-            if facts is None:
-                return self._whole(response, address, nbytes)
         except BaseException:
             discard(response)
             raise
@@ -135,20 +130,6 @@ class HttpObject:
 
     def close(self) -> None:
         self._lease = None
-
-    def _whole(
-        self, response: urllib3.BaseHTTPResponse, address: HttpAddress, nbytes: int
-    ) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
-        """Receive a small object whose answer does not say its size."""
-        data = bytearray(nbytes + 1)
-        found = 0
-        with HttpBody(response, nbytes + 2) as body, memoryview(data) as view:
-            while found < len(data) and (some := body.readinto(view[found:])):
-                found += some
-        answer = self._described(response, address)
-        if found > nbytes:
-            raise no_ranges(answer)
-        return object_facts(answer, found), closing(_Received(data[:found]))
 
     def _described(self, response: urllib3.BaseHTTPResponse, address: HttpAddress) -> ResponseHead:
         return ResponseHead(status=response.status, headers=response.headers, path=self.path, signed=is_signed(address))
@@ -206,20 +187,6 @@ class HttpObject:
 def _is_expired(status: int) -> bool:
     """Return whether the target of a redirect may no longer be valid: stores answer expired signatures differently."""
     return status in _REDIRECTS or (400 <= status < 500 and status not in _ABOUT_OBJECT | TEMPORARY)
-
-
-class _Received:
-    """A body that was received whole; see ``Body``."""
-
-    def __init__(self, data: bytearray) -> None:
-        self._file = io.BytesIO(data)
-
-    def readinto(self, buffer: memoryview) -> int:
-        return self._file.readinto(buffer)
-
-    def close(self) -> None:
-        """Release the bytes."""
-        self._file.close()
 
 
 _USER_AGENT = {"User-Agent": "sluice"}

@@ -22,8 +22,6 @@ __all__ = [
     "check_status",
     "conditions",
     "first_facts",
-    "no_ranges",
-    "object_facts",
 ]
 
 #: Units of ranges are the same in upper and lower case; a size of ``*`` is not known.
@@ -61,10 +59,8 @@ def conditions(facts: ObjectFacts) -> dict[str, str]:
     return {} if facts.modified is None else {"If-Unmodified-Since": facts.modified}
 
 
-def first_facts(head: ResponseHead, nbytes: int) -> ObjectFacts | None:
+def first_facts(head: ResponseHead, nbytes: int) -> ObjectFacts:
     """Return what the response to a request for the first ``nbytes`` bytes says about the object.
-
-    None if the response is the object itself, of a size that only its end shows.
 
     Raises:
         SluiceError: There is no such object, or its server does not answer ranges.
@@ -73,21 +69,16 @@ def first_facts(head: ResponseHead, nbytes: int) -> ObjectFacts | None:
     if head.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
         empty = _EMPTY_RANGE.fullmatch(head.headers.get("Content-Range", ""))
         if empty and not int(empty[1]):
-            return object_facts(head, 0)
+            return _object_facts(head, 0)
         raise RequestFailedError(_described(head), temporary=False, status=head.status)
     if head.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}:
         raise MissingFileError(f"{_described(head)}", file=head.path, advice="Check the address.")
     check_status(head)
     if head.status == HTTPStatus.OK:
         total = _length(head)
-        if total is not None and total > nbytes:
-            raise no_ranges(head)
-        if total is not None:
-            return object_facts(head, total)
-        if head.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            return None
-        # Without a size and without chunks, a lost connection looks like the end.
-        raise no_ranges(head)
+        if total is None or total > nbytes:
+            raise _no_ranges(head)
+        return _object_facts(head, total)
     first, last, total = _content_range(head)
     if total is None:
         problem = "the server does not tell the size of the file"
@@ -102,7 +93,7 @@ def first_facts(head: ResponseHead, nbytes: int) -> ObjectFacts | None:
     if first != 0 or last != min(nbytes, total) - 1:
         raise _wrong_range(head, 0, min(nbytes, total))
     _check_length(head, last + 1)
-    return object_facts(head, total)
+    return _object_facts(head, total)
 
 
 def check_range(head: ResponseHead, offset: int, nbytes: int, facts: ObjectFacts) -> None:
@@ -137,7 +128,7 @@ def check_range(head: ResponseHead, offset: int, nbytes: int, facts: ObjectFacts
     _check_length(head, nbytes)
 
 
-def object_facts(head: ResponseHead, nbytes: int) -> ObjectFacts:
+def _object_facts(head: ResponseHead, nbytes: int) -> ObjectFacts:
     """Return the version that a response names for an object of ``nbytes`` bytes."""
     tag = head.headers.get("ETag")
     strong = tag is not None and len(tag) > 2 and tag.startswith('"') and tag.endswith('"')
@@ -153,7 +144,7 @@ def _check_same(head: ResponseHead, offset: int, facts: ObjectFacts, total: int 
     """Compare what is known of both: a server may leave out headers, and may ignore conditions."""
     if total is not None and total != facts.nbytes:
         raise _changed(head, offset, facts, f"{total} bytes")
-    now = object_facts(head, facts.nbytes)
+    now = _object_facts(head, facts.nbytes)
     for was, found in (
         (facts.version, now.version),
         (facts.weak_version, now.weak_version),
@@ -247,7 +238,7 @@ def _wrong_range(head: ResponseHead, offset: int, nbytes: int) -> RequestFailedE
     return WrongResponseError(problem, status=head.status)
 
 
-def no_ranges(head: ResponseHead) -> SluiceError:
+def _no_ranges(head: ResponseHead) -> SluiceError:
     """Return the error for a server that does not answer ranges."""
     total = _length(head)
     size = f" of {format_bytes(total)}" if total else ""

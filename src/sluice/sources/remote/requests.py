@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-
-from msgspec import Struct
+from typing import TYPE_CHECKING
 
 from sluice.sources.forwarding import ForwardingSource
-from sluice.sources.protocol import Source
-from sluice.sources.remote.expectations import Expectations
-from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RequestFailedError
+from sluice.sources.remote.protocol import Body, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
-from sluice.sources.remote.servers import Server
 
-__all__ = ["OpenRequest", "OpenedObject"]
+if TYPE_CHECKING:
+    from sluice.sources.remote.file import RemoteFile
+
+__all__ = ["OpenRequest"]
 
 #: Bytes of the memory for parts of a range that are dropped.
 _SKIPPED_BYTES = 64 << 10
-
-
-class OpenedObject(Struct, frozen=True, kw_only=True):
-    """An opened object with the state that its requests share."""
-
-    #: The object.
-    remote: RemoteObject
-    #: Its opened version.
-    facts: ObjectFacts
-    #: The server, which permits requests.
-    server: Server
-    #: Ranges that are checked together with the data after them.
-    expected: Expectations
-    #: Seconds.
-    clock: Callable[[], float]
-    #: Called after each request with the bytes that it brought, its seconds, and its status if known.
-    count: Callable[[int, float, int | None], None]
 
 
 class OpenRequest(ForwardingSource):
@@ -43,25 +24,24 @@ class OpenRequest(ForwardingSource):
     It belongs to one thread. The request is made when the first byte is needed that is not known from the opening.
     """
 
-    def __init__(
-        self, file: Source, opened: OpenedObject, *, offset: int, end: int, known: bytes, attempts: Attempts
-    ) -> None:
+    _source: RemoteFile
+
+    def __init__(self, file: RemoteFile, *, offset: int, end: int, known: bytes, attempts: Attempts) -> None:
         """Request nothing yet.
 
         Args:
-            file: The file, for all other reads.
-            opened: The object.
+            file: The file.
             offset: First byte of the range.
             end: First byte after it.
             known: The first bytes of the object.
             attempts: What decides about failures.
         """
         super().__init__(file)
-        self._opened, self._known, self._attempts = opened, known, attempts
+        self._known, self._attempts = known, attempts
         self._position, self._end = offset, end
         self._response: ExitStack | None = None
         self._body: Body | None = None
-        self._speed = Speed(opened.clock)
+        self._speed = Speed(file.clock)
         self._received = self._round = 0
         self._began = 0.0
 
@@ -71,7 +51,7 @@ class OpenRequest(ForwardingSource):
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if direct or offset < self._position or offset + len(buffer) > self._end:
             return self._source.read_into(offset, buffer, direct=direct)
-        lead = self._opened.expected.lead(offset)
+        lead = self._source.expected.lead(offset)
         before = memoryview(bytearray(lead if offset - lead >= self._position else 0))
         first = offset - len(before)
         self._skip(first - self._position)
@@ -82,7 +62,7 @@ class OpenRequest(ForwardingSource):
             inside = buffer[max(0, start - offset) : max(0, end - offset)]
             return bytes(before[max(0, start - first) : max(0, end - first)]) + bytes(inside)
 
-        self._opened.expected.look(first, offset + len(buffer), part)
+        self._source.expected.look(first, offset + len(buffer), part)
         return len(buffer)
 
     def receive(self, buffer: memoryview) -> None:
@@ -119,8 +99,8 @@ class OpenRequest(ForwardingSource):
         try:
             response.__exit__(type(error) if error else None, error, None)
         finally:
-            self._opened.server.end(self._round, error)
-            self._opened.count(received, self._opened.clock() - self._began, status)
+            self._source.server.end(self._round, error)
+            self._source.count(received, self._source.clock() - self._began, status)
 
     def _skip(self, nbytes: int) -> None:
         if nbytes:
@@ -131,10 +111,10 @@ class OpenRequest(ForwardingSource):
     def _some(self, buffer: memoryview) -> int:
         """Receive some bytes, at least one."""
         if self._body is None:
-            self._round = self._opened.server.begin()
-            self._response, self._received, self._speed = ExitStack(), 0, Speed(self._opened.clock)
-            self._began = self._opened.clock()
-            request = self._opened.remote.open_range(self._position, self._end - self._position, self._opened.facts)
+            self._round = self._source.server.begin()
+            self._response, self._received, self._speed = ExitStack(), 0, Speed(self._source.clock)
+            self._began = self._source.clock()
+            request = self._source.remote.open_range(self._position, self._end - self._position, self._source.facts)
             self._body = self._response.enter_context(request)
         found = self._body.readinto(buffer)
         if not found:
