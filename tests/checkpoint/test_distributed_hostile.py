@@ -149,15 +149,6 @@ def test_a_link_that_leads_out(tmp_path: Path) -> None:
     assert isinstance(refusal(tmp_path / "d", limits=Limits(symlinks_outside=False)), PathEscapeError)
 
 
-@pytest.mark.parametrize("transforms", [["zstd"], ["a", "b"], "zstd", [["x"]], 1])
-def test_items_that_were_transformed(tmp_path: Path, transforms: object) -> None:
-    error = refusal(one(tmp_path, where=place(FILE, 0, 30, transforms=transforms)))
-    assert isinstance(error, UnsupportedError)
-    assert error.tensor == "w"
-    assert "transformed" in error.problem
-    assert "zstd" not in str(transforms) or "zstd" in str(error.found)
-
-
 def test_a_transformed_item_next_to_others(tmp_path: Path) -> None:
     data, value = item(torch.ones(2, 3)), item(3)
     (tmp_path / FILE).write_bytes(data + value)
@@ -173,7 +164,7 @@ def test_a_transformed_item_next_to_others(tmp_path: Path) -> None:
         index_key("packed", (0, 0)): place(FILE, 0, len(data)),
         index_key("packed", (2, 0)): place("other.distcp", 7, 30, transforms=["zstd"]),
         index_key("step"): place(FILE, len(data), len(value)),
-        index_key("note"): place(FILE, 0, 3, transforms=["zstd"]),
+        index_key("note"): place(FILE, 0, 3, transforms="zstd"),
     }
     (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored))
     with sluice.open(tmp_path) as checkpoint:

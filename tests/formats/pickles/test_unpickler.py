@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice._errors import FormatError, TruncatedError, UnsafeContentError, UnsupportedError
+from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
 from sluice.formats.pickles import opcodes as _pickle_opcodes
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
@@ -252,7 +252,7 @@ def test_text_of_python_2_in_an_encoding(opcode: bytes) -> None:
 
 
 def test_text_of_negative_length() -> None:
-    with pytest.raises(FormatError, match="negative length"):
+    with pytest.raises(LimitError, match="out of range: -1 bytes"):
         load(body(b"T\xff\xff\xff\xff"))
 
 

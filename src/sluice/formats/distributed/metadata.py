@@ -16,7 +16,7 @@ Limits: the size of the file (``Limits.header_bytes``), tensors and chunks toget
 ``Limits.dimensions``, ``Limits.name_bytes``, and the limits of the pickle.
 
 Refused: a chunk outside its tensor or without a stored item; chunks that overlap or leave a gap; files outside the
-directory; a checkpoint in which every item was transformed. Ignored: chunks without elements, which uneven shards have,
+directory. Ignored: chunks without elements, which uneven shards have,
 and stored items without a description. ``UnsupportedValue`` leaves: tensors that are not strided, tensors with a dtype
 that plain tensors cannot have, and items that the writer transformed, for example compressed.
 """
@@ -30,7 +30,7 @@ from typing import Any
 from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError, UnsupportedError
+from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError
 from sluice._options import Limits
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
 from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, MetadataAllowlist, MetadataRecord
@@ -117,7 +117,7 @@ def read_metadata(source: Source, limits: Limits) -> DistributedMetadata:
         IncompleteCheckpointError: The file is the placeholder of a file that was not downloaded.
         UnsafeContentError: The pickle names a global that torch never writes.
         PathEscapeError: An item is stored in a file outside the directory.
-        UnsupportedError: Every item was transformed, or the pickle has an unsupported protocol or key.
+        UnsupportedError: The pickle has an unsupported protocol or key.
         LimitError: The metadata exceeds a limit.
         FormatError: The metadata is inconsistent, or the file is not metadata.
         TruncatedError: The file ends too early.
@@ -169,7 +169,6 @@ class _MetadataReader:
             raise self._over("entries", max(len(items), len(stored)))
         places = self._places(stored)
         described = {name: self._item(name, item, places) for name, item in items.items()}
-        self._check_readable(described)
         paths, version = fields.get("planner_data"), fields.get("version")
         left = sum(map(len, places.values()))
         return DistributedMetadata(
@@ -178,17 +177,6 @@ class _MetadataReader:
             version=version if type(version) is str else "",
             notes=(f"Items that are stored but not described: {left}.",) if left else (),
         )
-
-    def _check_readable(self, described: Mapping[str, TensorItem | ItemPlace | UnsupportedValue]) -> None:
-        """Refuse a checkpoint in which every item was transformed, because it has no readable item."""
-        first = next(iter(described.items()), None)
-        if first is None or any(
-            not isinstance(item, UnsupportedValue) or item.reason != _TRANSFORMED for item in described.values()
-        ):
-            return
-        name, item = first
-        assert isinstance(item, UnsupportedValue)
-        raise UnsupportedError(_TRANSFORMED, file=self._file, tensor=name, found=item.qualified_name)
 
     def _places(self, stored: dict[Any, Any]) -> dict[str, dict[str, ItemPlace]]:
         """Return the place of each item, by its name and then by the start of its chunk (see ``_chunk_key``)."""

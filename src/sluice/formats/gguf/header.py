@@ -83,7 +83,6 @@ class Header:
         self._data = b""
         self._start = begin
         self._next = 0
-        self._arrays = 0  # arrays inside of arrays
 
     @property
     def position(self) -> int:
@@ -117,7 +116,7 @@ class Header:
             if key in texts:
                 raise self.error(FormatError, "a metadata key is duplicated", where, found=repr(key))
             kind = self.u32()
-            texts[key] = self._value(kind, 0)
+            texts[key] = self._value(kind)
             if key == ALIGNMENT_KEY:
                 alignment = int(texts[key]) if kind == _UINT32 else 0
                 if alignment == 0 or alignment & (alignment - 1):
@@ -178,7 +177,7 @@ class Header:
             )
         return TensorDescription(name, tuple(reversed(sizes)), number, kind, begin, nbytes, where)
 
-    def _value(self, kind: int, depth: int) -> str:
+    def _value(self, kind: int) -> str:
         """Return a metadata value as text."""
         if kind in _NUMBERS:
             code = "<" + _NUMBERS[kind]
@@ -190,13 +189,11 @@ class Header:
                 return f"text of {nbytes} bytes"
             return self._take(nbytes).decode("utf-8", "replace")
         if kind == _ARRAY:
-            return self._array(depth)
+            return self._array()
         raise self.error(FormatError, "unknown type of a metadata value", self.position - 4, found=kind)
 
-    def _array(self, depth: int) -> str:
+    def _array(self) -> str:
         where = self.position
-        if depth >= self._limits.depth:
-            raise self._over_limit("depth", depth + 1)
         kind, count = self.u32(), self.u64()
         if kind in _NUMBERS:
             item = struct.calcsize("<" + _NUMBERS[kind])
@@ -208,15 +205,7 @@ class Header:
             self._check_count(count, 8, "texts")
             self._skip_texts(count)
             return f"array of {count} texts"
-        if kind == _ARRAY:
-            self._check_count(count, 12, "arrays")
-            self._arrays += count
-            if self._arrays > self._limits.entries:
-                raise self._over_limit("entries", self._arrays)
-            for _ in range(count):
-                self._array(depth + 1)
-            return f"array of {count} arrays"
-        raise self.error(FormatError, "unknown type of items of a metadata array", where, found=kind)
+        raise self.error(FormatError, "the items of a metadata array are neither numbers nor texts", where, found=kind)
 
     def _skip_texts(self, count: int) -> None:
         length_at = _U64.unpack_from

@@ -14,9 +14,9 @@ Layout::
 Limits: ``Limits.entries`` for tensors and for metadata, ``Limits.header_bytes``, ``Limits.name_bytes``,
 ``Limits.dimensions``; numbers of tensors, entries and items against the file size, before the first of them is read.
 
-Refused: files in big-endian byte order, and version 1, which had other lengths; duplicate names and keys; rows that are
-not whole packs; offsets that are not aligned; tensors that overlap or pass the end of the file. As in ggml, bytes
-between tensors and after the last one may be anything.
+Refused: files in big-endian byte order, and version 1, which had other lengths; duplicate names and keys; arrays of
+arrays, as in llama.cpp; rows that are not whole packs; offsets that are not aligned; tensors that overlap or pass the
+end of the file. As in ggml, bytes between tensors and after the last one may be anything.
 
 Dtypes: F32, F16, BF16, F64 and integers are those of torch. Packs of the quantized types (``types``) are decoded to
 float32, those with tables of values by the package gguf. Tensors of other types become ``UnsupportedValue`` leaves.

@@ -20,6 +20,9 @@ Handler: TypeAlias = Callable[[Machine, int], int]
 #: Size of the largest integer in bytes, the limit of LONG1. Python refuses to print integers above 4,300 digits.
 _MAX_INTEGER_BYTES = 255
 
+#: No bound but the data itself, which ``Machine.check_end`` checks.
+_ANY_LENGTH = 2**64
+
 #: Most characters of an integer in decimal, with sign, suffix and line feed; enough for 255 bytes.
 _MAX_INTEGER_CHARACTERS = 620
 
@@ -59,20 +62,6 @@ def _number(layout: struct.Struct) -> Handler:
     return push
 
 
-def _long(layout: struct.Struct) -> Handler:
-    def push(machine: Machine, position: int) -> int:
-        nbytes: int = layout.unpack_from(machine.data, position)[0]
-        start = position + layout.size
-        if not 0 <= nbytes <= _MAX_INTEGER_BYTES:
-            raise machine.error(LimitError, f"the length of an integer is out of range: {nbytes} bytes", position)
-        if start + nbytes > machine.bound:
-            machine.check_end(start, start + nbytes)
-        machine.stack.append(int.from_bytes(machine.data[start : start + nbytes], "little", signed=True))
-        return start + nbytes
-
-    return push
-
-
 def _decimal(machine: Machine, position: int) -> int:
     """Push an integer in decimal: of protocol 1, or of more than 32 bits from Python 2."""
     end = machine.data.find(b"\n", position, position + _MAX_INTEGER_CHARACTERS)
@@ -87,45 +76,42 @@ def _decimal(machine: Machine, position: int) -> int:
     return end + 1
 
 
-def _text(layout: struct.Struct) -> Handler:
+def _sized(layout: struct.Struct, make: Callable[[Machine, int, int], object], *, most: int = _ANY_LENGTH) -> Handler:
+    """Return the handler of values behind their length, which ``make`` builds from their start and end in the data."""
     unpack, size = layout.unpack_from, layout.size
 
     def push(machine: Machine, position: int) -> int:
         start = position + size
-        end: int = start + unpack(machine.data, position)[0]
-        if end > machine.bound:
-            machine.check_end(start, end)
-        # Pickles hold lone surrogates, for example of file names that are not UTF-8, as if they were characters.
-        machine.stack.append(machine.data[start:end].decode("utf-8", "surrogatepass"))
-        return end
-
-    return push
-
-
-def _text_of_python2(layout: struct.Struct) -> Handler:
-    def push(machine: Machine, position: int) -> int:
-        start = position + layout.size
-        nbytes: int = layout.unpack_from(machine.data, position)[0]
-        if nbytes < 0:
-            raise machine.error(FormatError, "text has a negative length", position, found=nbytes)
+        nbytes: int = unpack(machine.data, position)[0]
+        if not 0 <= nbytes <= most:
+            raise machine.error(LimitError, f"the length of a value is out of range: {nbytes} bytes", position)
         if start + nbytes > machine.bound:
             machine.check_end(start, start + nbytes)
-        machine.stack.append(machine.text_of_python2(machine.data[start : start + nbytes], start))
+        machine.stack.append(make(machine, start, start + nbytes))
         return start + nbytes
 
     return push
 
 
-def _binary(layout: struct.Struct, kind: type[bytes | bytearray]) -> Handler:
-    def push(machine: Machine, position: int) -> int:
-        start = position + layout.size
-        end: int = start + layout.unpack_from(machine.data, position)[0]
-        if end > machine.bound:
-            machine.check_end(start, end)
-        machine.stack.append(kind(machine.data[start:end]))
-        return end
+def _integer(machine: Machine, start: int, end: int) -> int:
+    return int.from_bytes(machine.data[start:end], "little", signed=True)
 
-    return push
+
+def _text(machine: Machine, start: int, end: int) -> str:
+    # Pickles hold lone surrogates, for example of file names that are not UTF-8, as if they were characters.
+    return machine.data[start:end].decode("utf-8", "surrogatepass")
+
+
+def _text_of_python2(machine: Machine, start: int, end: int) -> str | bytes:
+    return machine.text_of_python2(machine.data[start:end], start)
+
+
+def _bytes(machine: Machine, start: int, end: int) -> bytes:
+    return machine.data[start:end]
+
+
+def _bytearray(machine: Machine, start: int, end: int) -> bytearray:
+    return bytearray(machine.data[start:end])
 
 
 #: The handler of each opcode that pushes a value, by its byte.
@@ -143,15 +129,15 @@ VALUE_HANDLERS: Mapping[bytes, Handler] = {
     b"G": _number(_F64),
     b"I": _decimal,
     b"L": _decimal,
-    b"\x8a": _long(_U8),
-    b"\x8b": _long(_I32),
-    b"X": _text(_U32),
-    b"U": _text_of_python2(_U8),
-    b"T": _text_of_python2(_I32),
-    b"\x8c": _text(_U8),
-    b"\x8d": _text(_U64),
-    b"B": _binary(_U32, bytes),
-    b"C": _binary(_U8, bytes),
-    b"\x8e": _binary(_U64, bytes),
-    b"\x96": _binary(_U64, bytearray),
+    b"\x8a": _sized(_U8, _integer, most=_MAX_INTEGER_BYTES),
+    b"\x8b": _sized(_I32, _integer, most=_MAX_INTEGER_BYTES),
+    b"X": _sized(_U32, _text),
+    b"U": _sized(_U8, _text_of_python2),
+    b"T": _sized(_I32, _text_of_python2),
+    b"\x8c": _sized(_U8, _text),
+    b"\x8d": _sized(_U64, _text),
+    b"B": _sized(_U32, _bytes),
+    b"C": _sized(_U8, _bytes),
+    b"\x8e": _sized(_U64, _bytes),
+    b"\x96": _sized(_U64, _bytearray),
 }
