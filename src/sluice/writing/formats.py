@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sluice.formats.safetensors.ties import declare_ties
 from sluice.writing.contents import Contents, WrittenItem, write_items
 from sluice.writing.durable.replacement import Replacement
-from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
+from sluice.writing.safetensors import SafetensorsLayout, TensorOutline
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model, plan_model_directory, write_model_directory
@@ -18,7 +17,7 @@ from sluice.writing.torch_zip import TorchFile, TorchZipWriter
 from sluice.writing.uploads import Upload, UploadedFile
 from sluice.writing.write_queue import write_queue
 
-__all__ = ["write_contents"]
+__all__ = ["write_contents", "write_model"]
 
 _Out: TypeAlias = Replacement | UploadedFile
 
@@ -29,7 +28,7 @@ def write_contents(contents: Contents, save_format: SaveFormat, job: SaveJob) ->
     Raises:
         SaveError: The format cannot hold the contents, or the operating system or the store failed.
     """
-    saved = _WRITERS[save_format](job, contents)
+    saved = _write_torch(job, contents) if save_format == "torch" else _write_flat(job, contents, save_format)
     if job.manifest:
         job.manifest.repeat(saved.tied)
         job.manifest.commit()
@@ -54,56 +53,56 @@ def _write_torch(job: SaveJob, contents: Contents) -> SavedFiles:
     )
 
 
-def _write_safetensors(job: SaveJob, contents: Contents) -> SavedFiles:
-    tensors, ties = contents.distinct()
-    outlines = contents.outlines(tensors)
-    layout = lay_out_safetensors(outlines, declare_ties(ties, job.header()))
-    out = job.file()
-    replaced = job.existing()
-    nbytes = layout.nbytes - len(layout.header)
-    if not job.dry_run:
-        with out, job.counting(nbytes) as wrote:
-            _fill_safetensors(job, contents, tensors, outlines, wrote, layout, out)
-            out.commit(nbytes=layout.nbytes)
-    files = {str(job.destination): layout.nbytes}
-    return _saved(contents, tensors, ties, files=files, nbytes=nbytes, replaced=replaced)
-
-
-def _write_directory(job: SaveJob, contents: Contents) -> SavedFiles:
+def _write_flat(job: SaveJob, contents: Contents, save_format: SaveFormat) -> SavedFiles:
     tensors, ties = contents.distinct()
     outlines = contents.outlines(tensors)
     model = Model(tensors=outlines, ties=ties, metadata=job.header(), limit_bytes=job.limit_bytes)
-    destination, nbytes = job.destination, model.nbytes
+    with job.counting(model.nbytes) as wrote:
+        fill = partial(_fill_safetensors, job, contents, tensors, outlines, wrote)
+        files, replaced = write_model(job, save_format, model, fill)
+    return SavedFiles(
+        files=files,
+        tensors=len(tensors) + len(ties),
+        nbytes=model.nbytes,
+        tied=ties,
+        replaced=replaced,
+        casts=contents.casts(tensors.values()),
+    )
+
+
+def write_model(
+    job: SaveJob, save_format: SaveFormat, model: Model, write: Callable[[SafetensorsLayout, _Out], None]
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Write a model to one safetensors file or to a directory.
+
+    Args:
+        job: Destination and options.
+        save_format: ``"safetensors"`` or ``"huggingface"``.
+        model: The model.
+        write: Writes the content of one file, without committing it.
+
+    Returns:
+        Size of each file in bytes, and the files that existed before.
+
+    Raises:
+        SaveError: The model was not written; what existed is intact.
+    """
+    destination = job.destination
+    if save_format == "safetensors":
+        (layout,) = model.layouts()
+        out, replaced = job.file(), job.existing()
+        if not job.dry_run:
+            with out:
+                write(layout, out)
+                out.commit(nbytes=layout.nbytes)
+        return {str(destination): layout.nbytes}, replaced
     planned = plan_model_directory(destination, model)
-    files = {_inside(destination, name): size for name, size in planned.sizes.items()}
+    names = list(planned.sizes)
     if not job.dry_run:
-        with job.counting(nbytes) as wrote:
-            fill = partial(_fill_safetensors, job, contents, tensors, outlines, wrote)
-            names = write_model_directory(destination, model, overwrite=job.overwrite, write=fill)
-        files = dict(zip((_inside(destination, name) for name in names), files.values(), strict=True))
-    replaced = tuple(_inside(destination, name) for name in planned.old)
-    return _saved(contents, tensors, ties, files=files, nbytes=nbytes, replaced=replaced)
-
-
-_WRITERS: Mapping[SaveFormat, Callable[[SaveJob, Contents], SavedFiles]] = {
-    "torch": _write_torch,
-    "safetensors": _write_safetensors,
-    "huggingface": _write_directory,
-}
-
-
-def _saved(
-    contents: Contents,
-    stored: Mapping[str, Any],
-    ties: Mapping[str, str],
-    *,
-    files: Mapping[str, int],
-    nbytes: int,
-    replaced: tuple[str, ...],
-) -> SavedFiles:
-    casts = contents.casts(stored.values())
-    tensors = len(stored) + len(ties)
-    return SavedFiles(files=files, tensors=tensors, nbytes=nbytes, tied=ties, replaced=replaced, casts=casts)
+        names = write_model_directory(destination, model, overwrite=job.overwrite, write=write)
+    paths = [_inside(destination, name) for name in names]
+    old = tuple(_inside(destination, name) for name in planned.old)
+    return dict(zip(paths, planned.sizes.values(), strict=True)), old
 
 
 def _inside(destination: Path | Upload, name: str) -> str:

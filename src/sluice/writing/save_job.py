@@ -78,6 +78,9 @@ class SaveJob(Struct, frozen=True, kw_only=True):
     @contextmanager
     def counting(self, total_bytes: int) -> Iterator[Callable[[int], None]]:
         """Yield a function that is called with the bytes of each piece and reports their sum."""
+        if self.dry_run:
+            yield lambda _: None
+            return
         with byte_progress(self.progress, str(self.destination), total_bytes) as report:
             done = 0
 

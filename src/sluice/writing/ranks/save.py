@@ -28,13 +28,12 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice.formats.safetensors.ties import declare_ties
 from sluice.machine.processes import this_process
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.membership import group_of
 from sluice.sharding.regions import shape_of
 from sluice.writing.chunks import Staging
-from sluice.writing.durable.replacement import Replacement
+from sluice.writing.formats import write_model
 from sluice.writing.items import tensor_items
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
 from sluice.writing.ranks.group import LEAD, RankGroup, together
@@ -42,10 +41,10 @@ from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.item_files import write_item_files
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
 from sluice.writing.ranks.shared_writes import RankWriter, check_equal, disagreement
-from sluice.writing.safetensors import TensorOutline, lay_out_safetensors
+from sluice.writing.safetensors import TensorOutline
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
-from sluice.writing.shards import Model, write_model_directory
+from sluice.writing.shards import Model
 
 __all__ = ["save_by_ranks"]
 
@@ -91,7 +90,7 @@ class _Division(Struct, frozen=True, kw_only=True):
         assert isinstance(self.job.destination, Path)  # ranks save to file systems
         return self.job.destination
 
-    def saved(self, files: Iterable[Path], tensors: int) -> SavedFiles:
+    def saved(self, files: Iterable[str | Path], tensors: int) -> SavedFiles:
         """Return what was written; the sizes of the files are not known yet."""
         sizes = {str(file): 0 for file in files}
         return SavedFiles(files=sizes, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
@@ -141,30 +140,16 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
     return replace(saved[0], files=files)
 
 
-def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
-    held, division = _flat(job, state, group)
-    layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, job.header()))
-    with _rank_writer(division, held, group) as ranks:
-        if group.position != LEAD:
-            ranks.write(layout, None)
-        else:
-            with Replacement(division.destination, overwrite=job.overwrite) as out:
-                ranks.write(layout, out)
-                out.commit(nbytes=layout.nbytes)
-    return division.saved([division.destination], len(division.tensors) + len(division.ties))
-
-
-def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     held, division = _flat(job, state, group)
     model = Model(tensors=division.outlines(), ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
-    names: list[str] = []
+    files: Iterable[str] = ()
     with _rank_writer(division, held, group) as ranks:
         if group.position == LEAD:
-            names = write_model_directory(division.destination, model, overwrite=job.overwrite, write=ranks.write)
+            files, _ = write_model(job, save_format, model, ranks.write)
         else:
             for layout in model.layouts():
                 ranks.write(layout, None)
-    files = (division.destination / name for name in names)
     return division.saved(files, len(division.tensors) + len(division.ties))
 
 
@@ -196,8 +181,8 @@ def _agreed_values(division: _Division) -> dict[str, tuple[int, int]]:
 
 
 _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] = {
-    "safetensors": _save_safetensors,
-    "huggingface": _save_directory,
+    "safetensors": partial(_save_flat, "safetensors"),
+    "huggingface": partial(_save_flat, "huggingface"),
     "dcp": _save_distributed,
 }
 
