@@ -218,5 +218,5 @@ def test_waiting_has_a_word_and_a_bound(
     with pytest.raises(sluice.SaveError, match="another process has been building"):
         sluice.shared(path)
     assert "waiting for another process" in caplog.text
-    os.close(builder)
+    builder.close()
     assert sluice.shared(path).built

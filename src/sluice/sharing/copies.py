@@ -17,6 +17,7 @@ from sluice._progress import Progress
 from sluice._public import public
 from sluice.sharing.requests import CopyRequest
 from sluice.sharing.store import FILE, lock_free, lock_shared, make_room, remove
+from sluice.sources.descriptors import OwnedFile
 
 __all__ = ["SharedCopy", "builder", "find_or_build"]
 
@@ -40,13 +41,12 @@ class SharedCopy:
         built: Whether this call has built it.
     """
 
-    def __init__(self, path: str, descriptor: int, *, built: bool) -> None:
+    def __init__(self, path: str, lock: OwnedFile, *, built: bool) -> None:
         self.path = path
         self.key = os.path.basename(os.path.dirname(path))
         self.nbytes = os.lstat(path).st_size
         self.built = built
-        self._descriptor = descriptor
-        self.close = weakref.finalize(self, os.close, descriptor)
+        self._lock: OwnedFile | None = lock
 
     def __enter__(self) -> Self:
         return self
@@ -60,11 +60,19 @@ class SharedCopy:
     def __repr__(self) -> str:
         return f"SharedCopy({self.path!r})"
 
+    def close(self) -> None:
+        """End the use of the copy, except by models that were loaded from it."""
+        self._lock = None
+
     def hold_for(self, user: object) -> None:
         """Keep the copy as long as an object lives."""
-        if not self.close.alive:
+        if self._lock is None:
             raise ValueError("the shared copy is closed")
-        weakref.finalize(user, os.close, os.dup(self._descriptor))
+        weakref.finalize(user, _let_go, self._lock).atexit = False
+
+
+def _let_go(_: OwnedFile) -> None:
+    """Drop the last reference to a lock."""
 
 
 def builder() -> ModuleType:
@@ -92,8 +100,7 @@ def find_or_build(
     path, started, said = folder / FILE, time.monotonic(), False
     built = False
     while (shared := lock_shared(folder)) is None:
-        free = lock_free(folder)
-        if free is not None:
+        if (free := lock_free(folder)) is not None:
             try:
                 if not path.is_file():
                     build = partial(builder().convert, request, path)
@@ -104,7 +111,7 @@ def find_or_build(
                 remove(folder)
                 raise
             finally:
-                os.close(free)
+                free.close()
             continue
         waited = time.monotonic() - started
         if waited > _WAIT_SECONDS:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,6 +20,7 @@ from sluice._messages import save_error
 from sluice._units import format_bytes
 from sluice.machine.facts import machine_facts
 from sluice.machine.filesystems import filesystem_type
+from sluice.sources.descriptors import OwnedFile
 
 if sys.platform != "win32":
     from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
@@ -93,45 +93,36 @@ def open_store(directory: str | os.PathLike[str] | None = None) -> Path:
     return path
 
 
-def lock_shared(folder: Path) -> int | None:
+def lock_shared(folder: Path) -> OwnedFile | None:
     """Return the open lock of a copy that this process now uses; None if it is not finished, or being built."""
-    with _lock_file(folder) as descriptor:
-        if not _locked(folder, descriptor, LOCK_SH) or not (folder / FILE).is_file():
-            return None
-        os.utime(descriptor)
-        return os.dup(descriptor)
+    lock = _locked(folder, LOCK_SH)
+    if lock is None or not (folder / FILE).is_file():
+        return None
+    os.utime(lock.fileno())
+    return lock
 
 
-def lock_free(folder: Path) -> int | None:
+def lock_free(folder: Path) -> OwnedFile | None:
     """Return the open lock of a copy without a user or builder, exclusively; None if there is one."""
-    with _lock_file(folder) as descriptor:
-        return os.dup(descriptor) if _locked(folder, descriptor, LOCK_EX) else None
+    return _locked(folder, LOCK_EX)
 
 
-@contextmanager
-def _lock_file(folder: Path) -> Iterator[int]:
-    """Open the lock of a copy for the block; it stays locked if the block has duplicated the descriptor."""
+def _locked(folder: Path, kind: int) -> OwnedFile | None:
+    """Lock a copy without waiting, until the file is closed; None if others have it or drop it."""
+    path = folder / _LOCK
     while True:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         try:
-            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            file = OwnedFile.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             break
         except FileNotFoundError:  # dropped in between
             continue
     try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _locked(folder: Path, descriptor: int, kind: int) -> bool:
-    """Lock an open lock file without waiting; return whether it is still that of the copy, which may be dropped."""
-    try:
-        flock(descriptor, kind | LOCK_NB)
-        return os.path.samestat(os.fstat(descriptor), (folder / _LOCK).lstat())
+        flock(file, kind | LOCK_NB)
+        return file if os.path.samestat(os.fstat(file.fileno()), path.lstat()) else None
     except (BlockingIOError, FileNotFoundError):
-        return False
+        return None
 
 
 def copies(store: Path) -> list[StoredCopy]:
@@ -140,10 +131,7 @@ def copies(store: Path) -> list[StoredCopy]:
     for folder in store.iterdir():
         with suppress(OSError):  # dropped in between
             nbytes, used = (folder / FILE).lstat().st_size, (folder / _LOCK).lstat().st_mtime
-            free = lock_free(folder)
-            if free is not None:
-                os.close(free)
-            found.append(StoredCopy(key=folder.name, nbytes=nbytes, used=used, in_use=free is None))
+            found.append(StoredCopy(key=folder.name, nbytes=nbytes, used=used, in_use=lock_free(folder) is None))
     return sorted(found, key=lambda copy: copy.used)
 
 
@@ -152,13 +140,11 @@ def drop(store: Path, key: str) -> bool:
     folder = store / key
     if not folder.is_dir() or folder.is_symlink():
         return True
-    descriptor = lock_free(folder)
-    if descriptor is None:
+    lock = lock_free(folder)
+    if lock is None:
         return False
-    try:
+    with lock:
         remove(folder)
-    finally:
-        os.close(descriptor)
     return True
 
 
