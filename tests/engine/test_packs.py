@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.engine.packs import DECODERS, decode_packs
+from sluice.engine.packs import DECODERS, compute, decode_packs
 from sluice.formats.gguf.types import TYPES
 from sluice.records import Packing
 from support import fresh_process
+from support.oracles import bits
 
 BY_PACKAGE = [each.name for each in TYPES.values() if each.package]
 SIZES = {each.name: (each.elements, each.nbytes) for each in TYPES.values()}
@@ -78,3 +79,12 @@ def test_little_memory_stays_in_the_heap_of_a_thread(name: str) -> None:
     done = fresh_process.run(_GROWTH.format(name=name, elements=elements, nbytes=nbytes))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 3 << 19
+
+
+def test_casts_and_arithmetic() -> None:
+    rows = torch.randn(4, 5)
+    target = torch.empty(4, 5, dtype=torch.bfloat16)
+    compute(target, rows)
+    assert bits(target) == bits(rows.bfloat16())
+    compute(target, rows, (("mul", 0.5), ("add", 3.0)))
+    assert bits(target) == bits((rows * 0.5 + 3.0).bfloat16())

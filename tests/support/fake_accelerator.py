@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from sluice._errors import BudgetError
-from sluice.engine.elementwise import compute
 from sluice.engine.host_copies import StridedBytes
-from sluice.engine.packs import decode_packs
+from sluice.engine.packs import compute, decode_packs
 
 __all__ = ["FakeAccelerator"]
 

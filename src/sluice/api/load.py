@@ -143,7 +143,7 @@ def load_into(
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
     if is_assembled_model(model):
         # Here, not above: most models are not quantized before the load.
-        from sluice.loading.quantized_models import opened_model
+        from sluice.quantizing.saved import opened_model
 
         with refusing(model), opened_model(model, opening, dtype=request.dtype) as (opened, _):
             return load(request, opened, progress=progress)

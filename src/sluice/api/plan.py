@@ -175,7 +175,7 @@ def _opened(
     """Return a context for the plan, in which quantized weights of a model are parameters for their plain tensors."""
     if not isinstance(request, ModuleRequest) or not is_assembled_model(request.model):
         return nullcontext((opening, ()))
-    from sluice.loading.quantized_models import opened_model  # here, not above: few models are quantized
+    from sluice.quantizing.saved import opened_model  # here, not above: few models are quantized
 
     return opened_model(request.model, opening, dtype=request.dtype, finish=False)
 

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._dtypes import is_castable, torch_dtype
 from sluice._private_torch import copy_each, neg_view
-from sluice.engine.elementwise import Steps, compute, scratch
-from sluice.engine.packs import decode_packs
+from sluice.engine.packs import Steps, compute, decode_packs, scratch
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Arithmetic, Constant, Copy, Elements, Packing
 from sluice.records.geometry import CopyPiece, collapse, cut, span_elements

@@ -1,4 +1,6 @@
-"""Decoders of packs: bytes that hold a fixed number of elements together, as in GGUF files.
+"""The computation of elements: arithmetic with numbers, casts, and decoders of packs, as in GGUF files.
+
+Elements are computed between a staging buffer and their target, each by itself, so that a tensor may be cut anywhere.
 
 A decoder gets ``(packs, bytes of a pack)`` and fills ``(packs, elements of a pack)`` in float32, on the same device. It
 allocates no float32 tensor of that size, which would stay in the heap of each thread. The operations and their order
@@ -9,7 +11,8 @@ ggml: ``d`` is a scale, ``m`` or ``dmin`` a minimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import TypeAlias
@@ -18,11 +21,38 @@ import numpy as np
 import torch
 
 from sluice import _defaults as defaults
-from sluice.engine.elementwise import Steps, compute, scratch
 from sluice.entries.slicing import boxes
-from sluice.records import Packing
+from sluice.records import Arithmetic, Packing
 
-__all__ = ["DECODERS", "Decoder", "decode_packs"]
+__all__ = ["DECODERS", "Decoder", "Steps", "compute", "decode_packs", "scratch"]
+
+#: Operations with a number, one after the other.
+Steps: TypeAlias = Iterable[tuple[Arithmetic, float]]
+
+
+def compute(target: torch.Tensor, elements: torch.Tensor, steps: Steps = ()) -> None:
+    """Compute each step in the dtype of the elements, and copy the result, cast to the target's dtype."""
+    for operation, number in steps:
+        elements = getattr(elements, operation)(number)
+    target.copy_(elements)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread that is used again for every copy; what was written is gone after the next use.
+
+    If each copy allocated its own, malloc kept 30 MiB of them in the arena of each thread.
+    """
+
+    bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of_at_least(self, nbytes: int) -> torch.Tensor:
+        """Return at least ``nbytes`` bytes."""
+        if self.bytes.numel() < nbytes:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self.bytes
+
+
+scratch = _Scratch()
 
 Decoder: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -34,7 +64,7 @@ def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, st
         target: One dimension more than the fill: the last is ``packing.elements``.
         packs: The packs, as bytes: the same first dimensions, and then ``packing.nbytes``.
         packing: Their code.
-        steps: As for ``elementwise.compute``.
+        steps: As for ``compute``.
     """
     shape = packs.shape[:-1]
     decoder = DECODERS.get(packing.name) or _by_package(packing.name)

@@ -25,8 +25,7 @@ from sluice.entries.assembly import permute, reshape
 from sluice.hf._library import bitsandbytes_operations
 from sluice.hf._matching import MatchedWeights
 from sluice.hf._quantization import LibraryQuantizer
-from sluice.quantizing.bitsandbytes_layers import quantize_layers, quantized_form
-from sluice.quantizing.functions import Quantize
+from sluice.quantizing.functions import Quantize, quantize_layers, quantized_form
 
 __all__ = ["BitsAndBytesQuantizer"]
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.hf._quantization import LibraryQuantizer
-from sluice.loading.quantized_models import opened_model
 from sluice.quantizing.functions import Quantize
+from sluice.quantizing.saved import opened_model
 
 __all__ = ["QuantizeSelected", "TorchAoQuantizer"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from torch import nn
 
 from sluice._errors import MismatchError, SaveError
 from sluice._messages import SHOWN, section
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.quantizing.inner_tensors import assemble, inner_tensors, is_assembled
-from sluice.quantizing.wrapped import is_described_by
+from sluice.quantizing.wrapped import is_described_by, with_inner_tensors
 from sluice.records import UnsupportedValue
 
-__all__ = ["OpenedWeight", "check_described", "flattened", "opened_weights"]
+__all__ = ["OpenedWeight", "check_described", "flattened", "opened_model", "opened_weights"]
 
 #: Key of the metadata that lists the names of all tensors.
 _NAMES = "tensor_names"
@@ -40,6 +41,34 @@ class OpenedWeight(Struct, frozen=True, kw_only=True, eq=False):
     owners: tuple[tuple[nn.Module, str], ...]
     #: The parameters, in the order of the plain tensors.
     parts: tuple[nn.Parameter, ...]
+
+
+@contextmanager
+def opened_model(
+    model: nn.Module, opening: AbstractContextManager[OpenCheckpoint], *, dtype: str | None, finish: bool = True
+) -> Iterator[tuple[AbstractContextManager[OpenCheckpoint], tuple[OpenedWeight, ...]]]:
+    """Give a model parameters for the plain tensors of its quantized weights, during the block.
+
+    Args:
+        model: The model.
+        opening: Opens the checkpoint.
+        dtype: The argument of the load.
+        finish: Whether the weights consist of the loaded tensors after the block; otherwise the model is unchanged.
+
+    Yields:
+        What opens the checkpoint for the load, and the quantized weights.
+
+    Raises:
+        MismatchError: The checkpoint describes its quantized weights, and they are not those of the model.
+        ValueError: ``dtype`` would cast the scales of quantized weights.
+    """
+    if dtype not in {None, "auto"}:
+        raise ValueError(f"dtype={dtype!r} would cast the scales of quantized weights: leave it out")
+    with opening as checkpoint:
+        plain, wrapped = with_inner_tensors(checkpoint)
+        check_described(model, checkpoint.metadata, wrapped, checkpoint.path)
+        with opened_weights(model, finish=finish) as weights:
+            yield nullcontext(plain), weights
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def opened_request(
     if not is_assembled_model(load.model):
         yield request, checkpoint
         return
-    from sluice.loading.quantized_models import opened_model  # here, not above: few models are quantized
+    from sluice.quantizing.saved import opened_model  # here, not above: few models are quantized
 
     dtype = load.dtype if isinstance(load, ModuleRequest) else None
     with opened_model(load.model, nullcontext(checkpoint), dtype=dtype) as (opening, weights), opening as plain:
