@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sluice
 from sluice._dtypes import dtype_name
-from sluice.engine.accelerators import BlockingAccelerator
+from sluice.engine.accelerators import Accelerator
 from sluice.engine.host_copies import StridedBytes
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import Targets
@@ -218,7 +218,7 @@ def test_the_device_budget_is_free_and_cached_memory_or_the_callers_limit() -> N
 
 
 def test_blocking_copies_serve_devices_without_streams() -> None:
-    link = BlockingAccelerator("cpu")
+    link = Accelerator("cpu")
     memory = link.allocate(3, torch.bfloat16)
     link.begin(0)
     raw = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(torch.uint8)

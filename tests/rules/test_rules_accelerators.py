@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sluice._dtypes import dtype_name
-from sluice.engine.accelerators import Accelerator, BlockingAccelerator
+from sluice.engine.accelerators import Accelerator
 from sluice.engine.targets import Targets
 from sluice.entries.assembly import compute, pad, permute
 from sluice.planning.memory_layout import single_targets
@@ -22,7 +22,7 @@ from support.running import execute
 FAKE = "fake:0"
 
 
-class _Blocking(BlockingAccelerator):
+class _Blocking(Accelerator):
     """An accelerator whose memory is host memory."""
 
     def __init__(self) -> None:

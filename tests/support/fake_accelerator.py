@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sluice._errors import BudgetError
+from sluice.engine.accelerators import Accelerator
 from sluice.engine.host_copies import StridedBytes
 from sluice.engine.packs import compute, decode_packs
 
@@ -46,7 +47,7 @@ class _PendingCopy:
                 self.poisoned = True
 
 
-class FakeAccelerator:
+class FakeAccelerator(Accelerator):
     """A fake accelerator; ``finish`` raises ``AssertionError`` with the problems that it found.
 
     Args:
@@ -60,6 +61,7 @@ class FakeAccelerator:
     """
 
     def __init__(self, *, capacity_bytes: int | None = None, seed: int = 0) -> None:
+        super().__init__("cpu")
         self._capacity_bytes = capacity_bytes
         self._random = random.Random(seed)
         self._condition = threading.Condition()

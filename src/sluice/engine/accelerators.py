@@ -1,8 +1,8 @@
 """Accelerators: allocation, page-locked staging and asynchronous copies.
 
-``Accelerator`` is the engine's interface to a device. ``StreamAccelerator`` copies from page-locked staging on a side
-stream, on every device with streams. ``BlockingAccelerator`` uses plain copies on any other device (mps). Tests use a
-simulated device that torch takes for an accelerator, and a fake one, which checks each copy.
+``Accelerator`` is the engine's interface to a device, and uses plain copies on any device (mps). ``StreamAccelerator``
+copies from page-locked staging on a side stream, on every device with streams. Tests use a simulated device that torch
+takes for an accelerator, and a fake that checks each copy.
 
 A copy may read its source until the ticket of a later ``mark`` has fired. The source is a run of bytes with a strided
 view: casts and views are made on the device, from a scratch buffer the size of one staging buffer. The bus carries the
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -32,7 +32,6 @@ from sluice.records import DeviceFacts
 
 __all__ = [
     "Accelerator",
-    "BlockingAccelerator",
     "StreamAccelerator",
     "accelerator",
     "accelerators",
@@ -43,16 +42,17 @@ __all__ = [
 ]
 
 
-class Accelerator(Protocol):
-    """A device during one load. Every method may be called from any thread."""
+class Accelerator:
+    """Any device during one load, with copies that return when they are done. Threads may call every method."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
 
     def begin(self, scratch_bytes: int) -> None:
-        """Prepare for copies, each through at most ``scratch_bytes`` of device memory."""
-        ...
+        """Prepare for copies, each through at most ``scratch_bytes`` of device memory; here they allocate their own."""
 
     def reserve(self, nbytes: int) -> None:
-        """Let the allocator cache one free block of ``nbytes`` for the allocations that follow. This is a hint."""
-        ...
+        """Let the allocator cache one free block of ``nbytes`` for the allocations that follow, if it is known how."""
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised one-dimensional memory.
@@ -60,68 +60,35 @@ class Accelerator(Protocol):
         Raises:
             BudgetError: The device is out of memory; the message has the allocator's figures.
         """
-        ...
-
-    def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
-        """Start to copy ``source`` to ``target``, computed and cast if the dtypes differ."""
-        ...
-
-    def mark(self) -> Ticket | None:
-        """Return a ticket for the copies started so far, or None if they have already read their sources."""
-        ...
-
-    def order(self) -> None:
-        """Let the work that the caller starts next on the device wait for the copies that were started."""
-        ...
-
-    def finish(self) -> None:
-        """Return once all copies are done and visible to the work that the caller starts next."""
-        ...
-
-    def release(self) -> None:
-        """Empty the allocator's cache, after a load that failed."""
-        ...
-
-
-class BlockingAccelerator:
-    """Any device, with copies that return when they are done."""
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-
-    def begin(self, scratch_bytes: int) -> None:
-        """Do nothing: copies allocate what they need."""
-
-    def reserve(self, nbytes: int) -> None:
-        """Do nothing: the behavior of the allocator is unknown."""
-
-    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate_on(self._device, count, dtype)
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
+        """Start to copy ``source`` to ``target``, computed and cast if the dtypes differ."""
         if source.computed or not source.aligned:
             copy_in_pieces(target, source)
         else:
             target.copy_(source.on_host())
 
-    def mark(self) -> None:
+    def mark(self) -> Ticket | None:
+        """Return a ticket for the copies started so far, or None if they have already read their sources."""
         return None
 
     def order(self) -> None:
-        """Do nothing: copies are done when they return."""
+        """Let the work that the caller starts next on the device wait for the copies that were started."""
 
     def finish(self) -> None:
+        """Return once all copies are done and visible to the work that the caller starts next."""
         torch.accelerator.synchronize(self._device)
 
     def release(self) -> None:
-        """Do nothing: the behavior of the allocator is unknown."""
+        """Empty the allocator's cache, after a load that failed, if it is known how."""
 
 
-class StreamAccelerator:
+class StreamAccelerator(Accelerator):
     """One device with streams, such as a CUDA device, with copies on a side stream."""
 
     def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
+        super().__init__(device)
         self._module: Any = stream_module(device)
         self._vendor = vendor(device)
         self._callers: torch.Stream = self._module.current_stream(self._device)
@@ -219,7 +186,7 @@ class _StreamTicket(Struct, frozen=True):
 
 def accelerator(device: str) -> Accelerator:
     """Return the accelerator for a device name with its index, such as ``"cuda:0"``."""
-    return BlockingAccelerator(device) if stream_module(device) is None else StreamAccelerator(device)
+    return Accelerator(device) if stream_module(device) is None else StreamAccelerator(device)
 
 
 @contextmanager
