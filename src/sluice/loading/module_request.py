@@ -153,7 +153,9 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         match_on = partial(
             match,
             state.outline,
-            followed.entries if self.dtype else _in_own_dtype(followed.entries, followed.assigned),
+            _in_own_dtype(followed.entries, followed.assigned)
+            if followed.assigned and not self.dtype
+            else followed.entries,
             dtype=self.dtype,
             strict=followed.strict,
             versions=selection.versions,
@@ -234,8 +236,6 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
 
 def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Mapping[str, Entry]:
     """Return the entries, of which those that are assigned keep the dtype of the checkpoint."""
-    if not assigned:
-        return entries
     return {
         name: replace(entry, cast=entry.cast or entry.dtype) if name in assigned else entry
         for name, entry in entries.items()

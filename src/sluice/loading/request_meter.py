@@ -25,8 +25,8 @@ class RequestMeter:
         self._sources = [
             each for each in checkpoint.sources if not each.identity.inode and isinstance(each, RemoteSource)
         ]
-        self._before = self._now()
-        self._planned = plan.traffic()
+        if self._sources:
+            self._before, self._planned = self._now(), plan.traffic()
 
     def planned(self) -> RemoteReads | None:
         """Return the figures before the plan is run; None if no file is remote."""
@@ -41,9 +41,10 @@ class RequestMeter:
 
     def measured(self) -> RemoteReads | None:
         """Return the figures after the plan was run; None if no file is remote."""
-        planned, now = self.planned(), self._now()
+        planned = self.planned() if self._sources else None
         if planned is None:
             return None
+        now = self._now()
         return replace(
             planned,
             requests=now.requests - self._before.requests,
