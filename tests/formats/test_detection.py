@@ -97,7 +97,6 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     (b"\xde\0\x20\xa6params" + bytes(100), UnsupportedError, "Flax"),
     (b"PAR1" + bytes(100), UnsupportedError, "Parquet"),
     (npy_bytes(), UnsupportedError, ".npy"),
-    (npz_bytes(), UnsupportedError, ".npz"),
     (gzip.compress(bytes(1000)), UnsupportedError, "gzip"),
     (b"\x28\xb5\x2f\xfd" + bytes(100), UnsupportedError, "a compressed file"),
     (b"\x04\x22\x4d\x18" + bytes(100), UnsupportedError, "a compressed file"),
@@ -163,6 +162,7 @@ ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
         UnsupportedError,
         "package of torch.package",
     ),
+    "arrays": (npz_bytes(), UnsupportedError, "a numpy .npz archive"),
     "nested arrays": (archive_bytes("a/b/w.npy"), UnsupportedError, "numpy"),
     "keras": (archive_bytes("metadata.json", "config.json", "model.weights.h5"), UnsupportedError, "Keras model"),
     "packed model": (

@@ -10,7 +10,7 @@ from sluice._errors import CheckpointError, FormatError, TruncatedError, Unsuppo
 from sluice._options import TEXT_ENCODING
 from sluice.formats.archives.tar import is_tar
 from sluice.formats.first_bytes import is_gguf, is_safetensors, is_torch_legacy, is_torch_zip
-from sluice.formats.foreign import recognise, recognise_npz
+from sluice.formats.foreign import recognise
 from sluice.formats.protocol import Format
 from sluice.sources.protocol import Source
 
@@ -75,10 +75,6 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
     if size < _SMALLEST_BYTES:
         problem = "the file is too short to be a checkpoint"
         raise TruncatedError(problem, file=source.path, expected=f"at least {_SMALLEST_BYTES} bytes", found=head)
-    if is_torch_zip(head) and b".npy" in head:  # an npz file is a zip file too
-        npz = recognise_npz(head, source.path)
-        if npz is not None:
-            raise npz
     # The first bytes of a pickle or gzip file can be a safetensors length: formats are tried before other kinds.
     for known in FORMATS:
         if known.matches(head):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
 from sluice._messages import first_names
 
-__all__ = ["HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_npz", "recognise_placeholder"]
+__all__ = ["HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_placeholder"]
 
 #: Most characters of a text that a message shows.
 _SHOWN_CHARACTERS = 80
@@ -40,10 +40,8 @@ class _Kind(NamedTuple):
 
     def error_for(self, head: bytes, file: str) -> CheckpointError | None:
         """Return the error for a file with this head; None if it is not of this kind."""
-        return self.as_error(file) if re.match(self.start, head, re.DOTALL) else None
-
-    def as_error(self, file: str) -> CheckpointError:
-        """Return the error for a file of this kind."""
+        if re.match(self.start, head, re.DOTALL) is None:
+            return None
         error = self.error(self.problem, file=file, advice=self.advice or None)
         error.foreign = not self.damaged
         return error
@@ -56,13 +54,6 @@ def _unread(start: bytes, what: str, advice: str = "") -> _Kind:
 def _pointer(start: bytes, what: str, how: str) -> _Kind:
     return _Kind(start, IncompleteCheckpointError, f"this is {what} in place of the file", _GET.format(how))
 
-
-#: Byte 30 is the name of a zip's first member.
-_NPZ = _unread(
-    rb"PK\x03\x04.{26}[^/\x00]{1,200}?\.npy",
-    "a numpy .npz archive",
-    "Load it with numpy, and save its arrays with safetensors.numpy.save_file.",
-)
 
 #: Eight bytes that can be the length of a header, and the start of JSON that is not an object, or not at once.
 _ODD_HEADER = rb"(?!\x00{8}).{4}\x00{4}(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\x20\t\n\r]++|(?=[\[{\"n]))[\x00]?[\[{\"n]"
@@ -161,11 +152,6 @@ _KINDS = (
 _TEXT = re.compile(r"[^\x00-\x08\x0e-\x1f\x7f]+")
 
 
-def recognise_npz(head: bytes, file: str) -> CheckpointError | None:
-    """Return the error for a numpy archive, or None; tested before torch archives, which are zip files as well."""
-    return _NPZ.error_for(head, file)
-
-
 def recognise_placeholder(head: bytes, file: str) -> CheckpointError | None:
     """Return the error for the placeholder of a file that was not downloaded, or None; see ``recognise``."""
     return next(filter(None, (kind.error_for(head, file) for kind in _PLACEHOLDERS)), None)
@@ -224,7 +210,8 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
         advice = "If you trust it, import it with torch.package, and save the state dict of the model inside."
         return _unread_archive("a package of torch.package", file, advice)
     if any(name.endswith(".npy") for name in last):
-        return _NPZ.as_error(file)
+        advice = "Load it with numpy, and save its arrays with safetensors.numpy.save_file."
+        return _unread_archive("a numpy .npz archive", file, advice)
     if "model.weights.h5" in last:
         return _unread_archive("a Keras model", file, "Load it with Keras, and save its weights with safetensors.")
     if "data.pkl" in last:

@@ -4,9 +4,6 @@ Layout, as transformers, diffusers and huggingface_hub write it::
 
     {"metadata": {"total_size": BYTES, ...}, "weight_map": {"NAME": "FILE", ...}}
 
-accelerate also reads an index that is the weight map itself: ``{"NAME": "FILE", ...}``. It is taken for an index if
-every value has the suffix of a checkpoint file; other JSON files next to a model may also map texts to texts.
-
 Limits: the size of the file (``Limits.header_bytes``), before it is read; its strings (``Limits.entries``), before they
 are decoded; ``Limits.files`` and ``Limits.name_bytes``.
 
@@ -36,9 +33,6 @@ _MORE_STRINGS = 10_000
 
 #: Bytes of the head that shows what a file is instead of an index.
 _HEAD_BYTES = 4096
-
-#: Suffixes of the files of an index without ``weight_map``.
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 class ShardIndex(Struct, frozen=True, kw_only=True):
@@ -82,12 +76,12 @@ def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
             raise recognise_placeholder(data[:_HEAD_BYTES], path) or error from error
         if count_strings(data) != len(members) + sum(map(count_strings, map(bytes, members.values()))):
             raise FormatError("a member of the index is given twice", file=path)
-        raw = members.get("weight_map") or (data if _is_bare_map(members) else None)
-        if raw is None:
+        if "weight_map" not in members:
             raise UnsupportedError("not the index of a sharded checkpoint: the JSON text has no weight_map", file=path)
-        weight_map = decode_json(bytes(raw), dict[str, str], "the weight_map of the index", path)
-    _check_weight_map(weight_map, count_strings(bytes(raw)), path, limits)
-    return ShardIndex(path=path, weight_map=weight_map, total_bytes=None if raw is data else _total_size(members))
+        raw = bytes(members["weight_map"])
+        weight_map = decode_json(raw, dict[str, str], "the weight_map of the index", path)
+    _check_weight_map(weight_map, count_strings(raw), path, limits)
+    return ShardIndex(path=path, weight_map=weight_map, total_bytes=_total_size(members))
 
 
 def _total_size(members: Mapping[str, Raw]) -> int | float | None:
@@ -95,11 +89,6 @@ def _total_size(members: Mapping[str, Raw]) -> int | float | None:
         return msgspec.json.decode(members.get("metadata", b"null"), type=_Metadata).total_size
     except (msgspec.MsgspecError, ValueError, RecursionError):  # it may be anything
         return None
-
-
-def _is_bare_map(members: Mapping[str, Raw]) -> bool:
-    ends = tuple(f'{suffix}"'.encode() for suffix in _SUFFIXES)
-    return bool(members) and all(bytes(member).endswith(ends) for member in members.values())
 
 
 def _check_weight_map(weight_map: Mapping[str, str], strings: int, path: str, limits: Limits) -> None:

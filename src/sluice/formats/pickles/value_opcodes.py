@@ -77,7 +77,7 @@ def _decimal(machine: Machine, position: int) -> int:
 
 
 def _sized(layout: struct.Struct, make: Callable[[Machine, int, int], object], *, most: int = _ANY_LENGTH) -> Handler:
-    """Return the handler of values behind their length, which ``make`` builds from their start and end in the data."""
+    """Return the handler of values after their length, which ``make`` builds from their start and end in the data."""
     unpack, size = layout.unpack_from, layout.size
 
     def push(machine: Machine, position: int) -> int:
