@@ -28,14 +28,14 @@ def test_summary_counts_names_and_storages() -> None:
     assert summary.dtypes == {"bfloat16": (1, 1024), "float32": (2, 32)}
     assert summary.tensor_bytes == 1056
     assert summary.stored_bytes == 1040
-    assert [(shared.storage, shared.names) for shared in summary.shared] == [(1, ("tied.0", "tied.1"))]
+    assert summary.shared == {1: ["tied.0", "tied.1"]}
     assert [name for name, _ in summary.largest(1)] == ["big"]
 
 
 def test_empty_storages_are_not_shared() -> None:
     nothing = Entry(elements=elements_of("float32"), shape=(0,), stride=(1,), storage=0)
     index = index_of_three(storages=(Storage(file=0, offset=0, nbytes=0, key="0"),), tree={"a": nothing, "b": nothing})
-    assert summary_of(index).shared == ()
+    assert summary_of(index).shared == {}
 
 
 def test_json_is_complete() -> None:

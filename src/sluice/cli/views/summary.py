@@ -20,7 +20,7 @@ from sluice.records import Entry, Index, Opaque, UnsupportedValue
 from sluice.reports.document import Grid, Section, Strong
 from sluice.reports.printable import printable_value, shorten
 
-__all__ = ["SharedStorage", "Summary", "path_and_key", "summarise", "to_json"]
+__all__ = ["Summary", "path_and_key", "summarise", "to_json"]
 
 #: Most JSON readers cannot represent larger integers; they are written as text.
 _JSON_INTEGER_BITS = 64
@@ -37,28 +37,6 @@ _VALUES_SHOWN = 20
 _ELSEWHERE = "--all shows all"
 
 
-class SharedStorage(Struct, frozen=True, kw_only=True):
-    """A storage that several names view."""
-
-    #: Position in ``Index.storages``.
-    storage: int
-    #: The names, in the order of the file.
-    names: tuple[str, ...]
-
-
-class TopLevelValue(Struct, frozen=True, kw_only=True):
-    """A value at the top of a checkpoint."""
-
-    #: Its key.
-    label: str
-    #: A description, one line.
-    text: str
-    #: Number of tensor names in it.
-    tensors: int
-    #: Bytes of these tensors, each name counted in full.
-    nbytes: int
-
-
 class Summary(Struct, frozen=True, kw_only=True):
     """Facts about a checkpoint, from its headers."""
 
@@ -72,10 +50,11 @@ class Summary(Struct, frozen=True, kw_only=True):
     tensors: Mapping[str, Entry]
     #: Number of tensors and their bytes by dtype, the largest first. Names that share bytes count in full.
     dtypes: Mapping[str, tuple[int, int]]
-    #: Storages that several names view.
-    shared: tuple[SharedStorage, ...]
-    #: Values at the top of the part; empty if all of them are tensors.
-    contents: tuple[TopLevelValue, ...]
+    #: Names that view a storage, in the order of the file, by its position in the index; of those that several view.
+    shared: Mapping[int, Sequence[str]]
+    #: Values at the top of the part: key, description, number of tensors in it and their bytes, each name in full;
+    #: empty if all of them are tensors.
+    contents: Sequence[tuple[str, str, int, int]]
     #: Tensors that sluice does not read, by dotted name.
     unsupported: Mapping[str, UnsupportedValue]
     #: Keys of possible state dicts, the largest first; ``""`` is the whole part.
@@ -132,13 +111,10 @@ class Summary(Struct, frozen=True, kw_only=True):
 
     def _contents(self, *, everything: bool) -> Grid:
         rows = (
-            (
-                shorten(value.label, _NAME_CHARACTERS),
-                value.text,
-                f"{value.tensors:,}" if value.tensors else "",
-                format_bytes(value.nbytes) if value.tensors else "",
-            )
-            for value in self.contents
+            (shorten(label, _NAME_CHARACTERS), text, f"{tensors:,}", format_bytes(nbytes))
+            if tensors
+            else (shorten(label, _NAME_CHARACTERS), text, "", "")
+            for label, text, tensors, nbytes in self.contents
         )
         headers = ("contents", "", ">tensors", ">bytes")
         return _cut(headers, rows, len(self.contents), None if everything else _VALUES_SHOWN)
@@ -168,10 +144,10 @@ class Summary(Struct, frozen=True, kw_only=True):
             return
         if not everything:
             yield Strong("Shared storages")
+        storages = self.index.storages
         rows = (
-            (storage.key, format_bytes(storage.nbytes), _names(shared.names, everything=everything))
-            for shared in self.shared
-            for storage in (self.index.storages[shared.storage],)
+            (storages[number].key, format_bytes(storages[number].nbytes), _names(names, everything=everything))
+            for number, names in self.shared.items()
         )
         headers = ("storage", ">bytes", "shared by")
         yield _cut(headers, rows, len(self.shared), None if everything else _ROWS_SHOWN)
@@ -217,12 +193,8 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
         index=index,
         tensors=tensors,
         dtypes={dtype: (counts[dtype], nbytes) for dtype, nbytes in sizes.most_common()},
-        shared=tuple(
-            SharedStorage(storage=number, names=tuple(names))
-            for number, names in viewers.items()
-            if len(names) > 1 and index.storages[number].nbytes
-        ),
-        contents=tuple(_top_level(index.tree)),
+        shared={n: names for n, names in viewers.items() if len(names) > 1 and index.storages[n].nbytes},
+        contents=_top_level(index.tree),
         unsupported={
             name: leaf for name, leaf in trees.opaques(index.tree).items() if isinstance(leaf, UnsupportedValue)
         },
@@ -230,17 +202,17 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
     )
 
 
-def _top_level(tree: object) -> Iterator[TopLevelValue]:
-    """Yield the values at the top, the largest first; nothing if all of them are tensors."""
+def _top_level(tree: object) -> list[tuple[str, str, int, int]]:
+    """Return the values at the top, the largest first; nothing if all of them are tensors."""
     tensors_only = (Entry, UnsupportedValue)
     if not isinstance(tree, (dict, list, tuple)) or all(isinstance(value, tensors_only) for _, value in children(tree)):
-        return
+        return []
     below = trees.sizes(tree)
     values = []
     for label, value in children(tree):
-        tensors, nbytes = (1, value.nbytes) if isinstance(value, Entry) else below.get(id(value), (0, 0))
-        values.append(TopLevelValue(label=label, text=describe(value), tensors=tensors, nbytes=nbytes))
-    yield from sorted(values, key=lambda each: -each.nbytes)
+        size = (1, value.nbytes) if isinstance(value, Entry) else below.get(id(value), (0, 0))
+        values.append((label, describe(value), *size))
+    return sorted(values, key=lambda each: -each[3])
 
 
 def to_json(summary: Summary, limits: Limits) -> dict[str, object]:
@@ -262,7 +234,7 @@ def to_json(summary: Summary, limits: Limits) -> dict[str, object]:
         "tensors": [_tensor(name, entry) for name, entry in summary.tensors.items()],
         "storages": [{"key": each.key, "file": each.file, "nbytes": each.nbytes} for each in index.storages],
         "state_dicts": summary.state_dicts,
-        "shared": [{"storage": shared.storage, "names": shared.names} for shared in summary.shared],
+        "shared": [{"storage": number, "names": names} for number, names in summary.shared.items()],
         "unsupported": [
             {"name": name, "reason": leaf.reason, "found": leaf.qualified_name, "file": leaf.file}
             for name, leaf in summary.unsupported.items()
