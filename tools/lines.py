@@ -32,7 +32,7 @@ FEATURES = {
         *("reports/ranks.py", "modules/fully_sharded.py", "modules/regions.py"),
     ),
     "writing": ("writing/*", "api/save.py", "reports/save.py"),
-    "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/comparison.py", "cli/views/bench.py"),
+    "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/comparison.py"),
     "verify and diff": ("checking/*", "api/verify.py", "api/diff.py", "*/verify.py", "*/diff.py"),
     "shared copies": ("sharing/*", "*/shared.py", "cli/commands/share.py"),
     "convert": ("converting/*", "*/convert.py"),

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rich.console import Console
+from rich.console import Console, Group
 
-from sluice.reports.document import ROWS_SHOWN, Grid, Report, Section, Strong, plain
+from sluice.reports.document import ROWS_SHOWN, Grid, Report, Section, Strong, plain, rich_sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,13 @@ def test_a_strong_line_is_bold_in_rich() -> None:
     bold = [line for line in screen.getvalue().splitlines() if "\x1b[1m" in line]
     assert any("title of x" in line for line in bold)
     assert not any("note: x" in line for line in bold)
+
+
+def test_a_table_of_thousands_of_rows_is_lines() -> None:
+    screen = io.StringIO()
+    grid = Grid(("name", ">bytes"), [(f"layer.{number}", "4 B") for number in range(1001)])
+    Console(file=screen, width=40).print(Group(*rich_sections([grid])))
+    assert [line.rstrip() for line in screen.getvalue().splitlines()] == list(grid.lines())
 
 
 def test_only_the_first_rows_are_made() -> None:

@@ -172,7 +172,7 @@ def fitting_size(folder: Path, device: str, processes: int) -> tuple[str, float]
     room = min((memory - _MEMORY_BESIDE_BYTES) / _MEMORY_IN_FINALS, disk / _DISK_IN_FINALS)
     if device == "cuda":
         room = min(room, torch.cuda.mem_get_info()[0] / _DISK_IN_FINALS)
-    for size in (*gpt2.SIZES[:0:-1], gpt2.SIZES[1]):
+    for size in gpt2.SIZES[:0:-1]:
         final = gpt2.final_bytes(size, torch.float32)
         handlings = _HANDLINGS_AT_FIRST + processes * _HANDLINGS_PER_PROCESS
         seconds = processes * per_process + handlings * per_byte * final

@@ -49,9 +49,9 @@ def show_report(
 def print_sections(sections: Iterable[Section]) -> None:
     """Print lines and tables to stdout; at a terminal with rich, else with an empty line around each table."""
     if sys.stdout.isatty():
-        from rich.console import Console  # here, not above: output to a file or pipe does without
+        from rich.console import Console, Group  # here, not above: output to a file or pipe does without
 
-        Console(highlight=False, soft_wrap=False).print(*rich_sections(sections), sep="\n")
+        Console(highlight=False).print(Group(*rich_sections(sections)))
         return
     after_table = False
     for section in sections:
