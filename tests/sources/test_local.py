@@ -27,7 +27,6 @@ from sluice.sources.local import LocalFile
 from sluice.sources.protocol import DirectIOUnavailable, Source
 from sluice.testing import RecordedRead, RecordingSource
 from support.leaks import open_files
-from support.sources import FaultySource
 
 CONTENT = bytes(range(251)) * 100
 
@@ -375,25 +374,6 @@ def test_the_recording_source_lists_reads_in_order(source: LocalFile) -> None:
     assert recording.reads == [RecordedRead(offset=3, nbytes=4), RecordedRead(offset=8, nbytes=2)]
     assert recording.read_bytes == 6
     assert (wrapped.path, wrapped.identity) == (source.path, source.identity)
-
-
-def test_the_faulty_source_fails_one_read(source: LocalFile) -> None:
-    faulty = FaultySource(source, at=2, error=errno.EIO)
-    wrapped: Source = faulty
-    assert wrapped.read_at(0, 4) == CONTENT[:4]
-    assert not faulty.failed
-    with pytest.raises(ReadError, match="Input/output error") as caught:
-        wrapped.read_into(8, memoryview(bytearray(4)))
-    assert caught.value.offset == 8
-    assert faulty.failed
-    assert wrapped.read_at(0, 4) == CONTENT[:4]
-
-
-def test_the_faulty_source_ends_one_read_early(source: LocalFile) -> None:
-    assert FaultySource(source, at=1, found_bytes=3).read_into(0, memoryview(bytearray(4))) == 3
-    with pytest.raises(TruncatedError) as caught:
-        FaultySource(source, at=1, found_bytes=3).read_at(5, 4)
-    assert (caught.value.offset, caught.value.found) == (5, "3 bytes")
 
 
 def test_a_file_that_is_left_at_the_end_of_the_process_does_nothing(

@@ -144,23 +144,6 @@ def test_a_reader_continues_the_download_of_a_process_that_dies(remote: Versione
     assert isinstance(opened(remote, tmp_path), CompleteFile)
 
 
-def test_a_full_disk_is_noted_and_the_load_succeeds(
-    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = os.pwrite
-
-    def full(descriptor: int, data: memoryview, offset: int) -> int:
-        if offset > 5 * PIECE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", full)
-    source = filled(opened(remote, tmp_path))
-    assert read(source, 0, len(CONTENT)) == CONTENT
-    assert "No space left on device" in str(getattr(source, "note", None))
-    source.close()
-
-
 def test_an_object_that_is_replaced_during_a_download_is_an_error(remote: VersionedObject, tmp_path: Path) -> None:
     source = opened(remote, tmp_path)
     remote.content = content(seed=1)
