@@ -24,7 +24,7 @@ from sluice.sources.remote.location import Remote
 from sluice.writing.formats import write_contents
 from sluice.writing.held_object import HeldObject
 from sluice.writing.manifest import manifest_writer
-from sluice.writing.save_formats import SaveFormat, choose_save_format
+from sluice.writing.save_formats import SAVE_FORMATS, SaveFormat, choose_format
 from sluice.writing.save_job import SaveJob
 from sluice.writing.uploads import Upload, upload_to
 
@@ -93,7 +93,7 @@ def save(
     state = state_to_save(obj, path)
     check_load(progress=progress)
     destination = save_destination(path)
-    chosen = choose_save_format(Path(destination.name), format, max_shard_size)
+    chosen = choose_format(Path(destination.name), format, max_shard_size, SAVE_FORMATS)
     check_save(metadata, chosen)
     by_ranks = _is_divided(state, chosen)
     if by_ranks and isinstance(destination, Upload):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-__all__ = ["CONVERT_FORMATS", "ConvertFormat", "SaveFormat", "choose_format", "choose_save_format"]
+__all__ = ["CONVERT_FORMATS", "SAVE_FORMATS", "ConvertFormat", "SaveFormat", "choose_format"]
 
 #: ``huggingface`` is a directory: one safetensors file, or shards and their index.
 ConvertFormat = Literal["safetensors", "torch", "huggingface"]
@@ -15,7 +15,7 @@ SaveFormat = Literal["safetensors", "torch", "huggingface", "dcp"]
 
 CONVERT_FORMATS: tuple[ConvertFormat, ...] = get_args(ConvertFormat)
 
-_SAVE_FORMATS: tuple[SaveFormat, ...] = get_args(SaveFormat)
+SAVE_FORMATS: tuple[SaveFormat, ...] = get_args(SaveFormat)
 
 #: Ends of the error for formats without a writer.
 _READ_ONLY = {
@@ -33,25 +33,14 @@ _SUFFIXES: dict[str, ConvertFormat] = {
 }
 
 
-def choose_save_format(path: Path, requested: str | None, max_shard_size: int | str | None) -> SaveFormat:
-    """Return the format for a path and the arguments of ``save``.
+def choose_format(
+    path: Path, requested: str | None, max_shard_size: int | str | None, known: tuple[_Format, ...]
+) -> _Format:
+    """Return the format for a path and the arguments of ``save`` or ``convert``, which have the ``known`` formats.
 
     Raises:
         ValueError: The format is unknown or cannot be derived, or the arguments contradict each other.
     """
-    return _chosen(path, requested, max_shard_size, _SAVE_FORMATS)
-
-
-def choose_format(path: Path, requested: str | None, max_shard_size: int | str | None) -> ConvertFormat:
-    """Return the format for a path and the arguments of ``convert``.
-
-    Raises:
-        ValueError: See ``choose_save_format``.
-    """
-    return _chosen(path, requested, max_shard_size, CONVERT_FORMATS)
-
-
-def _chosen(path: Path, requested: str | None, max_shard_size: int | str | None, known: tuple[_Format, ...]) -> _Format:
     suffix = path.suffix.lower()
     named: str | None = _SUFFIXES.get(suffix)
     if named is None and requested is None and (suffix == "" or max_shard_size is not None):

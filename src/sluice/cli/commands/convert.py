@@ -113,7 +113,7 @@ def _check(
 ) -> None:
     """Refuse options that contradict each other."""
     try:
-        choose_format(Path(destination), kind, max_shard_size)
+        choose_format(Path(destination), kind, max_shard_size, CONVERT_FORMATS)
         if manifest is not None:
             new_hash(algorithm)
     except ValueError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 
@@ -82,27 +81,23 @@ def together(group: RankGroup, work: Callable[[], bytes]) -> bytes:
     Raises:
         RankError: A rank failed.
     """
+    result, failure = b"", None
+
+    def outcome() -> bytes:
+        if failure is not None:
+            raise failure
+        return result
+
     try:
-        return _joined(group, work)
+        try:
+            result = work()
+        except RankError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised in the next step
+            failure = error
+        return group.exchange(outcome, last=True)[LEAD]
     except BaseException:
         for path in group.hidden:
             with suppress(OSError):
                 os.unlink(path)
         raise
-
-
-def _joined(group: RankGroup, work: Callable[[], bytes]) -> bytes:
-    result, failure = b"", None
-    try:
-        result = work()
-    except RankError:
-        raise
-    except BaseException as error:  # noqa: BLE001 - raised in the next step
-        failure = error
-    return group.exchange(partial(_outcome, result, failure), last=True)[LEAD]
-
-
-def _outcome(result: bytes, failure: BaseException | None) -> bytes:
-    if failure is not None:
-        raise failure
-    return result
