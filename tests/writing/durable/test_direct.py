@@ -132,23 +132,6 @@ def test_a_file_system_that_changes_its_mind_is_written_through_the_page_cache(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f"]
 
 
-def test_a_direct_write_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: Calls) -> None:
-    real = os.pwrite
-
-    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
-        if is_direct(descriptor) and offset:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(defaults, "WRITE_BYTES", 50_000)
-    (tmp_path / "f.pth").write_bytes(b"old")
-    with pytest.raises(sluice.SaveError, match="Input/output error"):
-        sluice.save({"w": torch.ones(200, 500)}, tmp_path / "f.pth", overwrite=True)
-    assert (tmp_path / "f.pth").read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["f.pth"]
-
-
 STATE = {
     "bias": torch.arange(7.0),
     "large": torch.arange(100_000.0).view(200, 500),
