@@ -47,6 +47,41 @@ def names(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*")}
 
 
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of 8 MiB; skip if this process may not mount one."""
+    with tempfile.TemporaryDirectory() as path:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if mounted.returncode:
+            pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield Path(path)
+        finally:
+            subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the tests of full disks are for Linux")
+@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+def test_a_full_disk(small_disk: Path, name: str, arguments: dict[str, Any]) -> None:
+    path = small_disk / name
+    sluice.save(state(1), path, **arguments)
+    before = names(small_disk)
+    with pytest.raises(sluice.SaveError, match="No space left on device"):
+        sluice.save(state(2, rows=2), path, **arguments, overwrite=True)
+    assert value_of(path) == 1
+    assert names(small_disk) == before
+    with pytest.raises(sluice.SaveError, match="No space left on device"):
+        sluice.save(state(2, rows=2), small_disk / f"other-{name}", **arguments)
+    assert names(small_disk) == before
+    sluice.save(state(3), path, **arguments, overwrite=True)
+    assert value_of(path) == 3
+
+
 @contextmanager
 def file_limit(nbytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
