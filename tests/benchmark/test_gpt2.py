@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from sluice.benchmark.gpt2 import (
-    SIZES,
     CheckpointFormat,
     GPTConfig,
     GPTModel,
@@ -56,11 +55,6 @@ def test_without_qkv_bias_there_is_none() -> None:
 def test_final_bytes_are_those_of_gpt2_with_its_masks(size: str, nbytes: int) -> None:
     assert final_bytes(size, torch.float32) == nbytes
     assert final_bytes(size, torch.bfloat16) == nbytes // 2
-
-
-def test_sizes_grow() -> None:
-    sizes = [final_bytes(size, torch.float32) for size in SIZES]
-    assert sizes == sorted(sizes)
 
 
 def test_no_token_sees_a_later_one() -> None:

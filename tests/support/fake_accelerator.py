@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice._errors import BudgetError
 from sluice.engine.accelerators import Accelerator
 from sluice.engine.host_copies import StridedBytes
 from sluice.engine.packs import compute, decode_packs
@@ -51,18 +50,11 @@ class FakeAccelerator(Accelerator):
     """A fake accelerator; ``finish`` raises ``AssertionError`` with the problems that it found.
 
     Args:
-        capacity_bytes: Size of its memory, in bytes; None for that of the host.
         seed: Seed of the order and the delays of copies.
-
-    Attributes:
-        reserved_bytes: Sizes passed to ``reserve``.
-        allocated_bytes: Size of all allocations, in bytes.
-        released: Whether cached memory was released.
     """
 
-    def __init__(self, *, capacity_bytes: int | None = None, seed: int = 0) -> None:
+    def __init__(self, *, seed: int = 0) -> None:
         super().__init__("cpu")
-        self._capacity_bytes = capacity_bytes
         self._random = random.Random(seed)
         self._condition = threading.Condition()
         self._pending: list[_PendingCopy] = []
@@ -72,7 +64,6 @@ class FakeAccelerator(Accelerator):
         self._stopping = False
         self.reserved_bytes: list[int] = []
         self.allocated_bytes = 0
-        self.released = False
 
     def begin(self, scratch_bytes: int) -> None:  # noqa: ARG002  (its memory is the host's: no scratch)
         self._stopping = False
@@ -84,8 +75,6 @@ class FakeAccelerator(Accelerator):
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = count * dtype.itemsize
-        if self._capacity_bytes is not None and self.allocated_bytes + nbytes > self._capacity_bytes:
-            raise BudgetError("the fake accelerator is out of memory", found=f"{nbytes} bytes")
         self.allocated_bytes += nbytes
         memory = torch.full((nbytes,), _UNTOUCHED, dtype=torch.uint8).view(dtype)
         self._arrived[memory.untyped_storage().data_ptr()] = torch.zeros(count, dtype=torch.int32)
@@ -118,14 +107,10 @@ class FakeAccelerator(Accelerator):
             raise AssertionError("\n".join(self._problems))
 
     def release(self) -> None:
-        self.released = True
+        """Do nothing: no memory is cached."""
 
     def assert_filled_once(self) -> None:
-        """Fail unless every element that was allocated arrived exactly once.
-
-        Raises:
-            AssertionError: Elements did not arrive, or arrived more than once.
-        """
+        """Fail unless every element that was allocated arrived exactly once."""
         for counts in self._arrived.values():
             if not bool((counts == 1).all()):
                 raise AssertionError(
