@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import struct
+import tarfile
+import zlib
 from pathlib import Path
 
 from support.distributed_metadata import (
@@ -19,7 +22,9 @@ from support.hostile_archives import (
     ArchiveRecord,
     Call,
     Global,
+    Raw,
     build_archive,
+    encode,
     legacy_file,
     legacy_storage,
     pickled,
@@ -34,6 +39,56 @@ _SIX = {"7": (6, struct.pack("<6f", *range(6)))}
 def _safetensors(header: object, nbytes: int) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     return struct.pack("<Q", len(text)) + text + bytes(nbytes)
+
+
+def _built(module: str, name: str, state: object) -> Raw:
+    return Raw(encode(Global(module, name)) + b")\x81" + encode(state) + b"b")
+
+
+def _divided(tensor: Call) -> Call:
+    """Return a tensor of FSDP1 with one shard."""
+    sharded, kind = "torch.distributed._shard.sharded_tensor", "torch.distributed._shard.metadata"
+    place = _built(kind, "ShardMetadata", (None, {"shard_offsets": [2, 0], "shard_sizes": [2, 3]}))
+    shard = _built(f"{sharded}.shard", "Shard", (None, {"tensor": tensor, "metadata": place}))
+    size = Call(Global("torch", "Size"), ((4, 3),))
+    whole = _built(f"{sharded}.metadata", "ShardedTensorMetadata", {"size": size, "shards_metadata": [place]})
+    wrapper = Global("torch._utils", "_rebuild_wrapper_subclass"), Global(f"{sharded}.api", "ShardedTensor")
+    return Call(Global("torch._tensor", "_rebuild_from_type_v2"), (*wrapper, (), ([shard], whole, None, None, False)))
+
+
+def _script(state: object) -> bytes:
+    """Return a TorchScript archive with compressed code."""
+    code = b'class Net(Module):\n  __parameters__ = ["w", ]\n  __buffers__ = []\n'
+    packed = zlib.compress(code, wbits=-15)
+    plain = {b"data.pkl": pickled(_built("__torch__", "Net", state)), b"data/0": bytes(24), b"constants.pkl": b"N."}
+    return build_archive(
+        [
+            *(ArchiveRecord(name=b"a/" + name, data=data) for name, data in {**plain, b"version": b"3"}.items()),
+            ArchiveRecord(name=b"a/code/__torch__.py", data=packed, method=8, nbytes=len(code), crc=zlib.crc32(code)),
+        ]
+    )
+
+
+def _program() -> bytes:
+    """Return an archive of ``torch.export``."""
+    number = {"as_int": 2}
+    meta = {"dtype": 7, "layout": 7, "sizes": [number] * 2, "strides": [number, {"as_int": 1}]}
+    meta |= {"storage_offset": {"as_int": 0}, "requires_grad": True}
+    payload = {"path_name": "w0", "is_param": True, "use_pickle": False, "tensor_meta": meta}
+    config = json.dumps({"config": {"a.w": payload}}).encode()
+    records = {"archive_format": b"pt2", "data/weights/m_weights_config.json": config, "data/weights/w0": bytes(16)}
+    return torch_archive({}, records={**records, "data.pkl": None})
+
+
+def _tar(form: int) -> bytes:
+    """Return a tar archive with a long name, a directory and a link."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as archive:
+        for name, kind in ((f"a/{101 * 'n'}", tarfile.REGTYPE), ("d", tarfile.DIRTYPE), ("l", tarfile.SYMTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.size = kind, 5 if kind == tarfile.REGTYPE else 0
+            archive.addfile(member, io.BytesIO(b"hello"))
+    return buffer.getvalue().rstrip(b"\0") + bytes(1024)
 
 
 def _gguf() -> bytes:
@@ -88,11 +143,14 @@ def seeds() -> dict[str, list[bytes]]:
             build_archive(records, zip64=True),
             build_archive([ArchiveRecord(name=b"a/b", data=b"x", method=8)]),
             build_archive([ArchiveRecord(name=b"\x95/b")]),  # raised a UnicodeDecodeError once
+            _script({**state, "training": True}),
+            _program(),
         ],
         "pickle_program": [
             pickled(state),
             pickled({"p": parameter, "o": Call(Global("os", "system"), ("true",)), "d": Global("torch", "bfloat16")}),
             *(pickle.dumps(plain, protocol) for protocol in (2, 4, 5)),
+            pickled({"w": _divided(state["w"])}),
         ],
         "legacy_file": [
             legacy_file({"w": whole, "v": view}, _SIX),
@@ -110,6 +168,7 @@ def seeds() -> dict[str, list[bytes]]:
             ),
             distributed_metadata({}, {}),
         ],
+        "tar_archive": [_tar(tarfile.PAX_FORMAT), _tar(tarfile.GNU_FORMAT)],
         "shard_index": [
             json.dumps({"metadata": {"total_size": 96}, "weight_map": weight_map}).encode(),
             json.dumps({"weight_map": {"\u00e9\\": "../x"}}).encode(),

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 
 from sluice._errors import CheckpointError
 from sluice._options import Limits
+from sluice.formats.archives.tar import TarDirectory
 from sluice.formats.archives.zip_directory import read_directory
 from sluice.formats.archives.zip_records import locate_records
 from sluice.formats.detection import detect
@@ -83,6 +84,15 @@ def dcp_metadata(data: bytes) -> None:
         read_metadata(MemorySource(data), _LIMITS)
 
 
+def tar_archive(data: bytes) -> None:
+    """Parse the headers of a tar archive, and open its members."""
+    with suppress(CheckpointError):
+        directory = TarDirectory(MemorySource(data), _LIMITS)
+        for entry in directory.entries():
+            with suppress(CheckpointError):
+                directory.open(entry.name)
+
+
 def _index(file_format: Format, data: bytes) -> None:
     with suppress(CheckpointError), closing(MemorySource(data)) as source:
         index = file_format.read_index(source, _LIMITS)
@@ -99,6 +109,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         legacy_file,
         shard_index,
         dcp_metadata,
+        tar_archive,
     )
 }
 
