@@ -18,6 +18,7 @@ from sluice._errors import BudgetError, ReadError, StreamError
 from sluice.modules.parked import ParkedParameter
 from sluice.streaming.stream import Stream
 from sluice.testing import record_reads
+from support import fresh_process
 from support.streamed_models import WIDTH, Experts, Layers, block_bytes, empty, saved
 from support.streamed_training import adapt, same, train
 
@@ -225,3 +226,43 @@ def test_what_cannot_be_right_is_refused_by_name(file: Path) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
         with pytest.raises(StreamError, match="not in memory"):
             running(IDS)
+
+
+_PEAK = """
+import ctypes, sys, torch, sluice
+from functools import partial
+ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: memory that is free is not counted
+from support.streamed_models import Layers, empty
+from support.streamed_training import adapt
+torch.set_num_threads(1)
+ids = torch.tensor([[1, 2, 3, 999]])
+model = empty(partial(Layers, count=160)).requires_grad_(False)
+memory = sluice.MemoryLimits(host="12MiB", staging="4MiB")
+with sluice.stream(model, sys.argv[1], memory=memory, train=True) as stream:
+    optimizer = torch.optim.AdamW([*adapt(model, ["0"]).parameters()])
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[2] == "autocast"):
+            loss = model(ids).float().logsumexp(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # the record of the peak
+            lines = open("/proc/self/status").read().splitlines()
+            resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+lines = open("/proc/self/status").read().splitlines()
+print(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) - resident, stream.report.call_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel keeps no record of the peak")
+@pytest.mark.usefixtures("fresh_processes")
+@pytest.mark.parametrize("how", ["plain", "autocast"])
+def test_steps_take_no_more_memory_than_the_first(file: Path, how: str) -> None:
+    saved(partial(Layers, count=160), file)
+    done = fresh_process.run(_PEAK, file, how)
+    assert done.returncode == 0, done.stderr
+    growth, call_bytes = map(int, done.stdout.split())
+    assert call_bytes > 140 * MIB
+    assert growth << 10 < 16 * MIB, f"{growth / 1024:.1f} MiB"
