@@ -19,7 +19,7 @@ import sluice
 from bench._stream_models import model_of
 from sluice.benchmark.records import Work
 
-__all__ = ["METHODS", "PREPARATIONS", "fetched_bytes", "same_dtype_only", "work"]
+__all__ = ["INFERENCE_ONLY", "METHODS", "PREPARATIONS", "fetched_bytes", "same_dtype_only", "work"]
 
 Attach = Callable[[nn.Module, Path, int], AbstractContextManager[nn.Module]]
 
@@ -31,7 +31,8 @@ def _empty(size: str, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def _streamed(model: nn.Module, path: Path, memory: int) -> Iterator[nn.Module]:
-    with sluice.stream(model, path, memory=memory) as stream:
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    with sluice.stream(model, path, memory=memory, train=frozen) as stream:
         yield model
     print(stream, file=sys.stderr)
 
@@ -124,6 +125,10 @@ METHODS: dict[str, Attach] = {
 }
 
 
+#: Methods that do not train: the hooks of accelerate free weights that the backward pass needs.
+INFERENCE_ONLY = frozenset({"accelerate", "transformers", "airllm"})
+
+
 #: Preparations of methods, without a limit, before they are measured.
 PREPARATIONS: dict[str, Callable[[Path], None]] = {"airllm": _split_for_airllm}
 
@@ -134,20 +139,52 @@ def fetched_bytes() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def work(method: str, path: str, size: str, dtype: str, batch: int, tokens: int, calls: int, memory: int) -> Work:
-    """Attach a file to a model and call it. Returns seconds and bytes read of each call, and a hash of the logits."""
+def work(
+    method: str, path: str, size: str, dtype: str, batch: int, tokens: int, calls: int, memory: int, *, train: bool
+) -> Work:
+    """Attach a file to a model and call or train it. Returns seconds and bytes read of each call, and a hash."""
     yield
-    model = _empty(size, getattr(torch, dtype))
+    model = _empty(size, getattr(torch, dtype)).requires_grad_(not train)
     yield
     found = []
-    with torch.inference_mode(), METHODS[method](model, Path(path), memory) as running:
+    with METHODS[method](model, Path(path), memory) as running, torch.inference_mode(mode=not train):
+        optimizer = torch.optim.AdamW(_adapters(running), lr=1e-3) if train else None
         for number in range(calls):
             # Other tokens in each call, for which a router chooses other experts.
             ids = (torch.arange(batch * tokens) + 977 * number).reshape(batch, tokens) % 50_000
             before, begin = fetched_bytes(), time.perf_counter()
             output = running(ids)
-            logits = getattr(output, "logits", output)
+            result = getattr(output, "logits", output)
+            if optimizer is not None:
+                result = result.float().logsumexp(-1).mean()
+                result.backward()
+                optimizer.step()
+                optimizer.zero_grad()
             found.append({"seconds": time.perf_counter() - begin, "read": fetched_bytes() - before})
-        digest = hashlib.sha256(logits.float().contiguous().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(result.detach().float().contiguous().numpy().tobytes()).hexdigest()
     yield
     return {"calls": found, "logits": digest}
+
+
+class _Adapted(nn.Module):
+    """A layer and an adapter of rank 8, as LoRA."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down, self.up = nn.Linear(layer.in_features, 8, bias=False), nn.Linear(8, layer.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
+        return self.layer(x) + added.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _adapters(model: nn.Module) -> list[nn.Parameter]:
+    """Give each linear layer inside of a block an adapter, and return their weights."""
+    torch.manual_seed(0)
+    for name, layer in list(model.named_modules()):
+        around, _, own = name.rpartition(".")
+        if type(layer) is nn.Linear and around:
+            setattr(model.get_submodule(around), own, _Adapted(layer))
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -17,7 +17,7 @@ import click
 import torch
 
 from bench._common import options, run_alone, show, working_folder
-from bench._stream_methods import METHODS, PREPARATIONS, same_dtype_only
+from bench._stream_methods import INFERENCE_ONLY, METHODS, PREPARATIONS, same_dtype_only
 from bench._stream_models import LLAMA, MODELS, empty_state, file_dtype, write_model
 from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
@@ -98,6 +98,7 @@ def _run(method: str, job: Mapping[str, Any], limit_bytes: int) -> Outcome:
 @click.option("--file", "name", default="model.safetensors", show_default=True, help="Its suffix is its format.")
 @click.option("--batch", default=1, show_default=True, help="Sequences of one call.")
 @click.option("--tokens", default=1, show_default=True, help="Tokens of each sequence.")
+@click.option("--train", is_flag=True, help="Measure steps that train an adapter of each linear layer instead.")
 def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     size: str,
     runs: int,
@@ -109,17 +110,22 @@ def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     name: str,
     batch: int,
     tokens: int,
+    *,
+    train: bool,
 ) -> None:
-    """Measure calls of a model that does not fit into memory."""
+    """Measure calls or steps of a model that does not fit into memory."""
     stored = file_dtype(size)
     dtype = dtype or stored
     chosen = [each for each in methods if dtype == stored or not same_dtype_only(each)]
+    if train:
+        chosen = [each for each in chosen if each not in INFERENCE_ONLY]
     nbytes = sum(tensor.numel() for tensor in empty_state(size).values()) * getattr(torch, dtype).itemsize
     more = _LIBRARY_BYTES if size == LLAMA else _CONSTANT_BYTES
     rows = []
     with working_folder(directory) as folder:
         path = write_model(size, folder, name)
         job = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "path": str(path), "calls": _CALLS}
+        job["train"] = train
         for method in chosen:
             if prepare := PREPARATIONS.get(method):
                 prepare(path)

@@ -27,10 +27,11 @@ def test_a_ratio_is_to_the_longer_of_reading_and_computing() -> None:
 
 
 @pytest.mark.long
-def test_the_command_on_a_small_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--train"]])
+def test_the_command_on_a_small_model(tmp_path: Path, more: list[str]) -> None:
     if reason := memory_limit_refusal():
         pytest.skip(reason)
-    options = ["--size", "small", "--share", "50", "--runs", "1", "--method", "sluice", "--method", "mmap"]
+    options = ["--size", "small", "--share", "50", "--runs", "1", "--method", "sluice", "--method", "mmap", *more]
     done = CliRunner().invoke(stream.main, [*options, "--directory", str(tmp_path / "in"), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "stream.md").read_text().count("| yes |") == 2
