@@ -48,7 +48,7 @@ def stream(
 
     A block is a member of a list of modules, such as a layer of a transformer, or a module outside of these lists that
     holds parameters. Lists inside a block, such as experts, have blocks of their own, which are read when they are
-    called. If the largest block is too large, each module with parameters is a block.
+    called. If calls then read less, or the largest block is too large, each module with parameters is a block.
 
     Args:
         model: The module, on the meta device. Tensors that have memory are filled and stay.

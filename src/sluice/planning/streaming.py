@@ -39,6 +39,8 @@ class Streaming(Struct, frozen=True, kw_only=True):
     resident_bytes: int
     #: Bytes for the units that pass through.
     window_bytes: int
+    #: Bytes of the units that are read in each call that skips no step.
+    passing_bytes: int
     #: Least memory for which there is a decision, in bytes.
     smallest_bytes: int
     #: Whether the window holds the units of a step while those of the next are read.
@@ -63,7 +65,8 @@ def decide_streaming(sizes: Sequence[int], steps: Sequence[Step], *, fixed_bytes
         fixed_bytes: Bytes of the weights that always stay.
         memory_bytes: Bytes for all weights together.
     """
-    model, always = _Model(sizes, steps, fixed_bytes), [Step(units=step.units) for step in steps]
+    model = _Model(sizes, steps, fixed_bytes)
+    whole = _Model(sizes, [Step(units=step.units) for step in steps], fixed_bytes)
     candidates, everything = list(model.candidates()), fixed_bytes + sum(sizes)
     smallest = min(everything, *(model.needed(held, ahead=False) for held in candidates))
     memory_bytes = max(memory_bytes, smallest)
@@ -72,21 +75,28 @@ def decide_streaming(sizes: Sequence[int], steps: Sequence[Step], *, fixed_bytes
             resident=frozenset(range(len(sizes))),
             resident_bytes=everything,
             window_bytes=0,
+            passing_bytes=0,
             smallest_bytes=smallest,
             reads_ahead=False,
         )
-    ahead = any(model.needed(held, ahead=True) <= memory_bytes for held in candidates)
-    fitting = [held for held in candidates if model.needed(held, ahead=ahead) <= memory_bytes]
-    resident = max((model.filled(held, memory_bytes, ahead=ahead) for held in fitting), key=model.bytes_of)
+    for judge, ahead in ((whole, True), (model, True), (model, False)):
+        fitting = [held for held in candidates if judge.needed(held, ahead=ahead) <= memory_bytes]
+        if fitting:
+            break
+    filled = fitting
+    for _ in range(2):  # what stays needs no window
+        filled = [model.filled(held, memory_bytes - judge.needed(held, ahead=ahead)) for held in filled]
+    pairs = [(each, whole.filled(each, memory_bytes - whole.needed(each, ahead=ahead))) for each in filled]
+    resident, held = max(pairs, key=lambda pair: whole.bytes_of(pair[1]))
     resident_bytes = fixed_bytes + model.bytes_of(resident)
-    whole = _Model(sizes, always, fixed_bytes)
     return Streaming(
         resident=resident,
         resident_bytes=resident_bytes,
         window_bytes=memory_bytes - resident_bytes,
+        passing_bytes=model.bytes_of(frozenset().union(*(step.units for step in steps)) - held),
         smallest_bytes=smallest,
         reads_ahead=ahead,
-        kept=whole.filled(resident, memory_bytes, ahead=ahead) - resident,
+        kept=held - resident,
     )
 
 
@@ -133,9 +143,8 @@ class _Model(Struct, frozen=True):
         window = max((self.bytes_of(used - resident) for used in together), default=0)
         return self.fixed_bytes + self.bytes_of(resident) + window
 
-    def filled(self, held: frozenset[int], memory_bytes: int, *, ahead: bool) -> frozenset[int]:
-        """Return a set of units that stay: ``held``, and others as long as there is room, spread evenly."""
-        room = memory_bytes - self.needed(held, ahead=ahead)
+    def filled(self, held: frozenset[int], room: int) -> frozenset[int]:
+        """Return a set of units that stay: ``held``, and others in these bytes, spread evenly."""
         regular = {number for step in self.steps if not step.optional for number in step.units}
         chosen = set(held)
         for number in _spread(sorted(regular - held)):

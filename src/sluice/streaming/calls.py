@@ -24,7 +24,7 @@ class Calls:
         #: The blocks of the lists inside of each block, by the path of the list.
         self.lists: dict[int, dict[str, list[int]]] = {}
         for number, block in enumerate(job.blocks):
-            if block.optional and block.parent is not None:
+            if block.optional and block.parent is not None and job.uses[number]:  # others are not followed
                 self.lists.setdefault(block.parent, {}).setdefault(block.group, []).append(number)
         #: Lists whose members were called equally often when the block around them was called last.
         self._regular: set[str] = set()

@@ -186,8 +186,12 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
     held = held_parameters(job, request.quantized)
     passing = [each for each in held if not (request.train and each.tensor.requires_grad)]
     found = divide(job, passing, find_blocks(model, request.blocks), memory_bytes, transfer)
-    if not found.decision.fits(memory_bytes) and request.blocks is None:
-        found = divide(job, passing, smallest_blocks(model), memory_bytes, transfer)
+    fits, passing_bytes = found.decision.fits(memory_bytes), found.decision.passing_bytes
+    routed = any("expert" in block.group for block in found.blocks)  # most are skipped, which only lists can tell
+    if request.blocks is None and (not fits or (passing_bytes and not routed)):
+        smaller = divide(job, passing, smallest_blocks(model), memory_bytes, transfer)
+        if not fits or smaller.decision.passing_bytes < passing_bytes * defaults.SMALLER_BLOCKS_SHARE:
+            found = smaller
     decided = _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job)))
     return replace(decided, train=request.train, quantized=request.quantized), memory_bytes
 
