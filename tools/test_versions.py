@@ -43,7 +43,7 @@ NOT_CORE = (
     *("tests/api", "tests/converting", "tests/formats/safetensors", "tests/ranks", "tests/sharding"),
     *("tests/bench", "tests/benchmark", "tests/checking", "tests/checkpoint", "tests/cli", "tests/contracts"),
     *("tests/entries", "tests/formats/archives", "tests/gpu", "tests/machine", "tests/matching", "tests/measuring"),
-    *("tests/planning", "tests/reports", "tests/rules", "tests/sources", "tests/support", "tests/testing"),
+    *("tests/planning", "tests/reports", "tests/rules", "tests/sources", "tests/support"),
     *("tests/integrations", "tests/writing"),
 )
 
