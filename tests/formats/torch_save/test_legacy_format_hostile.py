@@ -79,15 +79,6 @@ def saved(protocol: int = 2) -> bytes:
 # Truncated and extended files
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_prefix_is_truncated(protocol: int) -> None:
-    content = saved(protocol)
-    for end in range(len(content)):
-        source = MemorySource(content[:end])
-        with pytest.raises(TruncatedError):
-            detect(source).read_index(source, Limits())
-
-
 def test_bytes_after_the_end(tmp_path: Path) -> None:
     end = len(legacy_file({"w": WHOLE}, SIX))
     for tail in (b"\0", bytes(100_000), saved()):
