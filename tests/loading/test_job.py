@@ -12,7 +12,6 @@ from torch import nn
 
 import sluice
 from sluice._options import TransferOptions
-from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
 from sluice.engine.running_plan import RunResult
 from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load_report, run
@@ -20,8 +19,7 @@ from sluice.loading.load import load
 from sluice.loading.module_request import EntriesRequest, ModuleRequest
 from sluice.loading.optimizer_job import OptimizerRequest
 from sluice.loading.state_dict import StateDictRequest
-from sluice.planning.alternatives import Change
-from sluice.reading.transfer import changed, plan_transfer
+from sluice.reading.transfer import plan_transfer
 from sluice.records import Peaks, Request
 from sluice.testing import record_reads
 
@@ -70,14 +68,8 @@ class RowsRequest(LoadRequest, frozen=True, kw_only=True):
         prepared = plan_transfer(checkpoint, requests, options=self.options)
         return RowsJob(checkpoint=checkpoint, requests=requests, prepared=prepared, key=self.name)
 
-    def changed(self, change: Change) -> RowsRequest:
-        return replace(self, options=changed(self.options, change))
-
 
 class RowsJob(LoadJob, frozen=True, kw_only=True):
-    def fetch(self, progress: Progress) -> tuple[list[torch.Tensor], RunResult]:
-        return self.read(progress)
-
     def install(self, fetched: tuple[list[torch.Tensor], RunResult]) -> Loaded:
         tensors, result = fetched
         return Loaded(result=result, value=tensors[0])

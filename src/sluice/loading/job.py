@@ -58,8 +58,10 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def changed(self, change: Change) -> LoadRequest:
-        """Return the same request with other arguments."""
-        raise NotImplementedError
+        """Return the same request with other arguments, as far as it has them."""
+        has = set(self.__struct_fields__).intersection({"dtype", "device"})
+        own: dict[str, Any] = {name: value for name in has if (value := getattr(change, name))}
+        return replace(self, options=transfer.changed(self.options, change), **own)
 
     def offers(self) -> Sequence[Change]:
         """Return the changes that the caller could make if the load does not fit, other than smaller staging."""
@@ -145,7 +147,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
 
     def fetch(self, progress: Progress) -> Any:
         """Read the data; return what ``install`` needs. Only live tensors change."""
-        raise NotImplementedError
+        return self.read(progress)
 
     def install(self, fetched: Any) -> Loaded:
         """Put every tensor in its place; what can fail has been done before."""

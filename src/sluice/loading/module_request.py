@@ -37,7 +37,6 @@ from sluice.modules.following import follow_loading
 from sluice.modules.fully_sharded import reshard
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
-from sluice.reading.transfer import changed
 from sluice.records import Entry, UnsupportedValue
 from sluice.sharding.dtensors import local_of
 
@@ -191,15 +190,6 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         """Return the description of the module, or of the part of it that is loaded."""
         return collect(self.model)
 
-    def changed(self, change: Change) -> ModuleRequest:
-        """See ``LoadRequest.changed``."""
-        return replace(
-            self,
-            dtype=change.dtype or self.dtype,
-            device=change.device or self.device,
-            options=changed(self.options, change),
-        )
-
     def offers(self) -> Sequence[Change]:
         """See ``LoadRequest.offers``."""
         # If the caller asked for a cast, the file's own dtypes may fit: they can be mapped, or are in place.
@@ -224,10 +214,6 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
         state = collect(self.model)
         match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
         return self._decide(checkpoint, state, match_on, strict=False)
-
-    def changed(self, change: Change) -> EntriesRequest:
-        """See ``LoadRequest.changed``."""
-        return replace(self, device=change.device or self.device, options=changed(self.options, change))
 
     def offers(self) -> Sequence[Change]:
         """See ``LoadRequest.offers``."""

@@ -19,7 +19,6 @@ from sluice._arguments import device_name
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
 from sluice._private_torch import is_traceable_wrapper_subclass
-from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
@@ -30,10 +29,9 @@ from sluice.loading.optimizer_leaves import LeafDecisions
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard
-from sluice.planning.alternatives import Change
 from sluice.ranks.membership import local_rank_count
 from sluice.reading.composites import with_tensors
-from sluice.reading.transfer import changed, plan_transfer
+from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
 from sluice.reports.load_figures import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
@@ -99,10 +97,6 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
             state_tensors=(matched.used, matched.saved),
         )
 
-    def changed(self, change: Change) -> OptimizerRequest:
-        """See ``LoadRequest.changed``; only staging can change."""
-        return replace(self, options=changed(self.options, change))
-
     def find(self, checkpoint: OpenCheckpoint, outline: OptimizerOutline) -> MatchedState:
         """Return the state of the optimizer in a checkpoint.
 
@@ -145,10 +139,6 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
     def total(self) -> int:
         """See ``LoadJob.total``: the tensors of the state in the checkpoint."""
         return self.state_tensors[1]
-
-    def fetch(self, progress: Progress) -> tuple[list[torch.Tensor], RunResult]:
-        """See ``LoadJob.fetch``."""
-        return self.read(progress)
 
     def install(self, fetched: tuple[list[torch.Tensor], RunResult]) -> Loaded:
         """See ``LoadJob.install``.

@@ -8,12 +8,10 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
-from msgspec.structs import replace
 
 from sluice._arguments import device_name
 from sluice._dtypes import is_castable
 from sluice._errors import MismatchError
-from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
 from sluice.entries import tree as trees
@@ -24,7 +22,7 @@ from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.matching.selection import only_state_dict
 from sluice.planning.alternatives import Change
 from sluice.reading.composites import component_requests, with_tensors
-from sluice.reading.transfer import changed, plan_transfer
+from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
 from sluice.reports.load_figures import Subject
 
@@ -75,15 +73,6 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
             whole=self.whole,
         )
 
-    def changed(self, change: Change) -> StateDictRequest:
-        """See ``LoadRequest.changed``."""
-        return replace(
-            self,
-            device=change.device or self.device,
-            dtype=change.dtype or self.dtype,
-            options=changed(self.options, change),
-        )
-
     def offers(self) -> Sequence[Change]:
         """See ``LoadRequest.offers``."""
         devices = (device for device in other_devices({"": device_name(self.device)}) if device != "auto")
@@ -111,10 +100,6 @@ class StateDictJob(LoadJob, frozen=True, kw_only=True):
     def total(self) -> int:
         """See ``LoadJob.total``: the tensors of the checkpoint, by name."""
         return sum(1 for _ in trees.walk(self.checkpoint.index.tree))
-
-    def fetch(self, progress: Progress) -> tuple[list[torch.Tensor], RunResult]:
-        """See ``LoadJob.fetch``."""
-        return self.read(progress)
 
     def install(self, fetched: tuple[list[torch.Tensor], RunResult]) -> Loaded:
         """See ``LoadJob.install``; the value is the state dict."""

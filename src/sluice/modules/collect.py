@@ -279,26 +279,28 @@ def _slot(
         shard: The memory in which fully_shard keeps it.
     """
     tensor = held.tensor
-    if not held.plain and is_lazy(tensor):
-        return _lazy_slot(held)
-    shape, stride = tuple(tensor.shape), held.memory.stride()
+    lazy = not held.plain and is_lazy(tensor)  # without a shape yet
+    shape, stride = ((), ()) if lazy else (tuple(tensor.shape), held.memory.stride())
     if len(stride) != len(shape):  # outside of the mesh: a local tensor of shape (0,)
         stride = contiguous_stride(shape)
+    shown = tensor.data if lazy else tensor  # a lazy tensor raises for some attributes
     return Slot(
         names=held.names,
         parameter=held.parameter,
         shape=geometries.setdefault(shape, shape),
         stride=geometries.setdefault(stride, stride),
-        dtype=dtype_name(tensor.dtype),
-        device=_device_name(tensor.device),
+        dtype=dtype_name(shown.dtype),
+        device=_device_name(shown.device),
         requires_grad=tensor.requires_grad or any(alias.tensor.requires_grad for alias in held.aliases),
-        in_place=_can_be_filled(held.memory),
+        in_place=not lazy and _can_be_filled(held.memory),
         # Parts of random values differ from the values of the whole, and copies on other ranks from each other.
-        resettable=tensor.is_meta
+        resettable=shown.is_meta
         and held.region is None
+        and not lazy
         and any(id(owner.module) in resettable for owner in held.owners),
         added_in=held.added_in,
-        home=_home_of(held, shard),
+        lazy=lazy,
+        home="cpu" if lazy else _home_of(held, shard),
         region=held.region,
     )
 
@@ -308,22 +310,6 @@ def _home_of(held: _Collected, shard: ShardMemory | None) -> str:
     if held.region is None:
         return home_of(held.tensor)
     return "cpu" if shard is not None and shard.offloaded else home(held.tensor)
-
-
-def _lazy_slot(held: _Collected) -> Slot:
-    """Describe a tensor of a lazy module, which has a dtype and a device but no shape yet."""
-    data = held.tensor.data  # the tensor itself raises for some of these attributes
-    return Slot(
-        names=held.names,
-        parameter=held.parameter,
-        shape=(),
-        stride=(),
-        dtype=dtype_name(data.dtype),
-        device=_device_name(data.device),
-        requires_grad=held.tensor.requires_grad,
-        in_place=False,
-        lazy=True,
-    )
 
 
 def reset_of(module: nn.Module) -> Callable[[], object] | None:
