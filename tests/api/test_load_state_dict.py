@@ -99,16 +99,6 @@ def test_dtype_casts_real_floating_point_only(tmp_path: Path) -> None:
     assert [ours[name].dtype for name in "ibc"] == [torch.int64, torch.bool, torch.complex64]
 
 
-def test_the_only_candidate_is_found_and_several_are_listed(tmp_path: Path) -> None:
-    weights = {"w": torch.randn(3)}
-    torch.save({"model": weights, "epoch": 3}, tmp_path / "one.pth")
-    assert same(dict(sluice.load_state_dict(tmp_path / "one.pth")), weights)
-    torch.save({"model": weights, "ema": {"w": torch.randn(3)}}, tmp_path / "two.pth")
-    with pytest.raises(sluice.MismatchError, match=r"key='model' \(--key model\): 1 tensor, 12 B\n    key='ema' "):
-        sluice.load_state_dict(tmp_path / "two.pth")
-    assert same(dict(sluice.load_state_dict(tmp_path / "two.pth", key="model")), weights)
-
-
 @pytest.mark.parametrize("settings", [{"mean": torch.ones(3), "hidden": 64}, {"mean": torch.ones(3), "a": 1, "b": "x"}])
 def test_settings_with_a_tensor_are_not_a_state_dict(tmp_path: Path, settings: dict[str, Any]) -> None:
     weights = torch.nn.Linear(3, 2).state_dict()

@@ -47,12 +47,6 @@ def message(outline: Outline, entries: Mapping[str, Entry], **options: object) -
     return str(caught.value)
 
 
-def test_tied_names_of_the_same_bytes_are_read_once() -> None:
-    found = match(Outline(slots=(slot("embedding", "head"),)), {"embedding": entry(), "head": entry(parameter=True)})
-    assert len(found.requests) == 1
-    assert found.comparisons == ()
-
-
 @pytest.mark.parametrize(
     "other", [entry(1), entry(0, storage_offset=6), entry(0, dtype="float16"), entry(0, stride=(1, 2))]
 )
