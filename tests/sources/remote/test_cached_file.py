@@ -88,12 +88,14 @@ def test_only_the_damaged_pieces_of_a_part_are_requested_again(
 
 
 @pytest.mark.parametrize("size", ["same", "longer", "shorter"])
-def test_flipped_bytes_of_a_complete_file_do_not_load(remote: VersionedObject, tmp_path: Path, size: str) -> None:
+def test_changes_of_a_complete_file_do_not_load(remote: VersionedObject, tmp_path: Path, size: str) -> None:
     loaded(opened(remote, tmp_path))
     (file,) = entries(tmp_path)
+    before = file.stat()
     data = bytearray(file.read_bytes())
-    data[7 * PIECE] ^= 1
+    data[7 * PIECE] ^= size != "longer"
     file.write_bytes({"same": data, "longer": data + b"1", "shorter": data[:-1]}[size])
+    os.utime(file, ns=(before.st_atime_ns - 60 * 10**9, before.st_mtime_ns))
     source = opened(remote, tmp_path)
     assert isinstance(source, CachedFile)
     assert loaded(source) == CONTENT

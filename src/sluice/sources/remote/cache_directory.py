@@ -8,8 +8,8 @@ Files, all of them regular ones of this user, opened without following links::
 
 A file is locked (flock): shared by those who use it, exclusively by the process that downloads it or removes it. After
 the content follows a record for each piece of 8 MiB, its CRC-32 and 1, which is written after the piece. A complete
-file that is right has the time of change ``_RIGHT_NS``, which any write replaces, and its time of access is that of the
-last use.
+file that is right has the time of change ``_RIGHT_NS``, which any write replaces. Its time of access is that of the
+last use, as is the time of its status (ctime), unless a write was hidden.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ _RECORD = struct.Struct("<II")
 
 #: Time of change of complete files, in ns since 1970.
 _RIGHT_NS = 1_000_000_000 * 10**9
+
+#: Most by which the clocks of this machine and of a file server may differ, in ns.
+_CLOCKS_NS = 10 * 10**9
 
 #: Bytes of memory for comparing.
 _BUFFER_BYTES = 1 << 20
@@ -108,11 +111,18 @@ class CacheFile(Struct, frozen=True):
 
     def is_right(self) -> bool:
         """Return whether the file is complete and right; it is compared if it was changed since that was known."""
-        known = os.fstat(self.file.fileno()).st_mtime_ns == _RIGHT_NS
+        found = os.fstat(self.file.fileno())
+        known = found.st_mtime_ns == _RIGHT_NS and found.st_ctime_ns <= found.st_atime_ns + _CLOCKS_NS
+        if found.st_size != self.entry.nbytes + self.entry.record_bytes:
+            return False
         if not known and len(self.right()) < len(self.entry.pieces):
             return False
-        os.utime(self.file.fileno(), ns=(time.time_ns(), _RIGHT_NS))
+        self.stamp()
         return True
+
+    def stamp(self) -> None:
+        """Record that the file is right, and used now."""
+        os.utime(self.file.fileno(), ns=(time.time_ns(), _RIGHT_NS))
 
     def _crc(self, number: int) -> int | None:
         (at, end), crc = self.entry.piece(number), 0
@@ -171,6 +181,7 @@ class CacheDirectory:
                 if os.path.lexists(path):
                     os.unlink(f"{path}.part")
                     break
+                os.utime(part.fileno())  # comparing what is there may take a while
                 self._make_room(entry, part)
                 yield CacheFile(entry, f"{path}.part", part)
                 return
@@ -180,7 +191,6 @@ class CacheDirectory:
         """Give a part that has all bytes its final name."""
         descriptor = part.file.fileno()
         os.ftruncate(descriptor, part.entry.nbytes + part.entry.record_bytes)
-        os.utime(descriptor, ns=(time.time_ns(), _RIGHT_NS))
         os.fsync(descriptor)
         flock(part.file, LOCK_SH)  # others may use it as soon as it has its name
         os.rename(part.path, self._path(part.entry))
@@ -189,6 +199,7 @@ class CacheDirectory:
             os.fsync(directory)
         finally:
             os.close(directory)
+        part.stamp()
 
     def _path(self, entry: CacheEntry) -> str:
         return os.path.join(self.path, entry.name)
