@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import struct
+import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -131,6 +133,24 @@ def _gguf(path: Path) -> Tensors:
     return plain_ones | {name: elements for name, (_, elements) in packed.items()}
 
 
+def _ranks(path: Path) -> Tensors:
+    tensors = plain_tensors()
+    parts = [dict(list(tensors.items())[rank::2]) for rank in range(2)]
+    for rank, part in enumerate(parts):
+        (path / f"mp_rank_0{rank}").mkdir(parents=True)
+        torch.save({"model": part, "iteration": 3}, path / f"mp_rank_0{rank}" / "model_optim_rng.pt")
+    return {f"mp_rank_0{rank}.{name}": one for rank, part in enumerate(parts) for name, one in part.items()}
+
+
+def _tar(path: Path) -> Tensors:
+    inner = path.with_name(f"{path.name}.unpacked")
+    tensors = _shards(inner)
+    with tarfile.open(path, "w") as archive:
+        archive.add(inner, ".")
+    shutil.rmtree(inner)
+    return tensors
+
+
 MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
     "torch-zip": _torch_zip,
     "torch-legacy": _legacy,
@@ -142,12 +162,16 @@ MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
     "parameters": _parameters,
     "distributed": _distributed,
     "gguf": _gguf,
+    "ranks": _ranks,
+    "tar": _tar,
 }
 
 
 def files_of(path: Path) -> list[Path]:
     """Return the files of a checkpoint that hold data."""
-    return [path] if path.is_file() else [one for one in path.iterdir() if one.suffix != ".json" and one.name[0] != "."]
+    if path.is_file():
+        return [path]
+    return [one for one in path.rglob("*") if one.is_file() and one.suffix != ".json" and one.name[0] != "."]
 
 
 def hashed(tensor: torch.Tensor) -> TensorHash:
