@@ -50,6 +50,36 @@ def save(directory: str, kind: str, use_orig_params: bool) -> None:
         torch.save({"model": divided.state_dict(), "step": 3}, f"{directory}/rank{rank}.pt")
 
 
+def trained(model: nn.Module) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(10.0).reshape(2, 5)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def save_optimizer(directory: str) -> None:
+    """Save what one rank has of a trained model and of its optimizer."""
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    warnings.simplefilter("ignore")  # FSDP1 is deprecated
+    torch.manual_seed(0)
+    policy, device = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
+    kind = fsdp.FullyShardedDataParallel
+    divided = kind(Net(), auto_wrap_policy=policy, device_id=device, use_orig_params=True)
+    optimizer = trained(divided)
+    with kind.state_dict_type(
+        divided,
+        fsdp.StateDictType.SHARDED_STATE_DICT,
+        fsdp.ShardedStateDictConfig(),
+        fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
+    ):
+        state = {"model": divided.state_dict(), "optimizer": kind.optim_state_dict(divided, optimizer)}
+        torch.save(state, f"{directory}/rank{torch.distributed.get_rank()}.pt")
+
+
 def files_of(tmp_path: Path, ranks: Ranks, kind: str = "SHARDED_STATE_DICT", *, use_orig_params: bool) -> list[Path]:
     ranks.run(save, str(tmp_path), kind, use_orig_params)
     return [tmp_path / f"rank{rank}.pt" for rank in range(ranks.size)]
@@ -78,6 +108,23 @@ def test_the_whole_state_dict(tmp_path: Path, two_ranks: Ranks, use_orig_params:
     for file in files:
         file.rename(tmp_path / "ranks" / file.name)
     assert sluice.load_state_dict(tmp_path / "ranks", key="model").keys() == whole.keys()
+
+
+def test_the_optimizer_continues_in_a_plain_one(tmp_path: Path, two_ranks: Ranks) -> None:
+    two_ranks.run(save_optimizer, str(tmp_path))
+    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
+    torch.manual_seed(0)
+    plain = Net()
+    expected = trained(plain)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sluice.load_into(model, files)
+    sluice.load_optimizer(optimizer, files, model=model)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+        found, state = optimizer.state[one], expected.state[other]
+        assert all(torch.equal(found[key], state[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
 def test_one_file_alone(tmp_path: Path, two_ranks: Ranks) -> None:
