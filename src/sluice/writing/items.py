@@ -52,7 +52,7 @@ def refuse_unsupported(tensor: torch.Tensor, name: str = "") -> None:
     elif tensor.is_meta:
         problem = "tensors on the meta device have no values to save"
     if problem:
-        raise SaveError(problem, tensor=name, advice=advice)
+        raise SaveError(problem, tensor=name or None, advice=advice)
 
 
 def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:
