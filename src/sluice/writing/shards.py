@@ -85,6 +85,8 @@ class Model(Struct, frozen=True, kw_only=True):
         Raises:
             SaveError: The format cannot store a name or a dtype.
         """
+        if self.limit_bytes is None:  # without further tables of 100,000 names
+            return [lay_out_safetensors(self.tensors, declare_ties(self.ties, self.metadata))]
         names: defaultdict[str, list[str]] = defaultdict(list)
         for name, stored in self.ties.items():
             names[stored].append(name)
