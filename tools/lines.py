@@ -35,6 +35,7 @@ FEATURES = {
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/comparison.py"),
     "verify and diff": ("checking/*", "api/verify.py", "api/diff.py", "*/verify.py", "*/diff.py"),
     "shared copies": ("sharing/*", "*/shared.py", "cli/commands/share.py"),
+    "merges": ("merging/*", "*/merge.py"),
     "convert": ("converting/*", "*/convert.py"),
     "optimizer resume": ("*optimizer*",),
     "rules": ("rules/*", "entries/rules.py", "entries/patterns.py"),

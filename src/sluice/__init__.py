@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from sluice.api.diff import diff
     from sluice.api.load import load_into, load_state_dict
     from sluice.api.load_optimizer import load_optimizer
+    from sluice.api.merge import merge
     from sluice.api.plan import plan
     from sluice.api.refresh import refresh
     from sluice.api.save import save
@@ -128,6 +129,7 @@ __all__ = [
     "load_optimizer",
     "load_state_dict",
     "measure",
+    "merge",
     "open",
     "plan",
     "refresh",
@@ -170,6 +172,7 @@ _HOMES = {
     "empty_init": "modules.empty_init",
     "load_into": "api.load",
     "load_optimizer": "api.load_optimizer",
+    "merge": "api.merge",
     "load_state_dict": "api.load",
     "measure": "measuring",
     "open": "api.checkpoint",

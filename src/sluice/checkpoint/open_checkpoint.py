@@ -108,6 +108,11 @@ class OpenCheckpoint:
         return tuple(dict.fromkeys(file.path for file in self.index.files))
 
     @property
+    def open_files(self) -> tuple[OpenFile, ...]:
+        """The open files, in the order of ``index.files``."""
+        return self._files
+
+    @property
     def nbytes(self) -> int:
         """Bytes of tensor data; bytes that several tensors share count once."""
         return sum(storage.nbytes for storage in self.index.storages)

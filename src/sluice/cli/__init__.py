@@ -28,6 +28,7 @@ _SUMMARIES = {
     "doctor": "Show versions, memory, disks, accelerators and settings: what a bug report needs.",
     "inspect": "Show format, contents, dtypes, bytes, largest tensors and shared storages of the checkpoint at PATH.",
     "load": "Build a model, fill it from the checkpoint at PATH, and report time and peak memory.",
+    "merge": "Merge or average checkpoints into DESTINATION, with a fixed amount of memory.",
     "plan": "Predict the memory of loading the checkpoint at PATH, and whether it fits.",
     "prefetch": "Fill a cache directory with the files of the checkpoint at URL, so that loads read them there.",
     "share": "Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.",

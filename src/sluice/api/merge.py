@@ -1,0 +1,168 @@
+"""``sluice.merge``: merge or average checkpoints, piece by piece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from sluice._arguments import check_load, dtype_argument, path_argument
+from sluice._dtypes import DType
+from sluice._errors import FormatError
+from sluice._options import Limits, Memory
+from sluice._progress import Progress
+from sluice._public import explain_keywords, public
+from sluice.api.convert import convert
+from sluice.api.load import load_into
+from sluice.api.save import save_destination
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.converting.convert import check_destination
+from sluice.merging.opening import open_merge
+from sluice.merging.recipe import recipe_of
+from sluice.reports.load import LoadReport
+from sluice.reports.save import SaveReport
+from sluice.writing.save_formats import ConvertFormat, choose_format
+
+if TYPE_CHECKING:
+    from sluice.sources.remote.location import Remote
+
+__all__ = ["merge"]
+
+#: What ``sluice.merge`` merges: a configuration or its file, weights by path, or paths.
+MergeConfig: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]"
+
+#: Names that only a configuration has.
+_CONFIG = frozenset({"merge_method", "models", "slices", "modules"})
+
+#: Most bytes of a configuration.
+_MOST_BYTES = 1 << 20
+
+
+@public()
+@explain_keywords
+def merge(
+    config: MergeConfig,
+    path_or_into: str | os.PathLike[str] | Remote | torch.nn.Module,
+    *,
+    method: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    key: str | None = None,
+    dtype: DType | None = None,
+    format: ConvertFormat | None = None,  # noqa: A002  (as in ``convert``)
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    seed: int = 0,
+    memory: Memory = None,
+    limits: Limits | None = None,
+    progress: Progress = False,
+    dry_run: bool = False,
+) -> SaveReport | LoadReport:
+    """Merge or average checkpoints into a file, a directory or a module, with a fixed amount of memory.
+
+    The methods are those of mergekit 0.1.5, with equal bits where no random draw decides: ``"linear"``, ``"slerp"``,
+    ``"nuslerp"``, ``"task_arithmetic"``, ``"ties"``, ``"dare_linear"``, ``"dare_ties"``, ``"breadcrumbs"``,
+    ``"breadcrumbs_ties"``, ``"model_stock"`` and ``"passthrough"``; ``"swa"`` and ``"ema"`` average as
+    ``torch.optim.swa_utils``. Only pieces of each input are in memory at a time; ``"nuslerp"`` and ``"model_stock"``
+    hold one whole tensor of each input.
+
+    Args:
+        config: ``{"a.pth": 0.3, "b/": 0.7}``, the weight of each input by its path or URL; a list of paths, for
+            averages; a configuration as mergekit takes it (``models``, ``slices`` or ``modules``), or the path of its
+            YAML or JSON file. Paths in it are relative to the working directory, as in mergekit.
+        path_or_into: Where the result is written, as in ``convert``; or the module that it fills, as in ``load_into``.
+        method: Method for weights or paths; ``"linear"`` by default, and ``"swa"`` for paths.
+        base: Base model for weights or paths.
+        parameters: Parameters of the method for weights or paths, such as ``{"density": 0.5}``.
+        key: Part of each input, such as ``"model_state_dict"``; None for the only state dict in it.
+        dtype: Dtype of the result; None for that of the configuration, or of the inputs.
+        format: As in ``convert``.
+        max_shard_size: As in ``convert``.
+        overwrite: As in ``convert``.
+        seed: Where the random draws of ``"dare_*"`` begin. They are not those of mergekit.
+        memory: As in ``convert`` and ``load_into``.
+        limits: Bounds for hostile files.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+        dry_run: Write nothing; the report lists what would be written.
+
+    Returns:
+        The report of the conversion, or of the load.
+
+    Raises:
+        FormatError: The configuration is wrong.
+        UnsupportedError: The method, or the merging of tokenizers, is not supported.
+        MismatchError: The inputs do not have the same tensors, or integers in them differ.
+        CheckpointError: An input is damaged, unsafe or of an unknown kind.
+        BudgetError: The memory limits cannot be kept.
+        SaveError: The result cannot be written.
+        ImportError: A YAML file needs ``pip install sluice[merge]``.
+
+    Example:
+        >>> report = sluice.merge({"model.pth": 0.5, "model.safetensors": 0.5}, "average.safetensors")
+    """
+    check_load(key=key, limits=limits, progress=progress)
+    recipe = recipe_of(*_configuration(config, method, base, parameters))
+    title = f"the merge of {len(recipe.models)} checkpoints"
+    wanted = dtype_argument(dtype, auto_is_none=True)
+    if isinstance(path_or_into, torch.nn.Module):
+        if format or max_shard_size or overwrite or dry_run:
+            raise ValueError("format, max_shard_size, overwrite and dry_run are for files")
+        with open_merge(recipe, title=title, key=key, limits=limits, seed=seed) as checkpoint:
+            return load_into(path_or_into, checkpoint, dtype=wanted, memory=memory, progress=progress)
+    place = save_destination(path_or_into, "path_or_into")
+    chosen = choose_format(Path(place.name), format, max_shard_size)
+
+    def check(checkpoint: OpenCheckpoint) -> None:
+        if isinstance(place, Path):
+            check_destination(checkpoint, place, chosen)
+
+    with open_merge(recipe, title=title, key=key, limits=limits, seed=seed, check=check) as checkpoint:
+        return convert(
+            checkpoint,
+            path_or_into,
+            format=format,
+            dtype=wanted,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            memory=memory,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+
+def _configuration(
+    config: MergeConfig, method: str | None, base: object, parameters: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any], str | None]:
+    """Return the configuration, and its file if it has one."""
+    if isinstance(config, Mapping) and not _CONFIG & config.keys():
+        models = [{"model": os.fspath(path), "parameters": {"weight": weight}} for path, weight in config.items()]
+    elif isinstance(config, Sequence) and not isinstance(config, str):
+        models = [{"model": os.fspath(path)} for path in config]
+        method = method or "swa"
+    else:
+        if method is not None or base is not None or parameters is not None:
+            raise ValueError("method, base and parameters are for weights or paths; a configuration has its own")
+        return (config, None) if isinstance(config, Mapping) else _read(path_argument(config, "config"))
+    own = {"merge_method": method or "linear", "models": models, "parameters": parameters}
+    return own if base is None else {**own, "base_model": os.fspath(base)}, None  # type: ignore[call-overload]
+
+
+def _read(path: str) -> tuple[Mapping[str, Any], str]:
+    with Path(path).open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise FormatError("the configuration of the merge is larger than 1 MiB", file=path)
+    try:
+        import yaml  # an extra
+    except ImportError as error:
+        raise ImportError("a configuration in YAML needs PyYAML: pip install 'sluice[merge]'") from error
+    try:
+        found = yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FormatError(f"the configuration of the merge is not YAML: {error}", file=path) from error
+    if not isinstance(found, dict):
+        raise FormatError("the configuration of the merge is not a mapping", file=path)
+    return found, path

@@ -1,0 +1,256 @@
+"""Open a merge: its inputs as one checkpoint, and from their names the tensors of the result."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import MismatchError
+from sluice._messages import listed
+from sluice._options import Limits
+from sluice._units import format_bytes
+from sluice.checkpoint.merging import moved
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
+from sluice.checkpoint.open_file import OpenFile
+from sluice.entries.lookup import subtree
+from sluice.entries.tree import flatten
+from sluice.formats.protocol import LocatedByIndex
+from sluice.matching.selection import only_state_dict
+from sluice.merging.kernels import MergedTensor, needs_whole
+from sluice.merging.recipe import METHODS, InputSlice, OutputSlice, Recipe, parameter
+from sluice.merging.source import ALIGNMENT, MergeSource, PlacedTensor
+from sluice.records import Entry, FileRecord, Index, Storage, elements_of
+from sluice.records.geometry import contiguous_stride, round_up
+
+__all__ = ["open_merge"]
+
+_LAYER = re.compile(r"(.*?)\.(\d+)\.(.+)")
+
+
+class _Input(Struct, frozen=True, kw_only=True):
+    """The tensors of one input, with storages of the joined checkpoint."""
+
+    path: str
+    entries: Mapping[str, Entry]
+
+
+class _Output(Struct, frozen=True, kw_only=True):
+    """A tensor of the result: its name, the slice and the layer that it comes from."""
+
+    name: str
+    part: OutputSlice
+    #: Its name in each source of the slice.
+    inputs: tuple[str, ...]
+    #: Place of its layer in the slice, from 0 to 1.
+    at: float = 0.0
+
+
+@contextmanager
+def open_merge(
+    recipe: Recipe,
+    *,
+    title: str,
+    key: str | None,
+    limits: Limits | None,
+    seed: int = 0,
+    check: Callable[[OpenCheckpoint], None] = lambda _: None,
+) -> Iterator[OpenCheckpoint]:
+    """Open a merge for the block as a checkpoint whose data is computed when it is read.
+
+    Args:
+        recipe: The merge.
+        title: Name for messages.
+        key: Part of each input; None for the only state dict in it.
+        limits: Bounds for hostile files.
+        seed: Where random draws begin.
+        check: Called with each input.
+
+    Raises:
+        MismatchError: The inputs do not have the same tensors; nothing was read.
+    """
+    with ExitStack() as stack:
+        checkpoints = [stack.enter_context(borrow(path, limits=limits)) for path in recipe.models]
+        for checkpoint in checkpoints:
+            check(checkpoint)
+        joined, inputs = _joined(recipe.models, checkpoints, key)
+        tensors = _placed(recipe, _outputs(recipe, inputs), inputs, seed)
+        source = MergeSource(title, joined, tensors)
+        stack.callback(source.close)
+        yield OpenCheckpoint(title, *_index(source, tensors), joined.limits)
+
+
+def _joined(
+    paths: Sequence[str], checkpoints: Sequence[OpenCheckpoint], key: str | None
+) -> tuple[OpenCheckpoint, dict[str, _Input]]:
+    """Return all inputs as one checkpoint, and the tensors of each."""
+    files: list[OpenFile] = []
+    records: list[FileRecord] = []
+    storages: list[Storage] = []
+    inputs = {}
+    for path, checkpoint in zip(paths, checkpoints, strict=True):
+        index = checkpoint.index
+        chosen = subtree(index.tree, only_state_dict(index.tree, checkpoint.path) if key is None else key)
+        own = flatten(chosen, checkpoint.limits)
+        dense = {name: moved(entry, by=len(storages)) for name, entry in own.items() if entry.composite is None}
+        inputs[path] = _Input(path=checkpoint.path, entries=dense)
+        shift = len(storages)
+        storages += [replace(storage, file=storage.file + len(files)) for storage in index.storages]
+        records += index.files
+        files += [replace(file, first_storage=file.first_storage + shift) for file in checkpoint.open_files]
+    index = Index(format="inputs", files=tuple(records), storages=tuple(storages), tree={})
+    return OpenCheckpoint("the inputs of the merge", index, tuple(files), checkpoints[0].limits), inputs
+
+
+def _outputs(recipe: Recipe, inputs: Mapping[str, _Input]) -> list[_Output]:
+    """Return the tensors of the result: those outside of the layers, and the layers of all slices."""
+    first = recipe.slices[0]
+    if all(source.layer_range is None for part in recipe.slices for source in part.sources):
+        names = dict.fromkeys(name for source in first.sources for name in inputs[source.model].entries)
+        prefix = _layers(names)
+        last = max((layer for name in names if (layer := _layer(name, prefix)) is not None), default=0)
+        return [_whole(name, first, prefix, last) for name in names]
+    return list(_sliced(recipe, inputs))
+
+
+def _whole(name: str, part: OutputSlice, prefix: str, last: int) -> _Output:
+    layer = _layer(name, prefix)
+    at = 0.0 if layer is None else layer / last if last else 1.0
+    return _Output(name=name, part=part, inputs=(name,) * len(part.sources), at=at)
+
+
+def _sliced(recipe: Recipe, inputs: Mapping[str, _Input]) -> Iterator[_Output]:
+    first, last = recipe.slices[0], recipe.slices[-1]
+    names = list(dict.fromkeys(name for source in first.sources for name in inputs[source.model].entries))
+    prefix = _layers(names)
+    rest = list(dict.fromkeys(m[3] for name in names if (m := _LAYER.fullmatch(name)) and m[1] == prefix))
+    outside = [name for name in names if _layer(name, prefix) is None]
+    done = 0
+    for name in outside:
+        part = first if re.search(r"emb|wte|wpe", name) else last
+        yield _Output(name=name, part=part, inputs=(name,) * len(part.sources))
+    for part in recipe.slices:
+        ranges = [source.layer_range or (0, 0) for source in part.sources]
+        count = ranges[0][1] - ranges[0][0]
+        for offset in range(count):
+            for name in rest:
+                yield _Output(
+                    name=f"{prefix}.{done}.{name}",
+                    part=part,
+                    inputs=tuple(f"{prefix}.{begin + offset}.{name}" for begin, _ in ranges),
+                    at=offset / (count - 1) if count > 1 else 1.0,
+                )
+            done += 1
+
+
+def _layers(names: Sequence[str] | Mapping[str, None]) -> str:
+    """Return the path of the list with most tensors: the layers of the model."""
+    found = Counter(match[1] for name in names if (match := _LAYER.fullmatch(name)))
+    return found.most_common(1)[0][0] if found else ""
+
+
+def _layer(name: str, prefix: str) -> int | None:
+    match = _LAYER.fullmatch(name)
+    return int(match[2]) if match and match[1] == prefix else None
+
+
+def _placed(recipe: Recipe, outputs: Sequence[_Output], inputs: Mapping[str, _Input], seed: int) -> list[PlacedTensor]:
+    problems = [problem for output in outputs for problem in _problems(output, inputs)]
+    if problems or not outputs:
+        error = MismatchError(listed("the inputs of the merge do not have the same tensors", problems))
+        error.advice = "Name the part that they share with key=, or leave other tensors out with sluice.convert first."
+        raise error
+    tensors, at = [], 0
+    for output in outputs:
+        own = [
+            inputs[source.model].entries[name] for source, name in zip(output.part.sources, output.inputs, strict=True)
+        ]
+        merged = _merged(recipe, output, own, seed)
+        tensors.append(PlacedTensor(merged=merged, inputs=tuple(own), first_byte=at))
+        at = round_up(at + tensors[-1].nbytes, ALIGNMENT)
+    return tensors
+
+
+def _problems(output: _Output, inputs: Mapping[str, _Input]) -> Iterator[str]:
+    shapes = {}
+    for source, name in zip(output.part.sources, output.inputs, strict=True):
+        found = inputs[source.model]
+        if name not in found.entries:
+            yield f"{name} is not in {found.path}"
+        else:
+            shapes[found.entries[name].shape] = found.path
+    if len(shapes) > 1:
+        yield f"{output.name} has the shapes " + ", ".join(f"{list(s)} in {path}" for s, path in shapes.items())
+
+
+def _merged(recipe: Recipe, output: _Output, entries: Sequence[Entry], seed: int) -> MergedTensor:
+    spec, sources, part = METHODS[recipe.method], output.part.sources, output.part
+    base = part.base_model or recipe.base
+    at = next((i for i, source in enumerate(sources) if source.model == base), None)
+
+    def value(name: str, default: Any, source: InputSlice | None, tensor: str) -> Any:
+        return parameter(recipe.settings(part, source), name, default, tensor=tensor, at=output.at)
+
+    each = tuple(
+        {}
+        if spec.base != "input" and i == at
+        else {name: value(name, default, source, tensor) for name, default in spec.each.items()}
+        for i, (source, tensor) in enumerate(zip(sources, output.inputs, strict=True))
+    )
+    dtype = _dtype(recipe.dtype, entries)
+    return MergedTensor(
+        name=output.name,
+        method=recipe.method,
+        shape=entries[0].shape,
+        dtype=dtype,
+        out_dtype=recipe.out_dtype or dtype if getattr(torch, dtype).is_floating_point else dtype,
+        base=None if spec.base == "input" else at,
+        shared={name: value(name, default, None, output.name) for name, default in spec.shared.items()},
+        each=each,
+        seed=seed,
+    )
+
+
+def _dtype(asked: str | None, entries: Sequence[Entry]) -> str:
+    """Return the dtype of the computation: integers stay, and floats become what was asked or what holds them all."""
+    dtypes = [getattr(torch, entry.dtype) for entry in entries]
+    found = dtypes[0]
+    for dtype in dtypes[1:]:
+        found = torch.promote_types(found, dtype)
+    return asked if asked and found.is_floating_point else str(found).removeprefix("torch.")
+
+
+def _index(source: MergeSource, tensors: Sequence[PlacedTensor]) -> tuple[Index, tuple[OpenFile, ...]]:
+    tree = {
+        placed.merged.name: Entry(
+            elements=elements_of(placed.merged.out_dtype),
+            shape=placed.merged.shape,
+            stride=contiguous_stride(placed.merged.shape),
+            storage=number,
+        )
+        for number, placed in enumerate(tensors)
+    }
+    storages = tuple(
+        Storage(file=0, offset=placed.first_byte, nbytes=placed.nbytes, key=placed.merged.name) for placed in tensors
+    )
+    whole = [placed for placed in tensors if needs_whole(placed.merged)]
+    largest = max(
+        (placed.merged.numel * ITEM_BYTES[placed.merged.dtype] * len(placed.inputs) for placed in whole), default=0
+    )
+    note = f"the method holds whole tensors of all inputs: {format_bytes(largest)} at most, and as much for sums"
+    index = Index(
+        format="merge",
+        files=(FileRecord(path=source.path, identity=source.identity),),
+        storages=storages,
+        tree=tree,
+        metadata={"format": "pt"},
+        notes=(note,) if whole else (),
+    )
+    return index, (OpenFile(source=source, locator=LocatedByIndex(), index=replace(index, tree=None)),)

@@ -1,0 +1,200 @@
+"""The bytes of merged tensors, one after the other, computed when they are read: a source like a file."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+
+from sluice._dtypes import ITEM_BYTES
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.entries.slicing import slice_entry
+from sluice.merging.kernels import MergedTensor, compute, survey
+from sluice.reading.reader import CheckpointReader
+from sluice.records import AccessFacts, Entry, FileIdentity, local_access
+from sluice.records.geometry import contiguous_stride
+from sluice.sources.protocol import DirectIOUnavailable
+from sluice.sources.short_reads import too_early
+
+__all__ = ["ALIGNMENT", "MergeSource", "PlacedTensor"]
+
+#: Bytes to which the first of each tensor is aligned.
+ALIGNMENT = 64
+
+#: Pieces that are computed at once: one is computed while another one is read.
+_AT_ONCE = 2
+
+#: Bytes of one piece of the merged tensor.
+_PIECE_BYTES = 4 << 20
+
+#: Surveys that are kept: reads of one tensor follow each other, but for those on the border of two.
+_SURVEYS = 2
+
+
+class PlacedTensor(Struct, frozen=True, kw_only=True, eq=False):
+    """A merged tensor, and its place in the source."""
+
+    merged: MergedTensor
+    #: Its entry of each input, in the joined checkpoint.
+    inputs: tuple[Entry, ...]
+    first_byte: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the merged tensor."""
+        return self.merged.numel * ITEM_BYTES[self.merged.out_dtype]
+
+
+class MergeSource:
+    """Computes merged tensors; see ``Source``. Closing it ends its threads, not the inputs."""
+
+    def __init__(self, path: str, inputs: OpenCheckpoint, tensors: Sequence[PlacedTensor]) -> None:
+        """Read nothing yet.
+
+        Args:
+            path: Name for messages.
+            inputs: All inputs as one checkpoint.
+            tensors: The merged tensors, in the order of their places.
+        """
+        self.path = path
+        self._inputs, self._tensors = inputs, tensors
+        self._starts = [tensor.first_byte for tensor in tensors]
+        self.identity = FileIdentity(nbytes=tensors[-1].first_byte + tensors[-1].nbytes if tensors else 0)
+        self._turn = threading.BoundedSemaphore(_AT_ONCE)
+        self._readers: list[CheckpointReader] = []
+        self._lock = threading.Lock()
+        self._known: OrderedDict[int, tuple[threading.Lock, list[Any]]] = OrderedDict()
+
+    @property
+    def access(self) -> AccessFacts:
+        """See ``Source``: each thread keeps freed memory of the pieces that it has computed, so that they are few."""
+        return replace(local_access(), parallel_requests=_AT_ONCE)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """See ``Source``."""
+        if offset < 0 or not 0 <= nbytes <= self.identity.nbytes - offset:
+            raise too_early(self.path, offset, nbytes, self.identity.nbytes - offset)
+        content = bytearray(nbytes)
+        self.read_into(offset, memoryview(content))
+        return bytes(content)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        """See ``Source``; the bytes between two tensors are whatever the buffer has."""
+        if direct:
+            raise DirectIOUnavailable(self.path)
+        if offset < 0:
+            raise too_early(self.path, offset, len(buffer), 0)
+        end = min(offset + len(buffer), self.identity.nbytes)
+        if end <= offset:
+            return 0
+        with self._turn, self._reader() as reader:
+            for batch in self._batches(offset, end):
+                self._fill(reader, batch, offset, buffer)
+        return end - offset
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Do nothing: no bytes are cached."""
+
+    def check_unchanged(self) -> None:
+        """See ``Source``: of all inputs."""
+        for source in self._inputs.sources:
+            source.check_unchanged()
+
+    def close(self) -> None:
+        """End the threads that read."""
+        with self._lock:
+            readers, self._readers = self._readers, []
+            self._known.clear()
+        for reader in readers:
+            reader.__exit__(None, None, None)
+
+    @contextmanager
+    def _reader(self) -> Iterator[CheckpointReader]:
+        with self._lock:
+            reader = self._readers.pop() if self._readers else CheckpointReader(self._inputs)
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._readers.append(reader)
+
+    def _batches(self, offset: int, end: int) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield tensors and their elements that have bytes in a range, together as large as a piece."""
+        batch: list[tuple[int, int, int]] = []
+        nbytes = 0
+        position = max(0, bisect_right(self._starts, offset) - 1)
+        while position < len(self._tensors) and self._starts[position] < end:
+            tensor = self._tensors[position]
+            item = ITEM_BYTES[tensor.merged.out_dtype]
+            first = max(0, offset - tensor.first_byte) // item
+            last = -(-min(tensor.nbytes, end - tensor.first_byte) // item)
+            while first < last:
+                stop = min(last, first + max(1, (_PIECE_BYTES - nbytes) // item))
+                batch.append((position, first, stop))
+                nbytes += (stop - first) * item
+                first = stop
+                if nbytes >= _PIECE_BYTES:
+                    yield batch
+                    batch, nbytes = [], 0
+            position += 1
+        if batch:
+            yield batch
+
+    def _fill(
+        self, reader: CheckpointReader, batch: Sequence[tuple[int, int, int]], offset: int, buffer: memoryview
+    ) -> None:
+        """Compute elements and copy their bytes to their place in a buffer that begins at ``offset``."""
+        known = [self._survey(reader, position) for position, _, _ in batch]
+        groups = _read(reader, [(self._tensors[position], first, end) for position, first, end in batch])
+        for (position, first, _), tensors, own in zip(batch, groups, known, strict=True):
+            placed = self._tensors[position]
+            result = compute(placed.merged, tensors, first, own).contiguous()
+            content: memoryview = result.view(torch.uint8).numpy().data
+            at = placed.first_byte + first * result.element_size() - offset
+            skipped = max(0, -at)
+            content = content[skipped : max(skipped, len(buffer) - at)]
+            buffer[at + skipped : at + skipped + len(content)] = content
+
+    def _survey(self, reader: CheckpointReader, position: int) -> Any:
+        """Return what a method has to know of the whole tensor; one thread finds it out, others wait."""
+        with self._lock:
+            entry = self._known.setdefault(position, (threading.Lock(), []))
+            self._known.move_to_end(position)
+            while len(self._known) > _SURVEYS:
+                self._known.popitem(last=False)
+        lock, found = entry
+        with lock:
+            if not found:
+                placed = self._tensors[position]
+                found.append(survey(placed.merged, lambda first, end: next(_read(reader, [(placed, first, end)]))))
+            return found[0]
+
+
+def _read(reader: CheckpointReader, pieces: Sequence[tuple[PlacedTensor, int, int]]) -> Iterator[list[torch.Tensor]]:
+    """Yield the elements of all inputs of each piece, flat and in the dtype of the computation."""
+    wanted = [(_covering(entry, first, end), first) for placed, first, end in pieces for entry in placed.inputs]
+    tensors = iter(reader.read([entry for (entry, _), _ in wanted]))
+    starts = iter([first - skipped for (_, skipped), first in wanted])
+    for placed, first, end in pieces:
+        dtype = getattr(torch, placed.merged.dtype)
+        own = [next(tensors).reshape(-1)[next(starts) :][: end - first] for _ in placed.inputs]
+        yield [tensor.to(dtype) for tensor in own]
+
+
+def _covering(entry: Entry, first: int, end: int) -> tuple[Entry, int]:
+    """Return the part of an entry with some of its elements, and the position of the first one that it has."""
+    if not entry.parts and entry.stride == contiguous_stride(entry.shape):
+        flat = replace(entry, shape=(end - first,), stride=(1,), storage_offset=entry.storage_offset + first)
+        return flat, first
+    if not entry.shape or 0 in entry.shape:
+        return entry, 0
+    row = torch.Size(entry.shape[1:]).numel()
+    rows = slice(first // row, -(-end // row))
+    return slice_entry(entry, rows), rows.start * row

@@ -1,0 +1,197 @@
+"""Merges of files: what is computed, from which tensors, where it goes, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import sluice
+from sluice.merging import source as _source
+from support.fault_injection import Injection, failing
+
+State = dict[str, torch.Tensor]
+
+
+def states(count: int, *, layers: int = 3, seed: int = 0) -> list[State]:
+    generator = torch.Generator().manual_seed(seed)
+    names = [
+        "model.embed.weight",
+        *(f"model.layers.{i}.{part}" for i in range(layers) for part in ("q", "mlp")),
+        "norm",
+    ]
+    return [
+        {**{name: torch.randn(12, 5, generator=generator) for name in names}, "steps": torch.tensor(3)}
+        for _ in range(count)
+    ]
+
+
+def written(folder: Path, found: list[State]) -> list[str]:
+    """Write inputs of different formats; return their paths."""
+    folder.mkdir(exist_ok=True)
+    torch.save({"model": found[0], "epoch": 1}, folder / "a.pth")
+    safetensors.torch.save_file(found[1], folder / "b.safetensors")
+    paths = [str(folder / "a.pth"), str(folder / "b.safetensors")]
+    for number, state in enumerate(found[2:], 2):
+        sluice.save(state, folder / str(number), max_shard_size="1KB")
+        paths.append(str(folder / str(number)))
+    return paths
+
+
+def linear(found: list[State], weights: list[float]) -> State:
+    result = {}
+    for name, first in found[0].items():
+        total = torch.zeros_like(first, dtype=torch.float32)
+        for state, weight in zip(found, weights, strict=True):
+            total.addcmul_(state[name].float(), torch.tensor(weight))
+        result[name] = (total / torch.tensor(weights).sum()).to(first.dtype) if first.is_floating_point() else first
+    return result
+
+
+def same(a: State, b: State) -> bool:
+    return list(map(str, sorted(a))) == sorted(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("out", ["out.pth", "out.safetensors", "out"])
+def test_weights_by_path(tmp_path: Path, out: str) -> None:
+    found = states(3)
+    weights = dict(zip(written(tmp_path, found), [0.2, 0.3, 0.9], strict=True))
+    report = sluice.merge(weights, tmp_path / out)
+    assert isinstance(report, sluice.SaveReport)
+    assert report.tensors == len(found[0])
+    assert same(dict(sluice.load_state_dict(tmp_path / out)), linear(found, [0.2, 0.3, 0.9]))
+    planned = sluice.merge(weights, tmp_path / "half.pth", dtype="bf16", dry_run=True)
+    assert isinstance(planned, sluice.SaveReport)
+    assert planned.casts == {"float32 -> bfloat16": 8}
+    assert not (tmp_path / "half.pth").exists()
+
+
+def test_into_a_module(tmp_path: Path) -> None:
+    models = [nn.Linear(7, 9) for _ in range(3)]
+    paths = [str(tmp_path / f"{i}.pth") for i in range(3)]
+    for model, path in zip(models, paths, strict=True):
+        torch.save({"state_dict": model.state_dict()}, path)
+    average = torch.optim.swa_utils.AveragedModel(models[0])
+    for model in models:
+        average.update_parameters(model)
+    with sluice.empty_init():
+        merged = nn.Linear(7, 9)
+    report = sluice.merge(paths, merged, key="state_dict")
+    assert isinstance(report, sluice.LoadReport)
+    assert torch.allclose(merged.weight, average.module.get_parameter("weight"))
+    with pytest.raises(ValueError, match="for files"):
+        sluice.merge(paths, merged, overwrite=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_of_views_of_any_layout(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = Random(seed)
+    monkeypatch.setattr(_source, "_PIECE_BYTES", random.choice([8, 100, 1 << 20]))
+    found: list[State] = []
+    for _ in range(random.randrange(1, 4)):
+        state: State = {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3)}
+        for number in range(6):
+            whole = torch.randn(random.randrange(1, 30), 8).to(random.choice([torch.float32, torch.float64]))
+            shape = [9, 4]
+            state[f"w{number}"] = torch.as_strided(
+                whole.repeat(9, 9), shape, random.choice([[8, 1], [1, 9], [8, 2]]), 3
+            )
+        found.append(state)
+    paths = [str(tmp_path / f"{i}.pth") for i in range(len(found))]
+    for state, path in zip(found, paths, strict=True):
+        torch.save(state, path)
+    sluice.merge(paths, tmp_path / "out.pth", method="ema", parameters={"decay": 0.75})
+    merged = sluice.load_state_dict(tmp_path / "out.pth")
+    for name in found[0]:
+        wide = torch.float64 if any(state[name].dtype == torch.float64 for state in found) else torch.float32
+        expected = found[0][name].to(wide).clone()
+        for state in found[1:]:
+            expected.lerp_(state[name].to(wide), 0.25)
+        assert torch.equal(merged[name], expected), name
+
+
+def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("yaml", reason="the extra 'merge' is not installed")
+    monkeypatch.chdir(tmp_path)
+    one, other = found = states(2, layers=4)
+    for name, state in zip("ab", found, strict=True):
+        sluice.save(state, name)
+    Path("join.yml").write_text(
+        "merge_method: passthrough\nslices:\n  - sources: [{model: a, layer_range: [0, 3]}]\n"
+        "  - sources: [{model: b, layer_range: [1, 4], parameters: {scale: [{filter: mlp, value: 0.5}]}}]\n"
+    )
+    sluice.merge("join.yml", "joined")
+    joined = sluice.load_state_dict("joined")
+    assert len([name for name in joined if name.endswith(".q")]) == 6
+    assert torch.equal(joined["model.layers.2.q"], one["model.layers.2.q"])
+    assert torch.equal(joined["model.layers.3.q"], other["model.layers.1.q"])
+    assert torch.equal(joined["model.layers.5.mlp"], other["model.layers.3.mlp"] * 0.5)
+    assert torch.equal(joined["model.embed.weight"], one["model.embed.weight"])
+    assert torch.equal(joined["norm"], other["norm"])
+    weight = {"weight": [{"filter": ".q", "value": [0, 3]}, {"value": 1}]}
+    models = [{"model": "a", "parameters": weight}, {"model": "b", "parameters": {"weight": "1e0"}}]
+    sluice.merge({"merge_method": "linear", "models": models, "parameters": {"normalize": False}}, "sum.pth")
+    summed = torch.load("sum.pth")
+    for layer in range(4):
+        expected = one[f"model.layers.{layer}.q"] * float(layer) + other[f"model.layers.{layer}.q"]
+        assert torch.allclose(summed[f"model.layers.{layer}.q"], expected)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    found = states(2)
+    a, b = written(tmp_path, found)
+    out = tmp_path / "out.pth"
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ({a: 1, b: 1}, {"method": "sce"}, sluice.UnsupportedError, "is not one of linear"),
+        ({a: 1, b: 1}, {"method": "ties"}, sluice.FormatError, "needs a base_model"),
+        ({a: 1, b: 1}, {"method": "slerp", "base": a}, sluice.FormatError, "no value of 't'"),
+        ({a: 1, b: "much"}, {}, sluice.FormatError, "not a number"),
+        ({a: 1}, {"method": "model_stock", "base": a}, sluice.FormatError, "takes 3 or more inputs, not 1"),
+        ({"merge_method": "linear", "models": [{"model": a}], "weights": 1}, {}, sluice.FormatError, "weights"),
+        ({"merge_method": "linear", "models": [{"model": a}]}, {"base": a}, ValueError, "a configuration has its own"),
+        (
+            {"merge_method": "linear", "models": [{"model": a}], "tokenizer_source": "union"},
+            {},
+            sluice.UnsupportedError,
+            "tokenizers are not merged",
+        ),
+        ([a, str(tmp_path / "none.pth")], {}, FileNotFoundError, "none.pth"),
+    ]
+    for config, options, error, text in refused:
+        with pytest.raises(error, match=text):
+            sluice.merge(config, out, **options)
+    del found[1]["norm"]
+    found[1]["model.embed.weight"] = torch.zeros(3, 5)
+    safetensors.torch.save_file(found[1], b)
+    with pytest.raises(sluice.MismatchError, match=r"norm is not in .*b.safetensors") as caught:
+        sluice.merge({a: 1, b: 1}, out)
+    assert "[12, 5]" in str(caught.value)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_failure_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = states(2)
+    paths = written(tmp_path, found)
+    before = sorted(tmp_path.rglob("*"))
+    for at in range(1, 50):
+        with monkeypatch.context() as patch:
+            injection = Injection(patch, failing(errno.EIO), at)
+            try:
+                sluice.merge(paths, tmp_path / "out.pth")
+            except sluice.ReadError:
+                assert sorted(tmp_path.rglob("*")) == before
+                continue
+        assert not injection.hits
+        break
+    assert at > 2
+    found[1]["steps"] = torch.tensor(4)
+    safetensors.torch.save_file(found[1], paths[1])
+    with pytest.raises(sluice.MismatchError, match="different integers"):
+        sluice.merge(paths, tmp_path / "other.pth")
+    assert not (tmp_path / "other.pth").exists()
