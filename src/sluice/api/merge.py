@@ -24,7 +24,7 @@ from sluice.merging.opening import open_merge
 from sluice.merging.recipe import recipe_of
 from sluice.reports.load import LoadReport
 from sluice.reports.save import SaveReport
-from sluice.writing.save_formats import ConvertFormat, choose_format
+from sluice.writing.save_formats import CONVERT_FORMATS, ConvertFormat, choose_format
 
 if TYPE_CHECKING:
     from sluice.sources.remote.location import Remote
@@ -113,7 +113,7 @@ def merge(
         with open_merge(recipe, title=title, key=key, limits=limits, seed=seed) as checkpoint:
             return load_into(path_or_into, checkpoint, dtype=wanted, memory=memory, progress=progress)
     place = save_destination(path_or_into, "path_or_into")
-    chosen = choose_format(Path(place.name), format, max_shard_size)
+    chosen = choose_format(Path(place.name), format, max_shard_size, CONVERT_FORMATS)
 
     def check(checkpoint: OpenCheckpoint) -> None:
         if isinstance(place, Path):

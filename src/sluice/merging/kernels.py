@@ -260,9 +260,9 @@ class _Kept(Struct, frozen=True, kw_only=True):
 def _beyond(difference: torch.Tensor, first: int, bound: tuple[float, int], *, descending: bool) -> torch.Tensor:
     """Return which elements are not before a place in the order of magnitudes."""
     magnitude, (value, position) = difference.abs().float(), bound
-    places = torch.arange(first, first + difference.numel())
-    equal = places <= position if descending else places >= position
-    return (magnitude > value) | ((magnitude == value) & equal)
+    cut = min(max(position + descending - first, 0), difference.numel())  # between equal ones of both kinds
+    before, after = magnitude[:cut], magnitude[cut:]
+    return torch.cat([before >= value, after > value] if descending else [before > value, after >= value])
 
 
 def _drawn(difference: torch.Tensor, first: int, seed: bytes, density: float) -> torch.Tensor:
@@ -349,9 +349,9 @@ def _places(merged: MergedTensor, read: Reader, ranks: Sequence[_Rank]) -> list[
     if not narrow:
         inner = [torch.zeros(1 << _HALF, dtype=torch.int64) for _ in ranks]
         for _, found in _differences(merged, read, numbers):
-            for rank, (prefix, _), own in zip(ranks, states, inner, strict=True):
+            for i, (rank, (prefix, _)) in enumerate(zip(ranks, states, strict=True)):
                 bits = _bits(found[rank.number])
-                own += torch.bincount(bits[bits >> _HALF == prefix] & 0xFFFF, minlength=1 << _HALF)
+                inner[i] += torch.bincount(bits[bits >> _HALF == prefix] & 0xFFFF, minlength=1 << _HALF)
         last = [
             _below(own, at, descending=rank.descending) for rank, (_, at), own in zip(ranks, states, inner, strict=True)
         ]

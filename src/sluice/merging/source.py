@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from sluice._dtypes import ITEM_BYTES
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.slicing import slice_entry
+from sluice.machine.heap import trim_heap
 from sluice.merging.kernels import MergedTensor, compute, survey
 from sluice.reading.reader import CheckpointReader
 from sluice.records import AccessFacts, Entry, FileIdentity, local_access
@@ -33,6 +34,9 @@ _AT_ONCE = 2
 
 #: Bytes of one piece of the merged tensor.
 _PIECE_BYTES = 4 << 20
+
+#: Pieces of a survey after which freed memory goes back to the system.
+_TRIM_EACH = 4
 
 #: Surveys that are kept: reads of one tensor follow each other, but for those on the border of two.
 _SURVEYS = 2
@@ -97,6 +101,7 @@ class MergeSource:
         with self._turn, self._reader() as reader:
             for batch in self._batches(offset, end):
                 self._fill(reader, batch, offset, buffer)
+                trim_heap()  # of temporary results
         return end - offset
 
     def forget(self, offset: int, nbytes: int) -> None:
@@ -173,7 +178,13 @@ class MergeSource:
         with lock:
             if not found:
                 placed = self._tensors[position]
-                found.append(survey(placed.merged, lambda first, end: next(_read(reader, [(placed, first, end)]))))
+
+                def read(first: int, end: int) -> list[torch.Tensor]:
+                    if first % (_TRIM_EACH * (end - first)) == 0:
+                        trim_heap()
+                    return next(_read(reader, [(placed, first, end)]))
+
+                found.append(survey(placed.merged, read))
             return found[0]
 
 

@@ -18,8 +18,6 @@ subclasses with memory of their own stay real and are filled in place.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sluice._public import public
+from sluice.machine.heap import trim_heap
 from sluice.modules.constructor_calls import ConstructorCalls, refusal
 from sluice.modules.leftovers import tensors_in
 from sluice.modules.swap import is_plain, swap_data
@@ -99,9 +98,9 @@ class _Inside:
         return self.calls.emptied.stand_in(tensor)
 
     def return_free_memory(self) -> None:
-        """Return free memory in the C library's heap to the system, if the library supports it (glibc)."""
-        if self._emptied_bytes and sys.platform == "linux":
-            getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        """Return freed memory to the system, if there is some."""
+        if self._emptied_bytes:
+            trim_heap()
         self._emptied_bytes = 0
 
 
