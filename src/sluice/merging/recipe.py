@@ -15,12 +15,12 @@ from msgspec import Struct, ValidationError, convert
 
 from sluice._errors import FormatError, UnsupportedError
 
-__all__ = ["METHODS", "InputSlice", "Method", "OutputSlice", "Recipe", "parameter", "recipe_of"]
+__all__ = ["METHODS", "InputSlice", "MergeMethod", "OutputSlice", "Recipe", "parameter", "recipe_of"]
 
 _Settings = Mapping[str, Any] | None
 
 
-class Method(Struct, frozen=True, kw_only=True):
+class MergeMethod(Struct, frozen=True, kw_only=True):
     """Parameters of a method with their defaults (``...`` for those without), and the inputs that it takes."""
 
     #: Of the merge.
@@ -37,22 +37,22 @@ _SPARSE = {"int8_mask": False, "normalize": False, "rescale": False, "lambda": 1
 _TASK = {"weight": ..., "density": 1.0}
 
 #: Methods by name.
-METHODS: Mapping[str, Method] = {
-    "linear": Method(shared={"normalize": True}, each={"weight": ...}),
-    "passthrough": Method(each={"scale": None}, most=1),
-    "swa": Method(),
-    "ema": Method(shared={"decay": ...}),
-    "slerp": Method(shared={"t": ...}, base="required", least=2, most=2),
-    "nuslerp": Method(
+METHODS: Mapping[str, MergeMethod] = {
+    "linear": MergeMethod(shared={"normalize": True}, each={"weight": ...}),
+    "passthrough": MergeMethod(each={"scale": None}, most=1),
+    "swa": MergeMethod(),
+    "ema": MergeMethod(shared={"decay": ...}),
+    "slerp": MergeMethod(shared={"t": ...}, base="required", least=2, most=2),
+    "nuslerp": MergeMethod(
         shared={"nuslerp_row_wise": False, "nuslerp_flatten": True}, each={"weight": ...}, base="optional", least=2
     ),
-    "model_stock": Method(shared={"filter_wise": False}, base="required", least=3),
-    "task_arithmetic": Method(shared=_SPARSE, each=_TASK, base="required"),
-    "ties": Method(shared={**_SPARSE, "normalize": True}, each=_TASK, base="required"),
-    "dare_linear": Method(shared={**_SPARSE, "rescale": True}, each=_TASK, base="required"),
-    "dare_ties": Method(shared={**_SPARSE, "rescale": True}, each=_TASK, base="required"),
-    "breadcrumbs": Method(shared=_SPARSE, each={**_TASK, "gamma": 0.01}, base="required"),
-    "breadcrumbs_ties": Method(shared=_SPARSE, each={**_TASK, "gamma": 0.01}, base="required"),
+    "model_stock": MergeMethod(shared={"filter_wise": False}, base="required", least=3),
+    "task_arithmetic": MergeMethod(shared=_SPARSE, each=_TASK, base="required"),
+    "ties": MergeMethod(shared={**_SPARSE, "normalize": True}, each=_TASK, base="required"),
+    "dare_linear": MergeMethod(shared={**_SPARSE, "rescale": True}, each=_TASK, base="required"),
+    "dare_ties": MergeMethod(shared={**_SPARSE, "rescale": True}, each=_TASK, base="required"),
+    "breadcrumbs": MergeMethod(shared=_SPARSE, each={**_TASK, "gamma": 0.01}, base="required"),
+    "breadcrumbs_ties": MergeMethod(shared=_SPARSE, each={**_TASK, "gamma": 0.01}, base="required"),
 }
 
 
