@@ -12,7 +12,8 @@ from torch import nn
 import sluice
 from sluice.modules.parked import ParkedParameter
 from support.quantized import CONFIGS, plain_tensors, scale_modules
-from support.streamed_models import Layers, empty
+from support.streamed_models import WIDTH, Layers, empty
+from support.streamed_training import Adapted, same, train
 
 IDS = torch.tensor([[1, 2, 3, 999]])
 COUNT = 8
@@ -133,3 +134,44 @@ def test_weights_that_torchao_quantized(tmp_path: Path, config: str) -> None:
         for _ in range(2):
             assert torch.equal(running(IDS), model(IDS))
     assert stream.report.call_bytes
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_adapters_of_quantized_weights_are_trained(tmp_path: Path, config: str) -> None:
+    """The bits are those of the loaded model, and no values of streamed weights wait for the backward pass."""
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    found: list[tuple[nn.Module, list[torch.Size]]] = []
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        shapes: list[torch.Size] = []
+        found.append((model, shapes))
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            shapes.append(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+            result: torch.Tensor = model(IDS).logsumexp(-1).mean()
+        return result
+
+    def layers(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name != "head"
+
+    models = [_make().eval(), empty(_make)]
+    for model in models:
+        torchao.quantize_(model, CONFIGS[config](torchao), filter_fn=layers)
+        model.requires_grad_(False)
+    sluice.save(models[0], tmp_path / "q.safetensors")
+    with torch.enable_grad(), sluice.stream(models[1], tmp_path / "q.safetensors", memory="3MiB", train=True) as stream:
+        courses = []
+        for model in models:
+            torch.manual_seed(1)
+            for block in model.layers:
+                block[0] = Adapted(block[0], WIDTH, WIDTH)  # type: ignore[index, operator]
+            courses.append(train(model, loss, steps=3))
+        passing = sum(isinstance(block[0].layer.weight, ParkedParameter) for block in models[1].layers)  # type: ignore[index]
+        assert stream.report.call_bytes
+    assert same(*courses)
+    counts = [sum(shape == (WIDTH, WIDTH) for shape in shapes) for model, shapes in found[:: len(found) - 1]]
+    assert counts[1] <= min(counts[0], COUNT - passing)

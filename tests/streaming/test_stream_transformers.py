@@ -165,17 +165,22 @@ def test_adapters_of_peft_are_trained_and_saved(transformers: Any, tmp_path: Pat
     model = peft.get_peft_model(model, options)
     first = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
     want = course(model)
-    for wrapped in (False, True):
+    memory = int(nbytes * 0.6)
+    for way in ("before", "after", "hf"):
         running = _empty(transformers, case).requires_grad_(False)
-        if wrapped:
+        if way == "before":
             running = peft.get_peft_model(running, options)
             with pytest.raises(MismatchError, match="have no values"):
-                sluice.stream(running, tmp_path / "base", memory=int(nbytes * 0.6), strict=False, train=True)
+                sluice.stream(running, tmp_path / "base", memory=memory, strict=False, train=True)
             for name, value in first.items():
                 running.get_submodule(name.rpartition(".")[0]).weight = torch.nn.Parameter(value.clone())
-        with sluice.stream(running, tmp_path / "base", memory=int(nbytes * 0.6), train=True) as stream:
+        if way == "hf":
+            opened = sluice.hf.stream(tmp_path / "base", memory=memory, train=True)
+        else:
+            opened = sluice.stream(running, tmp_path / "base", memory=memory, train=True)
+        with opened as stream:
             torch.manual_seed(1)
-            running = running if wrapped else peft.get_peft_model(running, options)
+            running = running if way == "before" else peft.get_peft_model(stream.model, options)
             found = course(running)
             assert stream.report.call_bytes
             running.save_pretrained(tmp_path / "adapter")

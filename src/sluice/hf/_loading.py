@@ -196,6 +196,7 @@ def stream(
     dtype: DType = "auto",
     attn_implementation: str | None = None,
     blocks: Sequence[str] | None = None,
+    train: bool = False,
     limits: Limits | None = None,
     progress: Progress = False,
 ) -> Stream:
@@ -211,6 +212,7 @@ def stream(
         dtype: As in ``from_pretrained``.
         attn_implementation: As in ``from_pretrained``.
         blocks: As in ``sluice.stream``.
+        train: As in ``sluice.stream``; every parameter of the model is frozen, so that adapters can be added to it.
         limits: Bounds for hostile files.
         progress: As in ``sluice.stream``.
 
@@ -248,7 +250,10 @@ def stream(
         make_real(model, names.missing)
         _finish(model, names, files.folder)
         filling = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
-        request = StreamRequest(load=filling, memory=memory, blocks=None if blocks is None else tuple(blocks))
+        if train:
+            model.requires_grad_(False)
+        named = None if blocks is None else tuple(blocks)
+        request = StreamRequest(load=filling, memory=memory, blocks=named, train=train)
         return open_stream(request, _kept_open(checkpoint, stack.pop_all()), progress=progress)
     raise AssertionError("no exception is suppressed")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, Self
 
 import torch
@@ -177,7 +178,8 @@ def _apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, 
     What moves a model to where it is passes, as training loops do: parked weights are left alone.
     """
     parked = {name: each for name, each in module._parameters.items() if type(each) is ParkedParameter}  # noqa: SLF001
-    for each in module.parameters() if whole else parked.values():
+    guarded = (part for part in module.modules() if "_apply" in vars(part))  # adapters that were added are not
+    for each in chain.from_iterable(part.parameters(recurse=False) for part in guarded) if whole else parked.values():
         probe = torch.empty(0, dtype=each.dtype, device=each.device)
         if each.is_meta or (moved := fn(probe)).dtype != probe.dtype or moved.device != probe.device:
             _refuse("be moved or cast")

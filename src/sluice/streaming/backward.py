@@ -29,7 +29,7 @@ class Backward:
         """Return a weight that autograd saved."""
         self.reach(saved.unit)
         with self._window.holding(saved.unit), torch.inference_mode(mode=False), torch.no_grad():
-            return saved.view_of(self._units[saved.unit].tensors[saved.part])
+            return saved.view_in(self._units[saved.unit])
 
     def reach(self, unit: int) -> None:
         """Hold a unit, unless a block is running, whose memory it might take."""

@@ -1,7 +1,7 @@
 """Weights that autograd saves for the backward pass: it gets a description instead, and the weight when it needs it.
 
 So the backward pass of a model whose weights are frozen reads the blocks again, in its own order, and nothing is
-computed twice. A cast of a weight, as autocast makes it, is found by its values and is made again.
+computed twice. The result of a cast, as autocast makes it, or of ``dequantize`` is found by its values, and made again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _SAMPLE = 256
 
 
 class SavedWeight(Struct, frozen=True, eq=False):
-    """A view of a streamed weight, or of a cast of it."""
+    """A view of a streamed weight, or of the result of a cast or of ``dequantize``."""
 
-    #: The unit of the weight, and the position of its tensor there.
+    #: The unit of the weight.
     unit: int
+    #: Position of its tensor there, or after all tensors, of a quantized weight.
     part: int
     #: Dtype of the cast, or of the weight.
     dtype: torch.dtype
@@ -37,8 +38,10 @@ class SavedWeight(Struct, frozen=True, eq=False):
     #: Its first element in the memory of the weight.
     offset: int
 
-    def view_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what was saved, from the weight."""
+    def view_in(self, unit: Unit) -> torch.Tensor:
+        """Return what was saved, from the unit, which is in memory."""
+        count = len(unit.tensors)
+        weight = unit.tensors[self.part] if self.part < count else unit.parameter(self.part - count).dequantize()
         flat = _flat(weight).to(self.dtype)
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
@@ -88,30 +91,46 @@ def _find(tensor: torch.Tensor, used: Mapping[int, Unit]) -> SavedWeight | None:
         return None
     for number, unit in used.items():
         for part, weight in enumerate(unit.tensors):
-            offset = _place(tensor, weight)
-            if offset is not None:
-                return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), offset)
+            place = _place(tensor, weight) if tensor.dtype == weight.dtype else _place_by_values(tensor, weight)
+            if place is not None:
+                return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), place)
+        for part, each in enumerate(unit.plan.weights, len(unit.tensors)):
+            place = _place_in_quantized(tensor, unit.parameter(part - len(unit.tensors))) if each.assembled else None
+            if place is not None:
+                return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), place)
     return None
 
 
 def _place(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """Return the offset of a tensor in the memory of a weight or of its cast, in elements; None if it is neither."""
+    """Return the offset of a tensor in the memory of a weight, in elements; None if it is not a view of it."""
     if tensor.device != weight.device:
         return None
-    if tensor.dtype == weight.dtype:
-        offset, rest = divmod(tensor.data_ptr() - weight.data_ptr(), weight.itemsize)
-        last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return offset if not rest and 0 <= offset <= last < weight.numel() else None
-    count, floating = weight.numel(), tensor.is_floating_point() and weight.is_floating_point()
-    if not floating or count * weight.itemsize < defaults.STREAMED_BYTES:
+    offset, rest = divmod(tensor.data_ptr() - weight.data_ptr(), weight.itemsize)
+    last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return offset if not rest and 0 <= offset <= last < weight.numel() else None
+
+
+def _place_by_values(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Return the offset of a tensor in a cast of a weight; None if its memory has different values."""
+    if not _may_be_copy(tensor, weight):
         return None
-    if tensor.untyped_storage().nbytes() != count * tensor.itemsize:
-        return None
+    count = weight.numel()
     found, flat = tensor.as_strided((count,), (1,), 0), _flat(weight)
-    for most in (_SAMPLE, count):
-        if not torch.equal(found[:most], flat[:most].to(tensor.dtype)):
-            return None
-    return int(tensor.storage_offset())
+    same = all(torch.equal(found[:most], flat[:most].to(tensor.dtype)) for most in (_SAMPLE, count))
+    return int(tensor.storage_offset()) if same else None
+
+
+def _place_in_quantized(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Return the offset of a tensor in the values of a quantized weight; None if its memory has different ones."""
+    if type(weight).dequantize is torch.Tensor.dequantize or not _may_be_copy(tensor, weight):
+        return None
+    return _place_by_values(tensor, weight.dequantize())
+
+
+def _may_be_copy(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
+    nbytes = weight.numel() * tensor.itemsize
+    large = tensor.is_floating_point() and nbytes >= defaults.STREAMED_BYTES
+    return large and tensor.device == weight.device and tensor.untyped_storage().nbytes() == nbytes
 
 
 def _flat(weight: torch.Tensor) -> torch.Tensor:
