@@ -125,7 +125,7 @@ def test_any_number_of_ranks(tmp_path: Path, stage: int, world: int, gap: int) -
         assert checkpoint.metadata == {"ds_version": "0.19.8", "global_steps": "7", "dp_world_size": str(world)}
         assert list(checkpoint) == list(expected)
         assert torch.equal(checkpoint["conv"][1:, 0, ::2].read(), expected["conv"][1:, 0, ::2])
-        assert checkpoint.tree._metadata == {"": {"version": 1}}
+        assert getattr(checkpoint.tree, "_metadata", None) == ({"": {"version": 1}} if stage != 2 else None)
 
 
 @given(
@@ -168,6 +168,10 @@ def test_every_verb(tmp_path: Path, stage: int) -> None:
     assert report.loaded == len(training.weights)
     assert torch.equal(model.get_buffer("down"), training.weights["down"].half())
     assert sluice.plan(model, place).fits
+    unused = training.state("down", "exp_avg").flatten()[7].numpy().tobytes()  # weights do without it
+    path = next(path for path in place.rglob("*optim*.pt") if unused in path.read_bytes())
+    path.write_bytes(path.read_bytes().replace(unused, bytes(4)))
+    assert not sluice.verify(place).ok
 
 
 # Optimizers

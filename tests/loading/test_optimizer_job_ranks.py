@@ -12,6 +12,7 @@ import torch
 import sluice
 from support.divided_models import LAYOUTS, Net, divide, local, locals_of
 from support.ranks import Ranks
+from support.zero_files import Training, write_zero
 
 
 def trained(kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[Net, torch.optim.Optimizer]:
@@ -62,6 +63,23 @@ def differences(layout: str, path: Path, by_name: Path) -> list[str]:
     return problems
 
 
+class Trained(Training):
+    """A model in training whose optimizer has a known state."""
+
+    known: dict[str, dict[str, torch.Tensor]]
+
+    def state(self, name: str, key: str) -> torch.Tensor:
+        return self.known[name][key]
+
+
+def save_zero(model: Net, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write the state as DeepSpeed's ZeRO 3 on three ranks does."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    training = Trained([weights], step=2, lr=0.01)
+    training.known = by_name(model, optimizer)["state"]
+    write_zero(folder, training, stage=3, world=3)
+
+
 def save_distributed(whole: Path, directory: Path) -> None:
     """Write the state as FSDP2 jobs do."""
     from torch.distributed.checkpoint import state_dict_saver
@@ -80,7 +98,8 @@ def states(tmp_path_factory: pytest.TempPathFactory, four_ranks: Ranks) -> dict[
     torch.save({"optimizer": optimizer.state_dict()}, folder / "by_number.pth")
     torch.save(by_name(model, optimizer), folder / "by_name.pth")
     four_ranks.run(save_distributed, folder / "by_name.pth", folder / "dcp")
-    return {name: folder / name for name in ("by_number.pth", "by_name.pth", "dcp")}
+    save_zero(model, optimizer, folder / "zero")
+    return {name: folder / name for name in ("by_number.pth", "by_name.pth", "dcp", "zero")}
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp", "part-of-the-ranks", "fused"])

@@ -14,7 +14,7 @@ import torch
 
 import sluice
 from sluice.formats.manifest import TensorHash
-from support import directories, distributed, gguf_files, oracles
+from support import directories, distributed, gguf_files, oracles, zero_files
 
 Tensors = dict[str, torch.Tensor]
 
@@ -151,6 +151,12 @@ def _tar(path: Path) -> Tensors:
     return tensors
 
 
+def _zero(path: Path) -> Tensors:
+    training = zero_files.example()
+    zero_files.write_zero(path, training, stage=3, world=3)
+    return training.weights
+
+
 MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
     "torch-zip": _torch_zip,
     "torch-legacy": _legacy,
@@ -164,6 +170,7 @@ MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
     "gguf": _gguf,
     "ranks": _ranks,
     "tar": _tar,
+    "zero": _zero,
 }
 
 

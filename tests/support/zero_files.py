@@ -42,6 +42,7 @@ class Training:
     #: Further names of weights.
     shared: dict[str, str] = field(default_factory=dict)
     step: int = 7
+    lr: float = 0.1
 
     @property
     def weights(self) -> Tensors:
@@ -128,7 +129,7 @@ def write_zero(
         }
         groups = [
             {
-                "lr": 0.1 / (i + 1),
+                "lr": training.lr / (i + 1),
                 "betas": (0.8, 0.9),
                 "eps": 1e-8,
                 "weight_decay": 0.1,
@@ -195,7 +196,8 @@ def _model(training: Training, stage: int, world: int, rank: int) -> dict[str, A
     empty = torch.empty(0, dtype=torch.bfloat16)
     stored = {n: v if n in training.buffers else (empty if stage == 3 else v.bfloat16()) for n, v in known.items()}
     module = OrderedDict(stored)
-    module._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]  # as torch's own
+    if stage != 2:
+        module._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]  # as torch's own
     frozen: Mapping[str, torch.Tensor] = training.frozen if stage > 1 else {}
     return {
         "module": module,
@@ -204,7 +206,7 @@ def _model(training: Training, stage: int, world: int, rank: int) -> dict[str, A
         "param_shapes": [OrderedDict((n, value.shape) for n, value in group.items()) for group in training.groups],
         "frozen_param_shapes": OrderedDict((n, value.shape) for n, value in frozen.items()) or None,
         "frozen_param_fragments": {n: _share(v, world, rank) if stage == 3 else v for n, v in frozen.items()} or None,
-        "shared_params": training.shared if rank == 0 else {},
+        "shared_params": dict(training.shared) if rank == 0 else {},
         "global_steps": training.step,
         "dp_world_size": world,
         "mp_world_size": 1,

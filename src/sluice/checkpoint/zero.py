@@ -231,8 +231,7 @@ def _state_dict(
     frozen = [{name: own.fragments[name] for name in own.frozen if name in own.fragments} for own in models]
     known = {*trained, *frozen[0]}
     known |= {name for name, stored in model.shared.items() if stored in known}
-    others = OrderedDict((name, value) for name, value in model.module.items() if name not in known)
-    others._metadata = trees.metadata(model.module)  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name)
+    others = {name: value for name, value in model.module.items() if name not in known}
     held = ([own, others if own is frozen[0] else None] for own in frozen)
     kept = [pool.take(file, own) for file, own in zip(files.values(), held, strict=True)]
     values: dict[object, object] = dict(kept[0][1])
@@ -248,7 +247,8 @@ def _state_dict(
         _check_shapes(model, values)
     names = dict.fromkeys(chain(model.module, values))
     tree = OrderedDict((name, values[name]) for name in names if name not in empty)
-    tree._metadata = kept[0][1]._metadata  # type: ignore[attr-defined]  # noqa: SLF001  (as above)
+    if not any(trees.every_entry(versions := trees.metadata(model.module))):
+        tree._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name for it)
     left_out = listed("Left out, because the files hold no values of them", sorted(map(str, empty)))
     return tree, (f"{left_out}.",) if empty else ()
 

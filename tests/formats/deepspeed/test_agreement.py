@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 import sluice
-from sluice import CheckpointError, FormatError, LimitError, Limits, UnsupportedError
+from sluice import CheckpointError, FormatError, LimitError, Limits, MismatchError, UnsupportedError
 from support.zero_files import example, write_zero
 
 #: Changes the content of the file of rank 1, and of a file with the model states.
@@ -165,3 +172,41 @@ def test_empty_parameters_have_no_ranges(tmp_path: Path) -> None:
     with sluice.open(place) as checkpoint:
         assert checkpoint["p7"].shape == (0,)
         assert len(checkpoint) == 2000 + len(example().weights)
+
+
+JUNK: list[Any] = [None, True, -1, 2**70, float("nan"), "x", b"x", [], {}, (), [{}], {0: 1}, {"params": [0]}]
+JUNK += [torch.zeros(2, 2), torch.zeros(0), torch.zeros(3).to_sparse(), torch.tensor(1), argparse.Namespace(x=1)]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a nested object."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        yield (*path, key)
+        yield from places(child, (*path, key))
+
+
+def replaced(content: Any, path: tuple[Any, ...], junk: Any) -> None:
+    for key in path[:-1]:
+        content = content[key]
+    content[path[-1]] = junk
+
+
+@given(st.sampled_from([2, 3]), st.integers(0, 3), st.integers(0, 10**6), st.sampled_from(range(len(JUNK))))
+@settings(deadline=None, max_examples=60)
+def test_any_value_anywhere(stage: int, file: int, place: int, junk: int) -> None:
+    """Junk in place of any value is refused with a typed error, or does not matter."""
+    written = count()
+
+    def changed(name: str, content: Any) -> None:
+        if next(written) == file:
+            paths = list(places(content))
+            replaced(content, paths[place % len(paths)], JUNK[junk])
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_zero(Path(folder), example(), stage=stage, world=2, change=changed)
+        with suppress(CheckpointError):
+            sluice.load_state_dict(path)
+        model = nn.ParameterDict({name: value for group in example().groups for name, value in group.items()})
+        with suppress(CheckpointError, MismatchError):
+            sluice.load_optimizer(torch.optim.AdamW(model.named_parameters()), path)

@@ -48,15 +48,16 @@ def check_state(rank: RankStates, vector: int, known: Mapping[str, object]) -> N
     count = rank.vectors[vector].numel
     padded = count + (rank.paddings[vector] if vector < len(rank.paddings) else 0)
     for key, value in rank.states[vector].items():
-        if not isinstance(value, Entry) or not value.shape or (key == "step" and value.numel == 1):
-            continue
+        own = known[key]
+        if not isinstance(own, Entry) or not own.shape or key == "step":
+            continue  # the value of one rank counts
         if not is_flat(value) or len(value.shape) != 1 or not count <= value.numel <= padded:
             raise UnsupportedError(
                 "state of the optimizer that is not flat like the weights",
                 file=rank.file,
                 tensor=str(key),
                 expected=f"{count} or {padded} elements",
-                found=list(value.shape),
+                found=str(getattr(value, "shape", value))[:200],
                 advice="Only DeepSpeed can resume this optimizer.",
             )
 
