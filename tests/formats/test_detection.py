@@ -84,8 +84,8 @@ def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> 
 
 
 OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
-    (tar_bytes("model.nemo"), UnsupportedError, "a tar archive inside another file"),
-    (tar_bytes("x", mark=False), UnsupportedError, "a tar archive inside another file"),
+    (tar_bytes("model.nemo"), UnsupportedError, "a tar archive among other files"),
+    (tar_bytes("x", mark=False), UnsupportedError, "a tar archive among other files"),
     (b"\x89HDF\r\n\x1a\n" + bytes(100), UnsupportedError, "HDF5"),
     (b"tjgg\3\0\0\0" + bytes(100), UnsupportedError, "another runtime"),
     (b"\x08\x07\x12\x07pytorch\x1a\x052.1.0:\x9a\x01" + bytes(100), UnsupportedError, "another runtime"),

@@ -86,7 +86,7 @@ def _foreign(source: Source, head: bytes) -> CheckpointError:
     """Return the error for a file that is of none of the formats."""
     error = recognise(head, source.path)
     if is_tar(head):
-        error = UnsupportedError("this is a tar archive inside another file", file=source.path)
+        error = UnsupportedError("this is a tar archive among other files, or inside one", file=source.path)
     if error is not None:
         return error
     problem = "not a recognized checkpoint format"

@@ -125,7 +125,10 @@ class MegatronRule(Rule):
                 raise MismatchError(f"the rule {self} does not join expert-parallel ranks", tensor=name)
             place = _Place(int(found["chunk"] or 0), int(found["stage"] or found["pp"] or 0))
             own = pieces[place][_today(found["name"])]
-            own[int(found["tensor"] or found["tp"] or 0)] = name, entry
+            rank = int(found["tensor"] or found["tp"] or 0)
+            if rank in own:
+                findings.refuse(name, f"a rank has the same tensor as {own[rank][0]!r}")
+            own[rank] = name, entry
         whole = self._whole(pieces, findings)
         result: dict[str, Entry] = {}
         for name, entry in whole.items():

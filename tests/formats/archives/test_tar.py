@@ -6,7 +6,9 @@ import gzip
 import io
 import os
 import tarfile
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -155,6 +157,24 @@ def test_hostile_archives(content: bytes, kind: type[CheckpointError], problem: 
     assert is_tar(content)
     with pytest.raises(kind, match=problem):
         TarDirectory(MemorySource(content), sluice.Limits())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header("x", 1_000_002, tarfile.GNUTYPE_LONGNAME)
+        + (b"a/" * 500_000 + b"bc").ljust(1_000_448, b"\0")
+        + header("x")
+        + END,
+        header("x", 1_000_000, tarfile.XHDTYPE) + (b"5 a=\n" * 200_000).ljust(1_000_448, b"\0") + header("x") + END,
+    ],
+    ids=["deep", "attributes"],
+)
+def test_long_names_and_attributes_take_no_time(content: bytes) -> None:
+    started = time.process_time()
+    with suppress(CheckpointError):
+        TarDirectory(MemorySource(content), sluice.Limits())
+    assert time.process_time() - started < 2
 
 
 def test_a_million_members_meet_the_limit() -> None:

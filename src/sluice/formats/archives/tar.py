@@ -17,6 +17,7 @@ other bytes between members.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,17 +97,12 @@ class TarDirectory:
                 problem = f"two members of this tar archive have the name {member.name!r}"
                 raise FormatError(problem, file=source.path, offset=member.start)
             self._members[member.name] = member
-        if any(name.rpartition("/")[2] in _TORCH_NAMES for name in self._members):
+        files = [name for name, member in self._members.items() if member.kind != "directory"]
+        common = os.path.commonprefix([min(files), max(files)]) if files else ""  # noqa: RUF071 - cut at a slash below
+        top = common[: common.rfind("/") + 1]
+        self._members = {name[len(top) :]: one for name, one in self._members.items() if name.startswith(top)}
+        if _TORCH_NAMES & self._members.keys():
             raise self._written_by_torch()
-        while top := self._only_directory():
-            start = f"{top}/"
-            self._members = {n[len(start) :]: member for n, member in self._members.items() if n.startswith(start)}
-
-    def _only_directory(self) -> str | None:
-        """Return the name of the directory that holds everything else, or None."""
-        names = [name for name, member in self._members.items() if member.kind != "directory"]
-        tops = {name.partition("/")[0] for name in names}
-        return tops.pop() if len(tops) == 1 and all("/" in name for name in names) else None
 
     def _written_by_torch(self) -> CheckpointError:
         problem = "this is a tar archive, as written by torch.save before 0.2"
@@ -195,10 +191,11 @@ def _attributes(data: bytes, header: TarInfo, source: Source, offset: int) -> tu
     """Return the name and the size of the next member; empty and negative if they are not among its attributes."""
     if header.type == _LONG_NAME:
         return data.rstrip(b"\0").decode("utf-8", "surrogateescape"), -1
-    name, nbytes = "", -1
-    while header.type == b"x" and data.strip(b"\0"):
-        length, _, _ = data[:20].partition(b" ")
-        record = data[: int(length)] if length.isdigit() else b""
+    name, nbytes, at = "", -1, 0
+    end = len(data.rstrip(b"\0")) if header.type == b"x" else 0
+    while at < end:
+        length = data[at : data.find(b" ", at, at + 20)]
+        record = data[at : at + int(length)] if length.isdigit() else b""
         key, equals, value = record[len(length) + 1 : -1].partition(b"=")
         if not equals or len(record) != int(length) or record[-1:] != b"\n" or (key == b"size" and not value.isdigit()):
             problem = "the attributes of a member of this tar archive are damaged"
@@ -207,7 +204,7 @@ def _attributes(data: bytes, header: TarInfo, source: Source, offset: int) -> tu
             name = value.decode("utf-8", "surrogateescape")
         elif key == b"size":
             nbytes = int(value[:20])
-        data = data[len(record) :]
+        at += len(record)
     return name, nbytes
 
 
