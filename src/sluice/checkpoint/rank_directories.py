@@ -37,6 +37,9 @@ RANK_DIRECTORY = re.compile(r"mp_rank_\d{2}(?:_\d{3}){0,2}|tp_rank_\d{2}_pp_rank
 #: Oldest version of Megatron's files that is read.
 _VERSION = 2
 
+#: Most directories in which a file of a rank is looked for: each is a request.
+_TRIED = 4
+
 _NUMBER = re.compile(r"\d+")
 _MODEL = re.compile(r"model\d{0,3}", re.ASCII)
 
@@ -67,7 +70,8 @@ def rank_layout(
         raise LimitError(
             "the ranks exceed the limit 'files'", file=directory.path, expected=expected, found=prod(counts)
         )
-    file = next((file for file in RANK_FILES if any(exists(f"{rank}/{file}") for rank in sorted(ranks))), None)
+    some = sorted(ranks)[:_TRIED]
+    file = next((file for file in RANK_FILES if any(exists(f"{rank}/{file}") for rank in some)), None)
     if file is None:
         return None
     files = tuple(f"{form.format(*rank)}/{file}" for form in forms for rank in product(*map(range, counts)))
