@@ -147,6 +147,21 @@ def _pretrained(staging: int, **how: Any) -> Callable[[str, str], Call]:
     return prepare
 
 
+def _merged(path: str, output: str) -> Call:
+    """Return a merge of three inputs with a search for thresholds: 48 MiB besides the staging of a conversion."""
+    links = [Path(output, f"{number}.pt") for number in range(3)]
+    for link in links:
+        link.symlink_to(path)
+    merge, memory = sluice.merge, sluice.MemoryLimits(staging=16 * MIB)
+
+    def call() -> Outcome:
+        weights, parameters = dict.fromkeys(map(str, links[1:]), 0.5), {"density": 0.3}
+        merge(weights, Path(output, "f.pt"), method="ties", base=links[0], parameters=parameters, memory=memory)
+        return Outcome(moved=SHAPES)
+
+    return call
+
+
 def _convert(name: str, staging: int, shapes: Shapes = SHAPES, **how: Any) -> Callable[[str, str], Call]:
     def prepare(path: str, output: str) -> Call:
         convert, memory = sluice.convert, sluice.MemoryLimits(staging=staging)
@@ -284,6 +299,7 @@ CASES: dict[str, Case] = {
     "convert distributed to torch, cast": _written(
         "distributed", _convert("f.pt", 16 * MIB, dtype=_HALF), long=True
     ),
+    "merge": _written("zip.pt", _merged, staging=64 * MIB),
     "save torch": _written("zip.pt", _save("f.pt"), long=True),
     "save safetensors, cast": _written("zip.pt", _save("f.safetensors", dtype=_HALF)),
     "save views": _written("views.pt", _save("f.safetensors")),

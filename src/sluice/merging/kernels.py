@@ -20,7 +20,10 @@ from sluice._errors import MismatchError
 __all__ = ["MergedTensor", "Reader", "compute", "needs_whole", "survey"]
 
 #: Elements of one piece of a pass, and of the blocks that have a random state each.
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
+
+#: Elements of the pieces whose norms and products slerp adds: those of mergekit.
+_SLERP_BLOCK = 1 << 20
 
 #: Bits of a magnitude that are counted at a time, in the search for a threshold.
 _HALF = 16
@@ -83,9 +86,9 @@ def compute(merged: MergedTensor, tensors: Sequence[torch.Tensor], first: int, k
     return _PIECES[merged.method](merged, tensors, first, known).to(getattr(torch, merged.out_dtype))
 
 
-def _pieces(merged: MergedTensor) -> Iterator[tuple[int, int]]:
-    for first in range(0, merged.numel, _BLOCK):
-        yield first, min(first + _BLOCK, merged.numel)
+def _pieces(merged: MergedTensor, elements: int = _BLOCK) -> Iterator[tuple[int, int]]:
+    for first in range(0, merged.numel, elements):
+        yield first, min(first + elements, merged.numel)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -127,7 +130,7 @@ def _slerp_survey(merged: MergedTensor, read: Reader) -> tuple[torch.Tensor, tor
     """Return the factors of the base and of the other input, from norms and products of pieces."""
 
     def each() -> Iterator[list[torch.Tensor]]:
-        for first, end in _pieces(merged):
+        for first, end in _pieces(merged, _SLERP_BLOCK):
             base, other = _base_and_others(merged, read(first, end))
             yield [tensor.to(_wide(tensor)) for tensor in (base, *other)]
 

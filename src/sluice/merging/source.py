@@ -33,10 +33,10 @@ ALIGNMENT = 64
 _AT_ONCE = 2
 
 #: Bytes of one piece of the merged tensor.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 
-#: Pieces of a survey after which freed memory goes back to the system.
-_TRIM_EACH = 4
+#: Pieces after which freed memory goes back to the system.
+_TRIM_EACH = 8
 
 #: Surveys that are kept: reads of one tensor follow each other, but for those on the border of two.
 _SURVEYS = 2
@@ -101,7 +101,7 @@ class MergeSource:
         with self._turn, self._reader() as reader:
             for batch in self._batches(offset, end):
                 self._fill(reader, batch, offset, buffer)
-                trim_heap()  # of temporary results
+            trim_heap()  # of temporary results
         return end - offset
 
     def forget(self, offset: int, nbytes: int) -> None:
