@@ -94,6 +94,15 @@ def test_every_verb_takes_an_archive(tmp_path: Path) -> None:
     assert torch.equal(result, eager(torch.ones(1, 3, 4, 4)))
 
 
+def test_frozen_programs_are_refused_by_name(tmp_path: Path) -> None:
+    compiler: Any = torch.jit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        compiler.freeze(compiler.script(nn.Linear(3, 2).eval())).save(str(tmp_path / "m.pt"))
+    with pytest.raises(UnsupportedError, match=r"frozen TorchScript program.* before torch\.jit\.freeze"):
+        sluice.open(tmp_path / "m.pt")
+
+
 def test_damaged_code_is_found_by_verify(tmp_path: Path) -> None:
     script(tmp_path / "m.pt", traced=False)
     content = bytearray((tmp_path / "m.pt").read_bytes())

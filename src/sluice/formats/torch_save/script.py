@@ -12,7 +12,7 @@ nothing is run. Other attributes of a module are left out, tensors with a note. 
 whose code was removed, all tensors count.
 
 Limits: ``Limits.header_bytes`` of code, unpacked; those of the inert unpickler.
-Refused: two tensors with one path; an object that is not a module.
+Refused: two tensors with one path; an object that is not a module; frozen programs, whose weights are constants.
 """
 
 from __future__ import annotations

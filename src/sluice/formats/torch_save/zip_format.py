@@ -174,6 +174,9 @@ class TorchZipFormat:
         if isinstance(allowlist, ScriptAllowlist):
             tree, more = allowlist.state_dict(tree, declared_tensors(source, directory, limits), source.path)
             notes = (*notes, *more)
+            if not tree and any(name.startswith("constants/") for name in directory.positions):
+                problem = "this is a frozen TorchScript program: its weights are constants of its code"
+                raise UnsupportedError(problem, file=source.path, advice="Save it before torch.jit.freeze.")
         parsed = _ParsedObject(tree, allowlist.storages, notes)
         if type(tree) in _IMMUTABLE and len(self._cache) < self._max_cached and len(data) <= _MAX_CACHED_BYTES:
             self._cache[data, big_endian] = parsed
