@@ -13,7 +13,7 @@ import torch
 import sluice
 from sluice._options import Limits
 from sluice.checkpoint.opening import open_layout
-from sluice.checkpoint.survey import survey, zero_directory
+from sluice.checkpoint.survey import survey
 from sluice.entries import tree as trees
 from sluice.formats.divided import divided_directory
 from sluice.sources.directory import EntryKind
@@ -22,7 +22,6 @@ from sluice.testing import RecordingSource
 from support import distributed
 from support.directories import save, tensors, two_shards
 from support.sources import MemorySource
-from support.zero_files import example, write_zero
 
 
 class Named(NamedTuple):
@@ -131,21 +130,6 @@ def test_a_missing_object_is_reported_as_a_missing_file(tmp_path: Path) -> None:
         names(directory)
     assert caught.value.file == "store://bucket/model/model.safetensors.index.json"
     assert f"'{first.name}'" not in caught.value.problem
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_of_deepspeed_are_found_without_a_listing(stage: int, tmp_path: Path) -> None:
-    """Servers of plain HTTP list nothing: ``latest`` and the numbers in the files tell the names."""
-    write_zero(tmp_path, example(), stage=stage, world=2, tag="checkpoint")  # as Lightning does
-    paths = [path for path in tmp_path.rglob("*") if path.is_file()]
-    directory = MemoryDirectory({path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in paths})
-    for optimizer in (False, True):
-        layout = zero_directory(directory, {"latest"}, Limits(), optimizer=optimizer)
-        assert layout is not None
-        index, _ = open_layout(layout, Limits())
-        found = set(trees.flatten(index.tree, Limits()))
-        assert found == set(example().weights) if not optimizer else "state.embed.exp_avg" in found
-    assert ("entries",) not in directory.calls
 
 
 def test_divided_states_are_recognized_in_any_directory() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import sluice
 from sluice import IncompleteCheckpointError, MismatchError, UnsupportedError
 from support.oracles import bits
+from support.range_server import RangeServer
 from support.zero_files import WRITTEN, Change, Training, example, unpacked, write_zero
 
 
@@ -172,6 +173,20 @@ def test_every_verb(tmp_path: Path, stage: int) -> None:
     path = next(path for path in place.rglob("*optim*.pt") if unused in path.read_bytes())
     path.write_bytes(path.read_bytes().replace(unused, bytes(4)))
     assert not sluice.verify(place).ok
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"), [(1, "/run/"), (3, "/run/"), (2, "/run/checkpoint/"), (3, "/run/checkpoint/")]
+)
+def test_servers_without_a_listing(tmp_path: Path, stage: int, where: str) -> None:
+    """``latest`` and the numbers in the files tell the names of the others."""
+    place = write_zero(tmp_path, example(), stage=stage, world=2, tag="checkpoint")  # as Lightning does
+    paths = [path for path in place.rglob("*") if path.is_file()]
+    with RangeServer({f"/run/{path.relative_to(place).as_posix()}": path.read_bytes() for path in paths}) as server:
+        url = server.url(where)
+        assert_equal(dict(sluice.load_state_dict(url)), dict(sluice.load_state_dict(place)))
+        optimizer = named(example())
+        assert sluice.load_optimizer(optimizer, url).loaded == 3 * len(optimizer.state) == 15
 
 
 # Optimizers
