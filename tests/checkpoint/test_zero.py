@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sluice
-from sluice import IncompleteCheckpointError, MismatchError, UnsupportedError
+from sluice import FormatError, IncompleteCheckpointError, MismatchError, UnsupportedError
 from support.oracles import bits
 from support.range_server import RangeServer
 from support.zero_files import WRITTEN, Change, Training, example, unpacked, write_zero
@@ -101,6 +101,11 @@ def test_universal_checkpoints(tmp_path: Path, name: str) -> None:
     with sluice.open(place) as checkpoint:
         assert checkpoint.format == "deepspeed-universal"
         assert_equal(dict(sluice.load_state_dict(checkpoint)), dict(sluice.load_state_dict(tmp_path / "run")))
+    step = {"state": {0: {"step": torch.tensor(3.0)}}} if name == "stage-3" else None
+    groups = {"param_groups": [{"lr": 0.1, "params": [0]}], "optimizer_state_dict": step}
+    torch.save(groups, place / "zero" / "optimizer_state.pt")
+    with pytest.raises(FormatError, match="do not have the vectors of the model states"):
+        sluice.load_optimizer(torch.optim.AdamW(DeepSpeedNet().parameters()), place)
     (place / "zero" / "scale" / "fp32.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"zero/scale/fp32\.pt"):
         sluice.open(place)

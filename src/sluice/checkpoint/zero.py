@@ -85,8 +85,9 @@ def merge_zero(
         metadata=parsed[0].facts,
         notes=(*layout.notes, *notes),
     )
+    kept = {id(file.source) for file in pool.files}
     for file in files.values():
-        if not any(kept.source is file.source for kept in pool.files):
+        if id(file.source) not in kept:
             file.source.close()
     return index, tuple(pool.files)
 
@@ -166,8 +167,8 @@ class _OfRanks:
         }
 
     def _state(self, taken: Sequence[Any], place: ParameterPlace, key: str, value: object) -> object:
-        if not isinstance(value, Entry):
-            return value
+        if not is_flat(value):
+            return value  # of one rank: what is divided was checked
         if not value.shape or key == "step":
             return self._assembler.whole(value.shape, [value])  # not shared with other parameters: steps count in place
         return self._assembler.placed(place, lambda rank, vector: taken[rank][vector][key])
@@ -192,7 +193,13 @@ class _OfFiles:
 
     def states(self) -> dict[str, dict[str, object]]:
         """Return the state of each parameter in the optimizer."""
-        step = self._pool.take(self._files[UNIVERSAL_OPTIMIZER], self._step)
+        first = self._files[UNIVERSAL_OPTIMIZER]
+        if sum(count for _, count in self.options) != len(self._model.shapes):
+            problem = "the groups of the optimizer do not have the vectors of the model states"
+            raise FormatError(
+                problem, file=first.source.path, expected=len(self._model.shapes), found=len(self.options)
+            )
+        step = self._pool.take(first, self._step)
         states: dict[str, dict[str, object]] = {name: {} for name in self.vector_of}
         for key in ("exp_avg", "exp_avg_sq"):
             for name, entry in self._tensors(key).items():
@@ -202,7 +209,7 @@ class _OfFiles:
             if counted is None:
                 file = self._files[f"{name}/step.pt"]
                 counted = self._pool.take(file, file.index.tree)
-            own["step"] = self._assembler.whole((), [counted]) if isinstance(counted, Entry) else counted
+            own["step"] = self._assembler.whole((), [counted]) if is_flat(counted) else counted
         return states
 
     def _tensors(self, key: str) -> dict[str, Entry]:
