@@ -37,3 +37,13 @@ def test_tensors_larger_than_a_batch_are_read_in_pieces(tmp_path: Path, name: st
     found = sluice.load_state_dict(tmp_path / name)
     assert all(torch.equal(found[key], each.to(to)) for key, each in state.items())
     assert sluice.verify(tmp_path / name, manifest=tmp_path / "m.json").ok
+
+
+def test_turned_packed_tensors_larger_than_a_batch_are_cut_at_packs(tmp_path: Path) -> None:
+    (left, left_values), (right, right_values) = packed((512, 1024)), packed((512, 1024), "Q4_0")
+    write(tmp_path / "m.gguf", {"left": left, "right": right})
+    changes = [rules.concatenate(("left", "right"), "both", dim=1), rules.transpose("both")]
+    small = MemoryLimits(staging="2MiB")
+    sluice.convert(tmp_path / "m.gguf", tmp_path / "m.safetensors", rules=changes, memory=small)
+    found = sluice.load_state_dict(tmp_path / "m.safetensors")
+    assert torch.equal(found["both"], torch.cat([left_values, right_values], 1).T)

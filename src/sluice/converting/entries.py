@@ -21,7 +21,6 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry
-from sluice.records.geometry import round_down
 from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
@@ -146,10 +145,9 @@ class Entries:
         if entry.nbytes <= self._batch_bytes:
             yield entry
             return
-        packing = entry.elements.packing
-        whole = 1 if packing is None else packing.elements  # packs are decoded as a whole
-        limit = max(whole, round_down(self._batch_bytes // ITEM_BYTES[entry.dtype], whole))
-        for key in boxes(entry.shape, limit):
+        # Packs are decoded as a whole. The sizes of all are powers of two.
+        whole = max(1 if (packing := piece.elements.packing) is None else packing.elements for piece in entry.pieces)
+        for key in boxes(entry.shape, self._batch_bytes // ITEM_BYTES[entry.dtype], whole):
             yield slice_entry(entry, key)
 
     def _locate(self, entries: Iterable[Entry]) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from sluice._errors import UnsupportedError
 from sluice.records import Entry, Part
-from sluice.records.geometry import contiguous_stride
+from sluice.records.geometry import contiguous_stride, round_down
 
 __all__ = ["Key", "KeyItem", "boxes", "slice_entry", "slice_view"]
 
@@ -18,12 +18,13 @@ KeyItem: TypeAlias = int | slice | EllipsisType | None
 Key: TypeAlias = KeyItem | tuple[KeyItem, ...]
 
 
-def boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[slice, ...]]:
+def boxes(shape: tuple[int, ...], most_elements: int, multiple: int = 1) -> Iterator[tuple[slice, ...]]:
     """Yield keys that divide a tensor into boxes of at most ``most_elements``, in the order of its elements.
 
     Args:
         shape: Sizes of the tensor, in elements.
         most_elements: At least 1.
+        multiple: Cut at multiples of it, where a box holds as many.
     """
     if not shape or 0 in shape:
         yield (slice(None),) * len(shape)
@@ -33,10 +34,11 @@ def boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[slice, .
         row *= size
     if row > most_elements:
         for position in range(shape[0]):
-            for rest in boxes(shape[1:], most_elements):
+            for rest in boxes(shape[1:], most_elements, multiple):
                 yield (slice(position, position + 1), *rest)
         return
     step = most_elements // row
+    step = round_down(step, multiple) or step
     for start in range(0, shape[0], step):
         yield (slice(start, min(start + step, shape[0])), *(slice(None) for _ in shape[1:]))
 

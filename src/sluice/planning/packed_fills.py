@@ -33,7 +33,7 @@ def packed_fill(piece: Entry, first: int, stride: tuple[int, ...], file: int, of
     if run is None or shape[run] % size or piece.storage_offset % size or any(source[dim] % size for dim in others):
         raise UnsupportedError(
             f"this selection takes parts of packs of {size} elements ({packing.name})",
-            advice="Read whole rows and select from the result, or convert the file first, with sluice.convert.",
+            advice="Read whole rows and select from the result, or convert the file first, without rules.",
         )
     return Fill(
         file=file,
