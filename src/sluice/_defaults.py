@@ -159,7 +159,7 @@ STREAMED_BYTES = 256 << 10
 SMALL_WEIGHTS_SHARE = 0.25
 
 #: Largest share of what calls of a streamed model would read for which smaller parts than usual are its blocks.
-SMALLER_BLOCKS_SHARE = 0.9
+SMALLER_BLOCKS_SHARE = 0.85
 
 #: Most bytes of the rows of an embedding that are read at once.
 LOOKUP_BYTES = 8 << 20

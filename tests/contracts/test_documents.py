@@ -26,6 +26,7 @@ SKIPPED = {
     "docs/quickstart.md": 1,
     "docs/planning.md": 1,
     "docs/ranks.md": 4,  # several ranks
+    "docs/recipes/fine-tuning.md": 1,  # peft and a large model
     "docs/recipes/limited-memory.md": 3,  # Docker, an accelerator
     "docs/reliability.md": 2,  # minutes; environments of several gigabytes
     "docs/remote.md": 4,  # a bucket and credentials
