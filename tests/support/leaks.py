@@ -30,7 +30,10 @@ class Holdings:
         return cls(
             descriptors=open_files(),
             # A thread without an identity was interrupted before its start; it never runs, but stays in Python's list.
-            threads=frozenset(thread for thread in threading.enumerate() if thread.ident is not None),
+            # The monitor of tqdm, which other libraries draw with, stays for the process.
+            threads=frozenset(
+                thread for thread in threading.enumerate() if thread.ident is not None and thread.name != "tqdm_monitor"
+            ),
             temporary=frozenset(os.listdir(tempfile.gettempdir())) - _directory_of_torch(),
         )
 

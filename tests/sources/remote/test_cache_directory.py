@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
 
 from sluice import _defaults as defaults
 from sluice.sources.protocol import Source
+from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry
 from sluice.sources.remote.cached_file import CompleteFile
 from support.cached_objects import VersionedObject, cached_bytes, content, entries, loaded, opened, parts
 
@@ -135,3 +137,24 @@ def test_another_version_is_another_entry(tmp_path: Path) -> None:
     assert loaded(opened(remote, tmp_path)) == CONTENT
     assert len(entries(tmp_path)) == 2
     assert is_complete(1, tmp_path)
+
+
+def test_who_waited_for_a_part_uses_what_was_published(tmp_path: Path) -> None:
+    """The publisher still holds the file, whose time of change is then that of right files."""
+    cache, entry = CacheDirectory(tmp_path, 1 << 30), CacheEntry(key="0" * 64, nbytes=10)
+    writer = cache.writing(entry, lambda: None)
+    part = writer.__enter__()
+    assert part is not None
+
+    def publish() -> None:
+        if os.path.exists(part.path):
+            os.pwrite(part.file.fileno(), bytes(10), 0)
+            part.arrived(0, zlib.crc32(bytes(10)))
+            cache.publish(part)
+
+    with cache.writing(entry, publish) as none:
+        assert none is None
+    found = cache.complete(entry)
+    assert found is not None and found.right() == {0}
+    writer.__exit__(None, None, None)
+    found.file.close()

@@ -175,8 +175,7 @@ class CacheDirectory:
         self._check()
         while not os.path.lexists(path):
             with _opened(f"{path}.part", make=True) as part:
-                _wait_for_writer(part, waiting)
-                if not _is_at(part, f"{path}.part"):  # published or removed meanwhile
+                if not _wait_for_writer(part, f"{path}.part", waiting):  # published or removed meanwhile
                     continue
                 if os.path.lexists(path):
                     os.unlink(f"{path}.part")
@@ -262,14 +261,19 @@ def _is_at(file: OwnedFile, path: str) -> bool:
         return False
 
 
-def _wait_for_writer(part: OwnedFile, waiting: Callable[[], object]) -> None:
+def _wait_for_writer(part: OwnedFile, path: str, waiting: Callable[[], object]) -> bool:
+    """Lock a part for this process alone; return whether it still has its name then."""
     while not _lock(part, LOCK_EX):
-        if time.time() - os.fstat(part.fileno()).st_mtime > _PATIENCE_SECONDS:
+        still = time.time() - os.fstat(part.fileno()).st_mtime > _PATIENCE_SECONDS
+        if not _is_at(part, path):  # published: others hold it, and its time of change is that of right files
+            return False
+        if still:
             raise TimeoutError(errno.ETIMEDOUT, "the process that fills it is stopped")
         if stopping():
             raise InterruptedError(errno.EINTR, "the load has ended")
         waiting()
         time.sleep(0.05)
+    return _is_at(part, path)
 
 
 def _opened(path: str, *, make: bool = False) -> OwnedFile:
