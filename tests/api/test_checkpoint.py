@@ -64,12 +64,6 @@ def test_a_key_shows_a_part(file: Path) -> None:
         assert torch.equal(part["b"].read(), torch.arange(12))
 
 
-def test_an_open_checkpoint_stays_open_after_a_load(file: Path) -> None:
-    with sluice.open(file) as checkpoint:
-        sluice.load_state_dict(checkpoint)
-        assert checkpoint["c"].read().shape == (3,)
-
-
 def test_a_closed_checkpoint_reads_nothing_more(file: Path) -> None:
     with sluice.open(file) as checkpoint:
         tensor = checkpoint["c"]
@@ -101,16 +95,6 @@ def test_metadata_is_that_of_the_file(file: Path) -> None:
     with sluice.open(file) as checkpoint:
         wanted = {"f.pth": ("byteorder", "little"), "f.safetensors": ("format", "pt")}[file.name]
         assert checkpoint.metadata[wanted[0]] == wanted[1]
-
-
-def test_a_file_that_changes_while_it_is_open_is_noticed(file: Path) -> None:
-    with sluice.open(file) as checkpoint:
-        tensor = checkpoint["a.w"]
-        with file.open("r+b") as writer:
-            writer.seek(-1, 2)
-            writer.write(b"x")
-        with pytest.raises(sluice.SourceChangedError, match="changed since it was indexed"):
-            tensor.read()
 
 
 def test_a_misspelt_name_is_a_key_error_that_names_a_similar_one(file: Path) -> None:

@@ -58,19 +58,6 @@ def test_every_name_of_the_package_that_a_page_mentions_resolves(page: Path) -> 
     assert [name for name in names if name != TIES_FILE and not resolves(name)] == []
 
 
-def test_names_are_found_in_prose_and_in_code() -> None:
-    text = "See `tests/contracts` and `engine/session.py` and `test_failing_reads`.\n```bash\npytest tests/gpu\n```\n"
-    assert named_files(text) == {
-        "tests/contracts",
-        "src/sluice/engine/session.py",
-        "tests/**/test_failing_reads.py",
-        "tests/gpu",
-    }
-    assert resolves("sluice.load_into")
-    assert not resolves("sluice.lod_into")
-    assert not resolves("sluice.engine.nothing")
-
-
 def test_the_first_screen_of_the_readme_has_the_two_commands_that_set_everything_up() -> None:
     screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:45]
     commands = [line.split()[:2] for line in screen if line.startswith("make ")]

@@ -9,7 +9,6 @@ import pkgutil
 import subprocess
 import sys
 import tomllib
-import traceback
 from pathlib import Path
 
 import click
@@ -74,11 +73,6 @@ def test_public_names_report_the_module_that_exports_them(module: str) -> None:
         thing = getattr(exporter, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             assert thing.__module__ in {module, "sluice", "sluice.measuring"}, name  # the first module that exports it
-
-
-def test_tracebacks_name_the_public_class() -> None:
-    error = traceback.format_exception_only(sluice.FormatError("cut", file="f"))
-    assert error[0].startswith("sluice.FormatError: ")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -43,27 +43,3 @@ def test_a_test_file_is_named_after_a_module_of_the_same_folder(path: Path) -> N
 def test_folders_without_a_mirror_exist() -> None:
     assert {path.parts[0] for path in FILES} >= NO_MIRROR.keys()
     assert not [name for name in NO_MIRROR if (SOURCE / name).exists()]
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("room/test_door.py", True),
-        ("room/test_door_locked.py", True),
-        ("room/test_private.py", True),
-        ("room/test_room.py", True),
-        ("room/shelf/test_book.py", True),
-        ("room/test_shelf_order.py", True),
-        ("test_ground.py", True),
-        ("room/test_doors.py", False),
-        ("room/test_ground.py", False),
-        ("test_door.py", False),
-        ("elsewhere/test_door.py", False),
-        ("test_init.py", False),
-    ],
-)
-def test_what_counts_as_a_mirror(tmp_path: Path, name: str, found: bool) -> None:
-    (tmp_path / "room" / "shelf").mkdir(parents=True)
-    for module in ("_ground.py", "__init__.py", "room/door.py", "room/_private.py", "room/shelf/book.py"):
-        (tmp_path / module).write_text("")
-    assert has_mirror(Path(name), tmp_path) is found

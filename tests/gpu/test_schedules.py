@@ -15,7 +15,6 @@ import sluice
 from sluice import _defaults as defaults
 from sluice import rules
 from support.simulated_device import Simulator
-from support.training_runs import KINDS, differences, net, train
 
 pytestmark = pytest.mark.gpu
 
@@ -134,27 +133,6 @@ def test_parts_go_to_both_devices_and_the_host(
     assert sim.page_locked_bytes()[0] == 0
 
 
-def test_auto_fills_both_devices_and_then_the_host(tmp_path: Path, device: str, second_device: str) -> None:
-    layers = [nn.Linear(1024, 3072) for _ in range(5)]
-    torch.save(nn.Sequential(*layers).state_dict(), tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = nn.Sequential(*(nn.Linear(1024, 3072) for _ in range(5)))
-    memory = sluice.MemoryLimits(device={device: "40MiB", second_device: "28MiB"})
-    report = sluice.load_into(model, tmp_path / "f.pth", device="auto", memory=memory)
-    assert report.placement == {"0": device, "1": device, "2": second_device, "3": "cpu", "4": "cpu"}
-    for index, layer in enumerate(layers):
-        assert torch.equal(model.get_parameter(f"{index}.weight").cpu(), layer.weight)
-
-
-def test_a_device_that_is_too_small_is_left_to_the_others(tmp_path: Path, second_device: str, sim: Simulator) -> None:
-    torch.save(nn.Sequential(nn.Linear(1024, 3072)).state_dict(), tmp_path / "f.pth")
-    sim.set_capacity(0, 8 * MIB)
-    with sluice.empty_init():
-        model = nn.Sequential(nn.Linear(1024, 3072))
-    report = sluice.load_into(model, tmp_path / "f.pth", device="auto")
-    assert report.devices == (second_device,)
-
-
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_two_loads_at_once_on_two_devices(
     file: Path, device: str, second_device: str, sim: Simulator, seed: int | None
@@ -177,23 +155,3 @@ def test_two_loads_at_once_on_two_devices(
             assert torch.equal(tensor.cpu(), expected[name])
     assert len(found) == 2
     assert sim.page_locked_bytes()[0] == 0
-
-
-@pytest.mark.parametrize("seed", [None, 0])
-def test_an_optimizer_continues_on_the_second_device(
-    tmp_path: Path, second_device: str, sim: Simulator, seed: int | None
-) -> None:
-    sim.schedule(seed)
-    model = net().to(second_device)
-    optimizer = KINDS["AdamW"](model)
-    train(model, optimizer, 3)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    again = net(seed=1).to(second_device)
-    ours = KINDS["AdamW"](again)
-    with sluice.open(tmp_path / "run.pt") as checkpoint:
-        sluice.load_into(again, checkpoint)
-        sluice.load_optimizer(ours, checkpoint)
-    train(model, optimizer, 3, first=3)
-    train(again, ours, 3, first=3)
-    assert not differences(again.state_dict(), model.state_dict())
-    assert not differences(ours.state_dict(), optimizer.state_dict())

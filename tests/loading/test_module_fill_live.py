@@ -62,35 +62,6 @@ def test_bytes_next_to_a_view_are_not_changed(tmp_path: Path) -> None:
     assert not bool((base[:, ::2] == 7).any())
 
 
-def test_parameters_that_are_views_of_a_flat_buffer_stay_views(tmp_path: Path) -> None:
-    source = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    torch.save(source.state_dict(), tmp_path / "f.pth")
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-    start = 0
-    for parameter in model.parameters():
-        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
-    sluice.load_into(model, tmp_path / "f.pth")
-    assert torch.equal(flat, torch.cat([p.detach().reshape(-1) for p in source.parameters()]))
-    flat.zero_()
-    assert not any(p.any() for p in model.parameters())
-
-
-def test_an_optimizer_continues_with_the_loaded_parameters(tmp_path: Path) -> None:
-    source, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    torch.save(source.state_dict(), tmp_path / "f.pth")
-    optimizers = []
-    for one in (model, source):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
-        one(torch.ones(2, 4)).sum().backward()
-        optimizers.append(optimizer)
-    sluice.load_into(model, tmp_path / "f.pth")
-    for optimizer in optimizers:
-        optimizer.step()
-    assert torch.equal(model.weight, source.weight)
-
-
 def test_a_parameter_of_a_different_dtype_trains_without_its_old_gradient(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     torch.save(model.state_dict(), tmp_path / "f.pth")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import sluice
 
@@ -119,23 +117,6 @@ def test_a_conflict_is_found_at_any_position_and_in_any_layout(tmp_path: Path) -
             sluice.load_into(build(by_object, empty=True), tmp_path / "f.pth")
 
 
-def test_buffers_over_the_memory_of_a_parameter_follow_it(tmp_path: Path) -> None:
-    class Viewing(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.register_buffer("saved", self.weight.data)
-            self.register_buffer("computed", self.weight.data, persistent=False)
-
-    values = nn.Linear(4, 4).state_dict()
-    torch.save(values, tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = Viewing()
-    sluice.load_into(model, tmp_path / "f.pth")
-    for name in ("saved", "computed"):
-        assert torch.equal(model.get_buffer(name), values["weight"])
-        assert model.get_buffer(name).data_ptr() == model.weight.data_ptr()
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_that_overlap_without_being_the_same_are_refused(device: str, tmp_path: Path) -> None:
     flat = torch.zeros(24, device=device)
@@ -143,24 +124,3 @@ def test_tensors_that_overlap_without_being_the_same_are_refused(device: str, tm
     torch.save({"flat": torch.ones(24), "part": torch.zeros(2, 4)}, tmp_path / "f.pth")
     with pytest.raises(sluice.MismatchError, match="'flat' and 'part' overlap in memory"):
         sluice.load_into(model, tmp_path / "f.pth")
-
-
-def test_a_tied_parameter_under_parametrizations_stays_one(tmp_path: Path) -> None:
-    def tied() -> Any:
-        model: Any = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)))
-        model[1].parametrizations.weight.original1 = model[0].parametrizations.weight.original1
-        return model
-
-    state = tied().state_dict()
-    names = [name for name in state if name.endswith("original1")]
-    for dropped in names:
-        torch.save({name: t for name, t in state.items() if name != dropped}, tmp_path / "f.pth")
-        with sluice.empty_init():
-            model = tied()
-        sluice.load_into(model, tmp_path / "f.pth")
-        weights = [layer.parametrizations.weight.original1 for layer in model]
-        assert weights[0] is weights[1]
-        assert torch.equal(weights[0], state[names[0]])
-        x = torch.randn(2, 4)
-        model(x).sum().backward()
-        assert weights[0].grad is not None

@@ -48,28 +48,6 @@ def test_one_open_checkpoint_in_threads(file: Path) -> None:
             assert torch.equal(tensor, tensors()[name])
 
 
-def test_two_modules_in_threads_and_one_module_twice(file: Path) -> None:
-    models = [
-        torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(WIDTH, device="meta")) for name in tensors()})
-        for _ in range(2)
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda model: sluice.load_into(model, file), models))
-    sluice.load_into(models[0], file)
-    for model in models:
-        assert_loaded(dict(model.items()))
-
-
-def test_the_same_file_under_two_names(file: Path) -> None:
-    link = file.with_name("link.pth")
-    if not link.exists():
-        link.symlink_to(file)
-    with sluice.open(file) as one, sluice.open(link) as other:
-        assert_loaded(sluice.load_state_dict(one))
-        assert_loaded(sluice.load_state_dict(other))
-        assert torch.equal(one["w1"].read(), other["w1"].read())
-
-
 def _wait(child: int) -> int:
     """Return the exit code of a child; the timeout is generous."""
     for _ in range(9000):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,52 +209,3 @@ def test_a_module_is_untouched_or_its_state_is_reported(
                 break
     assert "untouched" in outcomes
     assert "partial" in outcomes or not live or dtype is not None  # timing decides whether replaced ones are done
-
-
-BLACK_BOX = """
-import sys, sluice
-try:
-    state_dict = sluice.load_state_dict(sys.argv[1])
-except sluice.ReadError as error:
-    print(error)
-else:
-    print(sum(tensor.double().sum().item() for tensor in state_dict.values()))
-"""
-
-
-@pytest.fixture(scope="module")
-def strace() -> list[str]:
-    """Return the prefix of a command that injects faults into system calls."""
-    program = shutil.which("strace")
-    if program is None:
-        pytest.skip("strace is not installed")
-    probe = subprocess.run([program, "-f", "-e", "trace=none", "true"], capture_output=True, check=False)
-    if probe.returncode:
-        pytest.skip(f"strace may not trace: {probe.stderr.decode()[:200]}")
-    return [program, "-f", "-qq", "-o", os.devnull]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("fault", "outcome"),
-    [
-        ("error=EIO:when=3", "reading failed: Input/output error"),
-        ("error=EIO:when=4+", "reading failed: Input/output error"),
-        ("error=EINTR:when=2+3", None),
-        ("error=EAGAIN:when=2+3", None),
-    ],
-)
-def test_system_calls_that_fail_beneath_python(
-    tmp_path: Path, strace: list[str], fault: str, outcome: str | None
-) -> None:
-    write_zip(tmp_path / "f")
-    inject = [*strace, "-e", f"inject=preadv2:{fault}"]
-    done = subprocess.run(
-        [*inject, sys.executable, "-c", BLACK_BOX, str(tmp_path / "f")], capture_output=True, text=True, check=True
-    )
-    expected = sum(tensor.double().sum().item() for tensor in tensors().values())
-    if outcome is None:
-        assert float(done.stdout) == pytest.approx(expected)
-    else:
-        assert outcome in done.stdout
-        assert str(tmp_path / "f") in done.stdout

@@ -96,10 +96,6 @@ class Simulator:
         """Return the bytes of page-locked memory, now and at most since the reset."""
         return int(self._library.sim_page_locked()), int(self._library.sim_peak_page_locked())
 
-    def pending(self, device: int = 0) -> int:
-        """Return the number of items that no stream of a device has run."""
-        return int(self._library.sim_pending(device))
-
     def take_faults(self) -> list[str]:
         """Return the faults that did not stop the program, and forget them."""
         text = ctypes.create_string_buffer(1 << 16)
@@ -131,7 +127,7 @@ def _loaded() -> Simulator:
     path = str(library())
     torch.ops.load_library(path)  # type: ignore[no-untyped-call]  # of torch
     loaded = ctypes.CDLL(path)
-    for name in ("sim_page_locked", "sim_peak_page_locked", "sim_pending"):
+    for name in ("sim_page_locked", "sim_peak_page_locked"):
         getattr(loaded, name).restype = ctypes.c_uint64
     module = make_module(loaded)
     backend_registration.rename_privateuse1_backend("sim")
