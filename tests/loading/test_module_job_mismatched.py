@@ -51,14 +51,15 @@ def test_a_new_head_keeps_its_values(file: Path, kind: type[Net]) -> None:
     assert "of a different shape, not loaded (2): head.weight [3, 8], [10, 8] in the checkpoint" in str(report)
 
 
-def test_a_new_head_on_meta_is_initialised(file: Path) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_new_head_on_meta_is_initialised_and_cast(file: Path, dtype: torch.dtype | None) -> None:
     with sluice.empty_init():
         model = Net(3)
     assert sluice.plan(model, file, ignore_mismatched=True).mismatched == MISMATCHED
     torch.manual_seed(0)
-    report = sluice.load_into(model, file, ignore_mismatched=True)
+    report = sluice.load_into(model, file, ignore_mismatched=True, dtype=dtype)
     torch.manual_seed(0)
-    expected = nn.Linear(8, 3)
+    expected = nn.Linear(8, 3).to(dtype=dtype)
     assert same(model.head.state_dict(), expected.state_dict())
     assert report.initialised == ("head.weight", "head.bias")
 

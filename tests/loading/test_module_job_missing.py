@@ -53,6 +53,16 @@ def test_every_kind_of_problem_is_in_one_error_with_close_matches(tmp_path: Path
         assert after == before
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_shapes_that_differ_are_errors_in_any_case(strict: bool, tmp_path: Path) -> None:
+    state = Model().state_dict()
+    for shape in ((4, 7), (28,), (7, 4, 1), (8, 4), ()):
+        torch.save({**state, "lm_head.weight": torch.ones(shape)}, tmp_path / "f.pth")
+        for model in (Model(), empty()):
+            with pytest.raises(sluice.MismatchError, match=r"'lm_head\.weight' is \[7, 4\] in the module"):
+                sluice.load_into(model, tmp_path / "f.pth", strict=strict)
+
+
 def test_without_strict_live_values_stay_and_meta_modules_are_initialised(tmp_path: Path) -> None:
     state = {
         name: tensor for name, tensor in Model().state_dict().items() if name not in {"lm_head.weight", "body.0.bias"}
