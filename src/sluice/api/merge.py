@@ -101,7 +101,8 @@ def merge(
         ImportError: A YAML file needs ``pip install sluice[merge]``.
 
     Example:
-        >>> report = sluice.merge({"model.pth": 0.5, "model.safetensors": 0.5}, "average.safetensors")
+        >>> report = sluice.convert("model.pth", "half.pth", dtype=torch.bfloat16)
+        >>> report = sluice.merge({"model.pth": 0.3, "half.pth": 0.7}, "average.safetensors")
     """
     check_load(key=key, limits=limits, progress=progress)
     recipe = recipe_of(*_configuration(config, method, base, parameters))
