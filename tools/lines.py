@@ -20,7 +20,7 @@ BUDGET = {"src/sluice": 63_900, "tests": 60_000}
 #: Patterns of paths below src/sluice by feature; ``*`` also matches "/".
 FEATURES = {
     "remote: HTTP": ("sources/remote/http*", "sources/remote/connections*", "sources/remote/retries*"),
-    "remote: cache and prefetch": ("sources/remote/cach*", "reading/caches.py", "*prefetch*"),
+    "remote: cache": ("sources/remote/cach*", "reading/caches.py"),
     "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
     "ranks": (
         *("ranks/*", "sharding/*", "writing/ranks/*"),
@@ -58,7 +58,7 @@ FEATURES = {
     "adapters": ("adapters/*", "loading/adapted.py"),
     "DeepSpeed's directories": ("formats/deepspeed/*", "checkpoint/zero*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
-    "advice on other loaders": ("planning/other_methods.py", "loading/read_probe.py"),
+    "advice on other loaders": ("planning/other_methods.py",),
     "core": (
         *("_*.py", "api/*", "checkpoint/*", "cli/*", "engine/*", "entries/*", "formats/*", "loading/*"),
         *("machine/*", "matching/*", "modules/*", "planning/*", "reading/*", "records/*", "reports/*", "sources/*"),

@@ -128,9 +128,6 @@ OVERHEAD_PER_CONVERTED_TENSOR_BYTES = 1 << 10
 #: Host memory of other loading methods in addition to tensors: thread pool, Python objects, unused heap.
 METHOD_OVERHEAD_BYTES = 16 << 20
 
-#: Most bytes that a read probe reads to estimate the time of a load: a tenth of a second at 2 GB/s.
-PROBE_READ_BYTES = 128 << 20
-
 #: Most boxes for reshaping one tensor if strides cannot express the result. Each box is one copy; the overhead of more
 #: boxes exceeds the time of moving their bytes.
 RESHAPE_BOXES = 4096

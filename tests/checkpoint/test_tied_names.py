@@ -106,35 +106,3 @@ def test_links_between_equal_files_are_no_ties(tmp_path: Path, symbolic: bool) -
     found = sluice.load_state_dict(tmp_path)
     found["a"] += 1
     assert torch.equal(found["b"], torch.zeros(3))
-
-
-@pytest.mark.parametrize(
-    ("declared", "tied"),
-    [
-        ('{"a":"b"}', True),
-        ('{"b":"a","x":"a","c":"a"}', True),
-        ('{"a":"b","b":"a"}', False),
-        ('{"a":"a"}', False),
-        ('{"a":"c"}', False),
-        ("", False),
-        ("[]", False),
-        ("\xff", False),
-        ('{"a":"b"', False),
-    ],
-)
-def test_names_of_one_file_are_tied_if_the_writer_declared_them(tmp_path: Path, declared: str, tied: bool) -> None:
-    torch.save(torch.zeros(3), tmp_path / "a.pt")
-    link(tmp_path, "a", "b", symbolic=False)
-    torch.save(torch.ones(3), tmp_path / "c.pt")
-    (tmp_path / "sluice.tied_names.json").write_text(declared, encoding="latin1")
-    with sluice.open(tmp_path) as checkpoint:
-        assert list(checkpoint) == ["a", "b", "c"]
-        assert (checkpoint["a"].entry is checkpoint["b"].entry) == tied
-        assert torch.equal(checkpoint["c"].read(), torch.ones(3))
-
-
-def test_a_replaced_file_of_a_tie_is_a_tensor_of_its_own(tmp_path: Path) -> None:
-    torch.save(STORED, tmp_path / "a.pt")
-    torch.save(TIE, tmp_path / "b.pt")
-    (tmp_path / "sluice.tied_names.json").write_text('{"b":"a"}', encoding="ascii")
-    assert torch.equal(sluice.load_state_dict(tmp_path)["b"], TIE)

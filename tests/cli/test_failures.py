@@ -141,3 +141,4 @@ def test_a_misspelt_command_is_proposed() -> None:
     result = run_command("inspct", "net.pth")
     assert result.exit_code == 2
     assert "No such command 'inspct'. Did you mean 'inspect'?" in result.stderr
+    assert "sluice verify URL --cache DIRECTORY" in run_command("prefetch", "s3://bucket/m").stderr

@@ -43,3 +43,28 @@ def test_wrong_values_are_refused(option: list[str]) -> None:
     result = CliRunner().invoke(main, ["inspect", "http://127.0.0.1:1/m", *option])
     assert result.exit_code == 2
     assert "secret" not in result.output
+
+
+@pytest.mark.parametrize(("size", "problem"), [("1GiB", "--cache-bytes needs --cache"), ("much", "not a size")])
+def test_the_size_of_a_cache_is_one_and_needs_a_directory(size: str, problem: str) -> None:
+    result = CliRunner().invoke(main, ["verify", "https://host/m", "--cache-bytes", size])
+    assert result.exit_code == 2
+    assert problem in result.output
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan", "diff", "convert"])
+def test_commands_read_what_was_cached(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, local = save({"w": torch.arange(100_000.0)}), str(tmp_path / "m.safetensors")
+    Path(local).write_bytes(content)
+    monkeypatch.setenv("SLUICE_CACHE", str(tmp_path / "cache"))
+    more = {"diff": [local], "convert": [str(tmp_path / "f.pth")]}
+    with RangeServer({"/m.safetensors": content}) as server:
+        url = server.url("/m.safetensors")
+        assert CliRunner().invoke(main, ["verify", url]).exit_code == 0
+        server.requests.clear()
+        done = CliRunner().invoke(main, [command, url, *more.get(command, [])])
+        assert done.exit_code == 0, done.output
+        assert len(server.requests) == 1
+        if command == "diff":
+            assert CliRunner().invoke(main, [command, local, url]).exit_code == 0
+            assert len(server.requests) == 2

@@ -173,14 +173,6 @@ def test_formats_that_torch_does_not_read_are_reported(file: Path, tmp_path: Pat
     assert "no other method supports this load" in report.reason
 
 
-def test_a_probe_estimates_the_time_of_the_load(file: Path) -> None:
-    report = sluice.plan(empty(), file, probe=True)
-    assert report.bytes_per_second is not None
-    assert report.seconds == pytest.approx(report.read_bytes / report.bytes_per_second)
-    assert f"estimated time: {report.seconds:.2f} s" in str(report)
-    assert sluice.plan(empty(), file).seconds is None
-
-
 def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"fake:0": DeviceFacts(device="fake:0", free_bytes=6 * MIB, cached_bytes=0)}
     monkeypatch.setattr("sluice.loading.devices.device_name", str)

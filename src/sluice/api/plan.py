@@ -59,7 +59,6 @@ def plan(
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     page_cache: PageCache = "auto",
-    probe: bool = False,
     stream: bool = False,
     mesh: Mapping[str, int] | None = None,
     ranks_per_host: int | None = None,
@@ -90,7 +89,6 @@ def plan(
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.
-        probe: Load up to 128 MiB of the tensors and discard them, to estimate the time of the load.
         stream: Plan ``sluice.stream`` too, with ``memory`` as its memory for weights: ``report.stream`` has what would
             stay, and what each call of the model would read.
         mesh: Plan for the ranks of a device mesh, without processes: ranks along each dimension by name, as in
@@ -162,8 +160,8 @@ def plan(
     ):
         if layout is not None and isinstance(request, ModuleRequest):
             ranks, fullest = plan_ranks(request, checkpoint, layout)
-            return plan_report(fullest, checkpoint, probe=probe, ranks=ranks, notes=(_ranks_note(ranks),))
-        report = plan_report(request, checkpoint, probe=probe, notes=() if model is not None else (_WITHOUT_MODEL,))
+            return plan_report(fullest, checkpoint, ranks=ranks, notes=(_ranks_note(ranks),))
+        report = plan_report(request, checkpoint, notes=() if model is not None else (_WITHOUT_MODEL,))
         if stream and isinstance(request, ModuleRequest):
             return _with_stream(report, request, checkpoint, memory, weights)
         return report
@@ -192,9 +190,8 @@ def _with_stream(
 
     if isinstance(load.device, Mapping) or load.device == "auto":
         raise ValueError("plan(): stream=True needs one device")
-    rate = report.bytes_per_second
     request = StreamRequest(load=load, memory=memory, quantized=quantized)
-    found = plan_stream(request, checkpoint, bytes_per_second=rate)
+    found = plan_stream(request, checkpoint)
     return dataclasses.replace(report, stream=found)
 
 

@@ -30,7 +30,7 @@ from sluice.checkpoint.layout import PARAMETER_SUFFIX, PLACES, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.rank_directories import RANK_FILES, rank_tensors
 from sluice.checkpoint.sharded_tensors import RankFile, has_shards, join_shards, joined_tree
-from sluice.checkpoint.tied_names import Declaration, find_ties, linked_names, one_file
+from sluice.checkpoint.tied_names import Declaration, find_ties, one_file
 from sluice.entries import tree as trees
 from sluice.formats.shard_index import ShardIndex
 from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
@@ -107,8 +107,7 @@ def merge(
         elif layout.kind == "parts" and not isinstance(error, IncompleteCheckpointError):
             error.advice = "These are not the parts of one checkpoint: pass the path of one, or only its files."
         raise error
-    linked = _linked(layout, found, limits) if layout.kind == "parameters" else {}
-    files, tree = _join(list(found.values()), list(parts.values()), linked)
+    files, tree = _join(list(found.values()), list(parts.values()))
     index = Index(
         format=_format_name(layout, files),
         files=tuple(chain.from_iterable(file.index.files for file in files)),
@@ -133,7 +132,7 @@ def _merge_shards(
     """Return the index of the files of FSDP1's ranks, which have the same names."""
     parts = [dict(trees.leaves(file.index.tree)) for file in files]
     unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
-    joined, values = _join(files, unique, {})
+    joined, values = _join(files, unique)
     ranks = [
         RankFile(file.index.files[0].path, {name: values[f"{number} {name}"] for name in part})
         for number, (file, part) in enumerate(zip(files, parts, strict=True))
@@ -181,14 +180,6 @@ def _with_tied(
         file: part and {**part, **{name: value for key, value in part.items() for name in others.get(key, ())}}
         for file, part in parts.items()
     }
-
-
-def _linked(layout: CheckpointLayout, files: Mapping[str, OpenFile], limits: Limits) -> Mapping[str, str]:
-    """Return the stored name of each parameter that is tied to another one."""
-    identities = {name.removesuffix(PARAMETER_SUFFIX): file.index.files[0].identity for name, file in files.items()}
-    if len(set(identities.values())) == len(identities):
-        return {}
-    return linked_names(layout.directory, identities, limits)
 
 
 def _add_missing(problems: _Problems, layout: CheckpointLayout, missing: Sequence[str]) -> None:
@@ -247,29 +238,21 @@ def _omitted(weight_map: Mapping[str, str], parts: Mapping[str, dict[str, object
 
 
 def _join(
-    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None], linked: Mapping[str, str]
+    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None]
 ) -> tuple[list[OpenFile], dict[str, object]]:
-    """Return the distinct files and the merged tree, with storages numbered across files; close the other files.
-
-    ``linked`` has the stored name of each tensor that shares the file of a different one.
-    """
+    """Return the files and the merged tree, with storages numbered across files."""
     joined: list[OpenFile] = []
     tree: dict[str, object] = {}
     versions: dict[object, object] = OrderedDict()
     first = 0
     for file, part in zip(files, parts, strict=True):
         position, own = len(joined), file.index.storages
-        if part and linked.keys() & part.keys():
-            tree.update(part)  # keeps the order; replaced below
-            file.source.close()
-            continue
         storages = tuple(replace(storage, file=position) for storage in own)
         index = replace(file.index, storages=storages, tree=None, tied={})
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
         versions.update(trees.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
         first += len(own)
-    tree.update((name, tree[stored]) for name, stored in linked.items())
     if versions:
         tree = OrderedDict(tree)
         tree._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name for it)

@@ -9,9 +9,8 @@ that declaration to files with other tensors, so all files of a checkpoint are c
   decide, the files contradict each other.
 - A name whose tensor no file stores is left out, with a note.
 
-In a directory of parameters, each name has a file. Hard or symbolic links alone do not tie, because tools that remove
-duplicates link files of equal content. Names are tied if their files are one and the writer declared them, in a file
-``sluice.tied_names.json``: ``{"head": "embedding"}``. A declaration that cannot be read ties nothing.
+In a directory of parameters, each name has a file, and none are tied: tools that remove duplicates link files of equal
+content.
 
 Limits: ``Limits.entries`` for the stored and tied names together, and ``Limits.name_bytes`` for each tied name.
 """
@@ -19,25 +18,18 @@ Limits: ``Limits.entries`` for the stored and tied names together, and ``Limits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sluice._errors import LimitError, SluiceError
+from sluice._errors import LimitError
 from sluice._messages import listed
 from sluice._options import Limits
 from sluice.checkpoint.chunks import without_places
 from sluice.checkpoint.layout import PLACES
-from sluice.checkpoint.survey import open_member
-from sluice.formats.safetensors.header import parse_texts
-from sluice.records import FileIdentity, Index
-from sluice.sources.directory import Directory
+from sluice.records import Index
 
-__all__ = ["TIES_FILE", "Declaration", "Ties", "find_ties", "linked_names", "one_file", "with_ties"]
-
-#: File that declares the tied names of a directory of parameters.
-TIES_FILE = "sluice.tied_names.json"
+__all__ = ["Declaration", "Ties", "find_ties", "one_file", "with_ties"]
 
 
 class Declaration(NamedTuple):
@@ -120,39 +112,6 @@ def find_ties(declarations: Sequence[Declaration], weight_map: Mapping[str, str]
     why = "Left out, because the tensors that they are tied to are not in the checkpoint"
     notes = (f"{listed(why, left_out)}.",) if left_out else ()
     return Ties(found, [name for name in candidates if name not in found], notes)
-
-
-def linked_names(directory: Directory, identities: Mapping[str, FileIdentity], limits: Limits) -> Mapping[str, str]:
-    """Return the stored name of each tied name of a directory of parameters: declared, and the same file.
-
-    Args:
-        directory: The directory.
-        identities: The identity of the file of each name.
-        limits: Bounds on the declaration.
-    """
-    tied = _read_ties_file(directory, limits)
-    return {
-        name: stored
-        for name, stored in tied.items()
-        if stored not in tied
-        and {name, stored} <= identities.keys()
-        and identities[name].inode
-        and identities[name] == identities[stored]
-    }
-
-
-def _read_ties_file(directory: Directory, limits: Limits) -> Mapping[str, str]:
-    """Return the stored name of each tied name that a directory of parameters declares; none if it is unreadable."""
-    try:
-        source = open_member(directory, TIES_FILE, limits)
-        if source is None:
-            return {}
-        with closing(source):
-            nbytes = source.identity.nbytes
-            data = source.read_at(0, nbytes) if nbytes <= limits.header_bytes else b""
-        return parse_texts(data, source.path, limits)
-    except SluiceError:
-        return {}
 
 
 def _check_limits(names: Mapping[str, object], count: int, path: str, limits: Limits) -> None:

@@ -30,7 +30,6 @@ _SUMMARIES = {
     "load": "Build a model, fill it from the checkpoint at PATH, and report time and peak memory.",
     "merge": "Merge or average checkpoints into DESTINATION, with a fixed amount of memory.",
     "plan": "Predict the memory of loading the checkpoint at PATH, and whether it fits.",
-    "prefetch": "Fill a cache directory with the files of the checkpoint at URL, so that loads read them there.",
     "share": "Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.",
     "verify": "Read the checkpoint at PATH once and report what is damaged.",
 }
@@ -58,6 +57,8 @@ class _Commands(click.Group):
 
             close = get_close_matches(args[0], _SUMMARIES, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
+            if args[0] == "prefetch":
+                hint = " 'sluice verify URL --cache DIRECTORY' downloads all files and checks them."
             raise click.UsageError(f"{error.message}{hint}", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  as above
@@ -102,7 +103,6 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context by _Com
       sluice plan model.pth --model mypackage.models:build --host-limit 4GiB
       sluice load model.pth --model mypackage.models:build --dtype bfloat16
       sluice convert model.pth model.safetensors --dtype bfloat16
-      sluice prefetch s3://bucket/model/ --cache /scratch/cache
       sluice verify model.pth
       sluice diff model.pth model.safetensors
       sluice bench --size small

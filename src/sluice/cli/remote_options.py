@@ -12,10 +12,7 @@ from sluice._units import parse_bytes
 if TYPE_CHECKING:
     from sluice.sources.opening import Location
 
-__all__ = ["CACHE_VARIABLE", "chosen_cache", "remote_options", "with_settings"]
-
-#: Variable that names the directory if ``--cache`` does not.
-CACHE_VARIABLE = "SLUICE_CACHE"
+__all__ = ["remote_options", "with_settings"]
 
 #: Key of the arguments of ``Remote`` in the context of a command.
 _SETTINGS = "sluice.remote"
@@ -30,23 +27,11 @@ def remote_options(command: _Command) -> _Command:
     return command
 
 
-def chosen_cache() -> str | None:
-    """Return the directory of ``--cache`` or its variable; None without.
-
-    Raises:
-        click.UsageError: ``--cache-bytes`` was given without a directory.
-    """
-    settings = click.get_current_context().meta.get(_SETTINGS, {})
-    directory: str | None = settings.get("cache")
-    if directory is None and "cache_bytes" in settings:
-        raise click.UsageError(f"--cache-bytes needs --cache, or the variable {CACHE_VARIABLE}")
-    return directory
-
-
 def with_settings(path: str) -> Location:
     """Return a path as it is read: a URL with the chosen cache and settings, a local path unchanged."""
-    chosen_cache()
     settings = click.get_current_context().meta.get(_SETTINGS, {})
+    if "cache_bytes" in settings and "cache" not in settings:
+        raise click.UsageError("--cache-bytes needs --cache, or the variable SLUICE_CACHE")
     if not settings:
         return path
     # Here, not above: most commands have no such options.
@@ -87,7 +72,7 @@ _OPTIONS = (
     _option(
         "cache",
         metavar="DIR",
-        envvar=CACHE_VARIABLE,
+        envvar="SLUICE_CACHE",
         show_envvar=True,
         help="Keep the bytes of URLs in this directory, and read them there.",
     ),

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 
-from msgspec.structs import replace
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES
@@ -15,7 +14,6 @@ from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest, figures
 from sluice.loading.module_job import ModuleJob
-from sluice.loading.read_probe import probed_bytes_per_second
 from sluice.loading.request_meter import RequestMeter
 from sluice.planning.alternatives import Change, find_alternatives
 from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
@@ -43,7 +41,6 @@ def plan_report(
     request: LoadRequest,
     checkpoint: OpenCheckpoint,
     *,
-    probe: bool,
     ranks: RanksPlan | None = None,
     notes: tuple[str, ...] = (),
 ) -> PlanReport:
@@ -52,17 +49,12 @@ def plan_report(
     Args:
         request: Arguments of the load.
         checkpoint: The checkpoint to plan for.
-        probe: Whether to read a little and estimate times.
         ranks: The loads of all ranks, if the request is that of one of them.
         notes: Further notes for the report.
     """
     job, memory = request.job(checkpoint), request.memory
     plan, limits = job.plan, find_limits(job.plan.facts, memory)
     short, remote = shortages(plan, memory), RequestMeter(checkpoint, plan).planned()
-    speed = None
-    if probe and plan.targets:
-        options = replace(request.options, place="copy")
-        speed = probed_bytes_per_second(checkpoint, job.requests, options=options)
     methods = tuple(_verdicts(job, _plans_by_place(request, job), limits))
     recommended, reason = recommend(methods)
     replan = partial(request.replan, checkpoint)
@@ -78,7 +70,6 @@ def plan_report(
         methods=methods,
         recommended=recommended,
         reason=reason,
-        bytes_per_second=speed,
         ranks=ranks,
         notes=(*checkpoint.index.notes, *job.notes, *notes),
         explanation=partial(explain, plan),

@@ -56,8 +56,6 @@ class PlanReport(LoadFigures):
     recommended: str | None
     #: The reason for the recommendation.
     reason: str
-    #: Measured speed of a small load of the same files; None without a probe.
-    bytes_per_second: float | None = None
     #: The loads of all ranks of a mesh, of which the other fields describe the fullest; None without a mesh.
     ranks: RanksPlan | None = None
     #: The model as a stream; None unless it was requested.
@@ -69,12 +67,6 @@ class PlanReport(LoadFigures):
     def fits(self) -> bool:
         """Whether every limit can be kept: ``load_into`` with the same arguments would not raise ``BudgetError``."""
         return not self.shortages
-
-    @property
-    def seconds(self) -> float | None:
-        """Estimated seconds of the load, mapped pages touched; None without a probe."""
-        speed = self.bytes_per_second
-        return None if speed is None else (self.read_bytes + self.mapped_bytes) / speed
 
     def explain(self) -> Explanation:
         """Return how each group of tensors would be moved: reads, their methods, staging, casts."""
@@ -124,8 +116,6 @@ class PlanReport(LoadFigures):
         yield "predicted growth: at most " + ", ".join(
             f"{format_bytes(n)} of {where} memory" for where, n in grown.items()
         )
-        if self.seconds is not None:
-            yield f"estimated time: {self.seconds:.2f} s, by a small load of the same files"
         for limit in self.limits:
             yield f"limit of {limit.where}: {format_bytes(limit.nbytes)} ({limit.origin})"
         yield from self.shortages

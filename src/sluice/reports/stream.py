@@ -31,8 +31,6 @@ class StreamPlan(Report):
     call_bytes: int
     #: Bytes of the files that would rest in host memory, for a model on an accelerator.
     host_bytes: int = 0
-    #: Estimated seconds to read them, while the model computes; None without a probe.
-    call_seconds: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -47,11 +45,10 @@ class StreamPlan(Report):
                 f"{format_bytes(self.memory_bytes)} are allowed"
             )
             return
-        seconds = "" if self.call_seconds is None else f" in {self.call_seconds:.2f} s"
         yield (
             f"as a stream: {format_bytes(self.resident_bytes)} stay in memory, the weights of "
             f"{counted(self.blocks, 'block')} pass through {format_bytes(self.window_bytes)}; each call reads "
-            f"{format_bytes(self.call_bytes)}{seconds}"
+            f"{format_bytes(self.call_bytes)}"
             + (f", and {format_bytes(self.host_bytes)} from host memory" if self.host_bytes else "")
         )
 

@@ -155,13 +155,12 @@ def decide_stream(request: StreamRequest, checkpoint: OpenCheckpoint) -> StreamJ
     return stream
 
 
-def plan_stream(request: StreamRequest, checkpoint: OpenCheckpoint, *, bytes_per_second: float | None) -> StreamPlan:
+def plan_stream(request: StreamRequest, checkpoint: OpenCheckpoint) -> StreamPlan:
     """Return what a stream would hold and read; the errors are those of ``decide_stream`` but for ``BudgetError``.
 
     Args:
         request: Arguments of the stream.
         checkpoint: What would be read.
-        bytes_per_second: Measured speed of reads; None for no estimate of times.
     """
     stream, memory_bytes = _decide(request, checkpoint)
     return StreamPlan(
@@ -172,7 +171,6 @@ def plan_stream(request: StreamRequest, checkpoint: OpenCheckpoint, *, bytes_per
         window_bytes=stream.decision.window_bytes,
         host_bytes=stream.host_bytes,
         call_bytes=stream.call_bytes,
-        call_seconds=None if bytes_per_second is None else stream.call_bytes / bytes_per_second,
     )
 
 

@@ -54,11 +54,10 @@ def test_a_load_that_does_not_fit_ends_with_3_and_advice() -> None:
 
 
 def test_without_a_model_the_checkpoint_is_enough() -> None:
-    done = run("--json", "--probe")
+    done = run("--json")
     assert done.exit_code == 0
     report = json.loads(done.stdout)
     assert report["recommended"] == "sluice"
-    assert report["bytes_per_second"] > 0
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def test_who_waited_for_a_part_uses_what_was_published(tmp_path: Path) -> None:
     with cache.writing(entry, publish) as none:
         assert none is None
     found = cache.complete(entry)
-    assert found is not None and found.right() == {0}
+    assert found is not None
+    assert found.right() == {0}
     writer.__exit__(None, None, None)
     found.file.close()

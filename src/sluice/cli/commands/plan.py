@@ -40,7 +40,6 @@ class MeshSizes(click.ParamType[dict[str, int]]):
     "parallelism. Needs --model.",
 )
 @click.option("--ranks-per-host", type=click.IntRange(1), help="Ranks that share a host. Default: all.")
-@click.option("--probe", is_flag=True, help="Load up to 128 MiB to estimate the time.")
 @click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
@@ -50,7 +49,6 @@ def plan_command(
     *,
     mesh: dict[str, int] | None,
     ranks_per_host: int | None,
-    probe: bool,
     explain: bool,
     as_json: bool,
 ) -> None:
@@ -64,7 +62,7 @@ def plan_command(
     Examples:
       sluice plan model.pth
       sluice plan model.pth --model net:Net --dtype bfloat16 --explain
-      sluice plan model.pth --model net:Net --device cuda:0 --host-limit 2GiB --device-limit 8GiB --probe
+      sluice plan model.pth --model net:Net --device cuda:0 --host-limit 2GiB --device-limit 8GiB
       sluice plan model.pth --model net:Net --mesh dp=8,tp=4 --ranks-per-host 8
       sluice plan model.pth --json | jq .recommended
     """
@@ -72,7 +70,6 @@ def plan_command(
         load.model(),
         load.source,
         **load.keywords,
-        probe=probe,
         mesh=mesh,
         ranks_per_host=ranks_per_host,
     )
