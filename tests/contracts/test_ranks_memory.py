@@ -76,26 +76,6 @@ def test_ranks_of_a_host_hold_their_parts_and_share_one_gate(
     assert total["reads"] <= 1.02 * path.stat().st_size
 
 
-def plans(path: Path) -> tuple[int, int, int, str]:
-    memory = sluice.MemoryLimits(host="400MiB", staging="32MiB")
-    plan = sluice.plan(_divided(), path, dtype=torch.bfloat16, memory=memory)
-    try:
-        sluice.load_into(_divided(), path, memory="100MiB")
-    except sluice.RankError as error:
-        text = str(error)
-    (limit,) = (each for each in plan.limits if each.where == "host")
-    return plan.staging_bytes, plan.final_bytes, limit.nbytes, text
-
-
-def test_limits_of_a_host_are_for_all_of_its_ranks(path: Path, four_ranks: Ranks) -> None:
-    for staging, final, limit, text in four_ranks.run(plans, path):
-        assert 0 < staging <= 8 * MIB
-        assert final <= path.stat().st_size / 8 + MIB
-        assert limit == 100 * MIB
-        assert "together need" in text
-        assert "at most 100 MiB (MemoryLimits(host=...))" in text
-
-
 def offloaded(path: Path) -> tuple[int, int]:
     """Return the predictions for parameters that stay, and for parameters that fully_shard page-locks."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

@@ -239,15 +239,6 @@ def test_live_parameters_of_a_different_dtype_are_replaced_one_by_one(file: Path
     assert_holds(model, file)
 
 
-def test_a_model_on_the_host_moves_to_the_device(file: Path, device: str) -> None:
-    model = Weights(SHAPES, "cpu")
-    parameters = list(model.parameters())
-    sluice.load_into(model, file, device=device)
-    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
-    assert {str(parameter.device) for parameter in model.parameters()} == {device}
-    assert_holds(model, file)
-
-
 def test_measure_reports_the_growth_of_each_device(file: Path, device: str) -> None:
     before, reserved = allocated_and_reserved()
     with sluice.measure() as memory:

@@ -119,16 +119,3 @@ def test_buffers_computed_from_parameters_are_refused_by_name_or_follow(tmp_path
     kept = live.get_buffer("norm").clone()
     sluice.load_into(live, tmp_path / "f.pth", strict=False)
     assert torch.equal(live.get_buffer("norm"), kept)
-
-
-@pytest.mark.gpu
-def test_computed_buffers_go_to_the_device_in_their_dtype(tmp_path: Path, device: str) -> None:
-    expected = Masked()
-    torch.save(expected.state_dict(), tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = Masked()
-    sluice.load_into(model, tmp_path / "f.pth", device=device, dtype=torch.bfloat16)
-    for name, buffer in model.named_buffers():
-        assert buffer.device == torch.device(device)
-        assert buffer.dtype == (torch.bfloat16 if name in {"saved", "small"} else expected.get_buffer(name).dtype)
-    assert model.get_buffer("computed") is model.get_buffer("other.shared")
