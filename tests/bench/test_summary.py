@@ -31,12 +31,7 @@ def _document() -> dict[str, Any]:
             checkpoints={method: Path("small.pth") for method in ("raw-direct", "torch-mmap", "sluice-load-into")},
         )
         scenarios.append(each)
-        for method, seconds in {
-            "reference": 1.0,
-            "raw-direct": 1.5,
-            "torch-mmap": 3.0,
-            "sluice-load-into": 2.0,
-        }.items():
+        for method, seconds in _SECONDS.items():
             states = each.states[:1] if (method, dtype) == ("torch-mmap", "bfloat16") else each.states
             runs += [
                 MethodRun(

@@ -252,12 +252,6 @@ def test_numbers_are_compared_as_a_naive_loop_does(pair: tuple[torch.Tensor, tor
     assert found.max_rel == pytest.approx(max_rel, rel=1e-9)
 
 
-_IN_ALL_FORMATS = {
-    *("bool", "uint8", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64"),
-}
-
-
 @pytest.mark.parametrize(
     ("a", "b", "rtol", "atol", "different"),
     [

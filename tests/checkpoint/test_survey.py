@@ -259,13 +259,3 @@ def test_a_shard_replaced_after_opening_leaves_the_model_alone(tmp_path: Path) -
             sluice.load_into(model, checkpoint)
     assert caught.value.file == str(tmp_path / "2.safetensors")
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_a_closed_directory_reads_nothing_more(tmp_path: Path) -> None:
-    two_shards(tmp_path)
-    with sluice.open(tmp_path) as checkpoint:
-        tensor = checkpoint["c"]
-        tensor.read()
-    with pytest.raises(ValueError, match="closed"):
-        tensor.read()
-    assert repr(checkpoint) == f"<Checkpoint huggingface-safetensors {tmp_path}>"

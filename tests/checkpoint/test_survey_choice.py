@@ -109,10 +109,6 @@ def test_nested_directories_are_not_searched(tmp_path: Path) -> None:
     assert error.file == str(tmp_path)
 
 
-def test_an_empty_directory(tmp_path: Path) -> None:
-    assert refusal(tmp_path).found == "nothing"
-
-
 @pytest.mark.parametrize(
     ("names", "kind", "words"),
     [

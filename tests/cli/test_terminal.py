@@ -154,12 +154,3 @@ def test_the_help_teaches(files: dict[str, list[str]], command: str) -> None:
     found = json.loads(CliRunner().invoke(main, [command, *files[command], "--json"]).stdout)
     said = rest.partition("The JSON object:")[2]
     assert [key for key in found if not re.search(rf"\b{key}\b", said)] == []
-
-
-def test_interrupts_have_a_code_of_their_own(files: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    for command in COMMANDS:
-        monkeypatch.setattr(sluice, command, interrupt)
-        assert CliRunner().invoke(main, [command, *files[command]]).exit_code == 130

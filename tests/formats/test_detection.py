@@ -97,7 +97,7 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     (b"\xde\0\x20\xa6params" + bytes(100), UnsupportedError, "Flax"),
     (b"PAR1" + bytes(100), UnsupportedError, "Parquet"),
     (npy_bytes(), UnsupportedError, ".npy"),
-    (gzip.compress(bytes(1000)), UnsupportedError, "gzip"),
+    (gzip.compress(bytes(1000)), UnsupportedError, "gunzip -c FILE > FILE.tar"),
     (b"\x28\xb5\x2f\xfd" + bytes(100), UnsupportedError, "a compressed file"),
     (b"\x04\x22\x4d\x18" + bytes(100), UnsupportedError, "a compressed file"),
     (b"7z\xbc\xaf\x27\x1c" + bytes(100), UnsupportedError, "a compressed file"),

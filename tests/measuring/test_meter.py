@@ -208,22 +208,24 @@ def test_a_function_is_measured_at_each_call(capsys: pytest.CaptureFixture[str])
     assert "quiet: peak growth of memory over" in capsys.readouterr().err
 
 
-def test_if_no_process_can_start_a_thread_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_if_no_process_can_start_a_thread_samples() -> None:
     with sluice.measure() as memory:
         touch(64 * MIB)
     assert not memory.report.separate_process
     assert memory.report.peaks.total_bytes >= 64 * MIB - SLACK
 
 
+@pytest.mark.usefixtures("no_process")
 def test_a_thread_with_a_long_interval_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
     naps: list[float] = []
     sleep = time.sleep
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from sluice._dtypes import dtype_name, torch_dtype
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, Request
+from sluice.records import FileRecord, LoadPlan, Request
 from sluice.sources.local import LocalFile
 from support.dtypes import TORCH_DTYPES
 from support.oracles import bits
@@ -49,6 +53,17 @@ def load(
         return memory.tensors(views)
     finally:
         source.close()
+
+
+@contextmanager
+def planned(path: Path, *tensors: torch.Tensor, cached: bool = True) -> Iterator[tuple[LoadPlan, LocalFile, Any]]:
+    """Write tensors, and return the plan that reads all of them, its source, and the views of its targets."""
+    places = write_storages(path, list(tensors))
+    with closing(LocalFile(path)) as source:
+        index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+        requests = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
+        targets, views = single_targets(requests, index, {})
+        yield plan_load(targets, index.files, facts(cached=cached), staging_bytes=MIB), source, views
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -149,64 +164,40 @@ def test_live_tensors_of_any_strides_are_filled_in_place(tmp_path: Path, cached:
 
 
 def test_direct_reads_step_down_if_the_file_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(MIB)
-    places = write_storages(tmp_path / "f", [tensor])
     monkeypatch.delattr("os.O_DIRECT", raising=False)
-    source = LocalFile(tmp_path / "f")
-    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-    targets, wanted = single_targets([request("t", entry_of(tensor, 0))], index, {})
-    plan = plan_load(targets, index.files, facts(cached=False), staging_bytes=MIB)
-    memory = Targets(plan)
-    outcome = execute(plan, [source], memory)
-    source.close()
+    tensor = torch.randn(MIB)
+    with planned(tmp_path / "f", tensor, cached=False) as (plan, source, views):
+        memory = Targets(plan)
+        outcome = execute(plan, [source], memory)
     assert outcome.stepped_down == len(plan.reads)
     assert outcome.read_bytes == {"direct": 0, "buffered": tensor.nbytes}
-    assert torch.equal(memory.tensors(wanted)[0], tensor)
+    assert torch.equal(memory.tensors(views)[0], tensor)
 
 
 def test_a_file_that_shrinks_is_a_changed_source(tmp_path: Path) -> None:
-    tensor = torch.randn(MIB)
-    places = write_storages(tmp_path / "f", [tensor])
-    source = LocalFile(tmp_path / "f")
-    with (tmp_path / "f").open("r+b") as file:
-        file.truncate(1000)
-    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-    targets, _ = single_targets([request("t", entry_of(tensor, 0))], index, {})
-    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
-    with pytest.raises(sluice.SourceChangedError):
-        execute(plan, [source], Targets(plan))
-    source.close()
+    with planned(tmp_path / "f", torch.randn(MIB)) as (plan, source, _):
+        os.truncate(tmp_path / "f", 1000)
+        with pytest.raises(sluice.SourceChangedError):
+            execute(plan, [source], Targets(plan))
 
 
 def test_a_file_rewritten_during_the_load_is_noticed_at_the_end(tmp_path: Path) -> None:
-    tensor = torch.randn(MIB)
-    places = write_storages(tmp_path / "f", [tensor])
-    source = LocalFile(tmp_path / "f")
-    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-    targets, _ = single_targets([request("t", entry_of(tensor, 0))], index, {})
-    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
-
     def rewrite(_: int) -> None:
         with (tmp_path / "f").open("r+b") as file:
             file.write(b"changed")
 
-    with pytest.raises(sluice.SourceChangedError, match="changed since it was indexed"):
+    with (
+        planned(tmp_path / "f", torch.randn(MIB)) as (plan, source, _),
+        pytest.raises(sluice.SourceChangedError, match="changed since it was indexed"),
+    ):
         execute(plan, [source], Targets(plan), progress=rewrite)
-    source.close()
 
 
 def test_progress_and_completion_reach_the_caller(tmp_path: Path) -> None:
-    tensors = [torch.randn(MIB), torch.randn(100), torch.randn(50)]
-    places = write_storages(tmp_path / "f", tensors)
-    source = LocalFile(tmp_path / "f")
-    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-    requests = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
-    targets, _ = single_targets(requests, index, {})
-    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
     done: list[int] = []
     completed: list[int] = []
-    execute(plan, [source], Targets(plan), progress=done.append, completed=completed.append)
-    source.close()
+    with planned(tmp_path / "f", torch.randn(MIB), torch.randn(100), torch.randn(50)) as (plan, source, _):
+        execute(plan, [source], Targets(plan), progress=done.append, completed=completed.append)
     assert done[-1] == plan.read_bytes
     assert done == sorted(done)
     assert sorted(completed) == [0, 1, 2]

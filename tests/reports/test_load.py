@@ -70,12 +70,6 @@ def test_text_names_what_happened() -> None:
         assert part in text
 
 
-def test_text_escapes_names_from_the_file() -> None:
-    text = str(replace(_REPORT, unexpected=("w\x1b[2J\nnote: all is well",)))
-    assert "\x1b" not in text
-    assert "\nnote:" not in text
-
-
 def test_json_holds_every_field() -> None:
     report = replace(_REPORT, measured=_PREDICTED, reads=MappingProxyType({"direct": 8 << 20}), tied=(("a", "b"),))
     value = json.loads(json.dumps(report.to_json()))

@@ -140,26 +140,6 @@ def test_nothing_is_opened_before_the_first_read(path: Path) -> None:
         assert source.read_at(0, 4) == CONTENT[:4]
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, len(CONTENT)), (17, 4096), (len(CONTENT), 0)])
-def test_read_at(source: LocalFile, offset: int, nbytes: int) -> None:
-    assert source.read_at(offset, nbytes) == CONTENT[offset : offset + nbytes]
-
-
-@pytest.mark.parametrize(
-    ("offset", "nbytes"), [(0, len(CONTENT) + 1), (len(CONTENT), 1), (1 << 62, 1), (-1, 2), (5, -1)]
-)
-def test_reading_outside_is_truncation_and_allocates_nothing(source: LocalFile, offset: int, nbytes: int) -> None:
-    with pytest.raises(TruncatedError) as caught:
-        source.read_at(offset, nbytes)
-    assert (caught.value.file, caught.value.offset) == (source.path, offset)
-
-
-def test_reading_into_a_buffer_ends_with_the_file(source: LocalFile) -> None:
-    buffer = bytearray(b"?" * 20)
-    assert source.read_into(len(CONTENT) - 7, memoryview(buffer)) == 7
-    assert buffer == CONTENT[-7:] + b"?" * 13
-
-
 @pytest.mark.parametrize("most", [1, 7, 4095, 100_000])
 def test_short_reads_are_continued(source: LocalFile, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     patch_preadv(monkeypatch, lambda read, buffer, offset: read(buffer[:most], offset))
@@ -185,13 +165,6 @@ def test_an_early_end_of_an_unchanged_file_is_truncation(source: LocalFile, monk
     with pytest.raises(TruncatedError) as caught:
         source.read_at(0, 100)
     assert caught.value.found == "9 bytes"
-
-
-def test_without_preadv(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_HAS_PREADV", False)
-    monkeypatch.delattr(os, "preadv")
-    assert source.read_at(3, 10_000) == CONTENT[3:10_003]
-    assert source.read_into(len(CONTENT) - 1, memoryview(bytearray(5))) == 1
 
 
 def rewrite(path: Path) -> None:
@@ -298,12 +271,6 @@ def test_at_most_two_descriptors_and_none_after_close(source: LocalFile, aligned
     assert source.read_at(0, 10) == CONTENT[:10]
 
 
-def test_direct_reads_end_with_the_file(source: LocalFile, aligned: memoryview) -> None:
-    read_directly(source, aligned)
-    assert source.read_into(4096, aligned, direct=True) == len(CONTENT) - 4096
-    assert aligned[: len(CONTENT) - 4096] == CONTENT[4096:]
-
-
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=["EINVAL", "EOPNOTSUPP"])
 def test_direct_io_that_is_refused_when_opening(
     source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int
@@ -319,12 +286,6 @@ def test_direct_io_that_is_refused_when_opening(
     with pytest.raises(DirectIOUnavailable):
         source.read_into(0, memoryview(bytearray(4096)), direct=True)
     assert source.read_at(0, 4) == CONTENT[:4]
-
-
-def test_direct_io_that_the_platform_lacks(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "O_DIRECT")
-    with pytest.raises(DirectIOUnavailable):
-        source.read_into(0, memoryview(bytearray(4096)), direct=True)
 
 
 @pytest.fixture
@@ -358,11 +319,6 @@ def test_short_direct_reads_continue_on_blocks_only(
     else:
         with pytest.raises(DirectIOUnavailable):
             source.read_into(0, aligned, direct=True)
-
-
-def test_forgetting_changes_nothing_that_is_read(source: LocalFile) -> None:
-    source.forget(0, len(CONTENT))
-    assert source.read_at(0, 100) == CONTENT[:100]
 
 
 def test_the_recording_source_lists_reads_in_order(source: LocalFile) -> None:

@@ -15,7 +15,7 @@ from sluice import CheckpointError, TruncatedError, UnsupportedError
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
-from sluice.sources.opening import SourceLocation, find_place, open_directory, open_source, refuse_url
+from sluice.sources.opening import find_place, open_directory, open_source, refuse_url
 
 URLS = pytest.mark.parametrize(
     "url",
@@ -42,12 +42,6 @@ def test_file_objects_are_their_files_at_any_position(tmp_path: Path) -> None:
         assert stream.tell() == 3
     memory = io.BytesIO(b"content")
     assert isinstance(open_source(memory), MemoryFile)
-
-
-@pytest.mark.parametrize("stream", [5, None, io.StringIO("text")])
-def test_other_objects_are_refused(stream: SourceLocation) -> None:
-    with pytest.raises(TypeError, match=r"io\.BytesIO\(stream\.read\(\)\)"):
-        open_source(stream)
 
 
 @URLS

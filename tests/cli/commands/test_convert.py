@@ -11,7 +11,6 @@ import torch
 from click.testing import CliRunner, Result
 
 from sluice.cli import main
-from sluice.cli import terminal as _terminal
 from sluice.cli.commands import convert as _convert
 
 
@@ -75,16 +74,7 @@ def test_existing_files_are_replaced_only_on_request(
     done = run(source, out)
     assert done.exit_code == 1
     assert "exists already: use --force" in done.stderr
-    monkeypatch.setattr(_terminal, "_at_terminal", lambda: True)
-    done = run(source, out, answer="n\n")
-    assert done.exit_code == 1
-    assert "nothing was written" in done.stderr
-    assert out.read_bytes() == b"old"
-    done = run(source, out, answer="y\n")
-    assert done.exit_code == 0, done.output
-    assert f"replaced (1): {out}" in done.stdout
-    monkeypatch.setattr(_terminal, "_at_terminal", lambda: False)
-    assert run(source, out, "--force", "--quiet").stdout == ""
+    assert f"replaced (1): {out}" in run(source, out, "--force").stdout
     (tmp_path / "m.json").write_bytes(b"old")
     done = run(source, tmp_path / "new.pt", "--manifest", tmp_path / "m.json")
     assert "m.json exists already" in done.stderr

@@ -7,12 +7,10 @@ import json
 import pytest
 
 import sluice
-from sluice.cli.views.outline import outline
 from sluice.cli.views.report import print_sections
 from sluice.cli.views.summary import Summary, summarise, to_json
 from sluice.entries.tree import flatten
 from sluice.records import Entry, Index, Storage, elements_of
-from sluice.reports.printable import printable
 from support.command_line import index_of_three
 
 _HOSTILE = "w\x1b[31m[red]:smile:\u202e\nEND"
@@ -21,15 +19,6 @@ _HOSTILE = "w\x1b[31m[red]:smile:\u202e\nEND"
 def summary_of(index: Index | None = None) -> Summary:
     index = index or index_of_three()
     return summarise("x.pth", None, index, flatten(index.tree, sluice.Limits()))
-
-
-def test_summary_counts_names_and_storages() -> None:
-    summary = summary_of()
-    assert summary.dtypes == {"bfloat16": (1, 1024), "float32": (2, 32)}
-    assert summary.tensor_bytes == 1056
-    assert summary.stored_bytes == 1040
-    assert summary.shared == {1: ["tied.0", "tied.1"]}
-    assert [name for name, _ in summary.largest(1)] == ["big"]
 
 
 def test_empty_storages_are_not_shared() -> None:
@@ -78,20 +67,6 @@ def test_json_is_complete() -> None:
 def test_json_is_bounded() -> None:
     with pytest.raises(sluice.LimitError, match="too many values"):
         to_json(summary_of(index_of_three(tree={"many": list(range(11))})), sluice.Limits(entries=10))
-
-
-@pytest.mark.parametrize("everything", [False, True])
-def test_hostile_names_do_not_paint_the_terminal(capsys: pytest.CaptureFixture[str], everything: bool) -> None:
-    entry = Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=1)
-    index = index_of_three(
-        tree={_HOSTILE: entry, f"{_HOSTILE}2": entry}, metadata={_HOSTILE: _HOSTILE}, notes=(_HOSTILE,)
-    )
-    print_sections(summary_of(index).sections(everything=everything))
-    for line in outline(index.tree, None):
-        print(line)
-    text = capsys.readouterr().out
-    assert all(letter.isprintable() or letter == "\n" for letter in text)
-    assert text.count(printable(_HOSTILE)) >= 8  # names, metadata, note and outline in full, "[red]:smile:" included
 
 
 def test_long_metadata_is_cut_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

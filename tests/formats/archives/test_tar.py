@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import tarfile
@@ -107,12 +106,6 @@ def test_over_http(tmp_path: Path) -> None:
         equal(dict(sluice.load_state_dict(server.url("/m.nemo"))))
         with sluice.open(server.url("/m.nemo")) as checkpoint:
             assert checkpoint["a.weight"][7:9].read().tolist() == [7.0, 8.0]
-
-
-def test_gzip_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "m.nemo").write_bytes(gzip.compress(b"x" * 2000))
-    with pytest.raises(UnsupportedError, match=r"gzip-compressed file.* gunzip -c FILE > FILE\.tar"):
-        sluice.open(tmp_path / "m.nemo")
 
 
 def header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytes:

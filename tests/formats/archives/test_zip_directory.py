@@ -398,27 +398,18 @@ def test_a_padding_that_pushes_data_into_what_follows(position: int) -> None:
         located(bytes(content))
 
 
-def test_checksums_of_small_records() -> None:
-    source = MemorySource(with_second(crc=1))
-    record = read_directory(source, Limits()).record("data/0")
-    assert record is not None
+def test_small_records_are_read_whole_and_checked() -> None:
+    def read(content: bytes, limit: int = 100) -> bytes:
+        source = MemorySource(content)
+        record = read_directory(source, Limits()).record("data/0")
+        assert record is not None
+        return read_record(source, record, limit)[1]
+
     with pytest.raises(IntegrityError, match="CRC-32"):
-        read_record(source, record, 100)
-
-
-def test_a_checksum_of_zero_was_not_computed() -> None:
-    source = MemorySource(with_second(crc=0))
-    record = read_directory(source, Limits()).record("data/0")
-    assert record is not None
-    assert read_record(source, record, 100)[1] == HONEST[1].data
-
-
-def test_records_too_large_to_be_read_whole() -> None:
-    source = MemorySource(build_archive(HONEST))
-    record = read_directory(source, Limits()).record("data/0")
-    assert record is not None
+        read(with_second(crc=1))
+    assert read(with_second(crc=0)) == HONEST[1].data  # zero: it was not computed
     with pytest.raises(LimitError, match="more than 39 bytes"):
-        read_record(source, record, 39)
+        read(build_archive(HONEST), 39)
 
 
 def test_close_headers_share_a_read_and_distant_ones_do_not() -> None:

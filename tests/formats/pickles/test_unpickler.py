@@ -69,6 +69,8 @@ def test_containers_of_collections(protocol: int) -> None:
     found = load(pickle.dumps([OrderedDict(b=1, a=2), Counter("aab"), defaultdict(list, k=[3])], protocol))
     assert [type(value) for value in found] == [OrderedDict, Counter, dict]
     assert found == [OrderedDict(b=1, a=2), Counter(a=2, b=1), {"k": [3]}]
+    assert "initial items" in repr(load([Call(Global("collections", "defaultdict"), ("factory", {"a": 1}))]))
+    assert "that picklers do not use" in repr(load([Call(Global("_codecs", "encode"), ("x", "rot13"))]))
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

@@ -128,11 +128,6 @@ def by_offset(index: Index) -> list[Any]:
     return sorted(index.storages, key=lambda storage: storage.offset)
 
 
-def test_nothing_is_left_to_locate() -> None:
-    content = saved({"w": torch.zeros(3)})
-    assert TorchLegacyFormat().locate(MemorySource(content), index_of(content), [0]) == {}
-
-
 # Files of early torch versions
 
 
@@ -218,15 +213,6 @@ def test_whole_modules_are_named_and_not_built() -> None:
 
 
 # Bytes that are read
-
-
-def test_data_is_not_read() -> None:
-    value = {f"w{number}": torch.zeros(100_000) for number in range(40)}
-    source = RecordingSource(MemorySource(saved(value)))
-    index = TorchLegacyFormat().read_index(source, Limits())
-    counts = [read.offset for read in source.reads if read.nbytes == 8]
-    assert sorted(counts) == [storage.offset - 8 for storage in by_offset(index)]
-    assert source.read_bytes - 8 * len(counts) < 64 << 10
 
 
 def test_counts_of_small_storages_are_read_together() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import random
@@ -21,7 +20,6 @@ from sluice._errors import (
     CheckpointError,
     FormatError,
     LimitError,
-    ReadError,
     TruncatedError,
     UnsafeContentError,
     UnsupportedError,
@@ -44,7 +42,7 @@ from support.hostile_archives import (
     torch_archive,
 )
 from support.mutations import Verdicts, edit, judge_torch
-from support.sources import FaultySource, MemorySource
+from support.sources import MemorySource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader
 
@@ -379,20 +377,6 @@ def test_a_frame_that_is_longer_than_the_limit() -> None:
     with pytest.raises(LimitError, match="header_bytes"):
         TorchLegacyFormat().read_index(source, Limits(header_bytes=100_000))
     assert source.read_bytes < 500_000
-
-
-def test_every_failed_read_is_a_read_error() -> None:
-    reads = 0
-    while True:
-        source = FaultySource(MemorySource(saved()), at=reads + 1, error=errno.EIO)
-        try:
-            TorchLegacyFormat().read_index(source, Limits())
-        except ReadError:
-            assert source.failed
-            reads += 1
-        else:
-            break
-    assert reads == 6
 
 
 # Comparison with torch

@@ -18,8 +18,7 @@ from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.zip_format import TorchZipFormat
-from sluice.records import Index, Opaque
-from sluice.testing import RecordingSource
+from sluice.records import Opaque
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
 from support.sources import MemorySource
@@ -191,20 +190,6 @@ def test_what_is_not_built_is_noted() -> None:
     )
 
 
-def test_indexing_reads_no_tensor_data() -> None:
-    content = saved({str(number): torch.ones(300_000) for number in range(4)})
-    source = RecordingSource(MemorySource(content))
-    index = TorchZipFormat().read_index(source, Limits())
-    assert source.read_bytes < 10_000
-    source.reads.clear()
-    assert TorchZipFormat().locate(source, index, []) == {}
-    assert source.reads == []
-    offsets = TorchZipFormat().locate(source, index, [2, 0])
-    assert list(offsets) == [2, 0]
-    assert source.read_bytes < 200
-    assert all(offset % 64 == 0 for offset in offsets.values())
-
-
 def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[object] = []
     load = Unpickler.load
@@ -230,20 +215,6 @@ def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPa
         caching.read_index(MemorySource(wrong), Limits())
 
 
-def test_located_storages_are_not_located_again() -> None:
-    content = saved({"w": torch.ones(2)})
-    index = index_of(content)
-    located = Index(
-        format="torch-zip",
-        files=index.files,
-        tree={},
-        storages=tuple(
-            type(record)(file=0, offset=record.offset, nbytes=8, key="0", located=True) for record in index.storages
-        ),
-    )
-    assert TorchZipFormat().locate(MemorySource(content), located, [0]) == {}
-
-
 def test_a_local_header_changed_after_indexing() -> None:
     content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
     index = index_of(bytes(content))
@@ -258,14 +229,6 @@ def test_the_last_storage_is_checked_while_indexing() -> None:
     content[content.find(b"archive/data/1") - 2] += 64  # its padding, so that it reaches into the next record
     with pytest.raises(FormatError, match="overlaps the next record"):
         index_of(bytes(content))
-
-
-def test_padding_that_reaches_into_the_next_storage() -> None:
-    content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
-    content[content.find(b"archive/data/0") - 2] += 64
-    index = index_of(bytes(content))
-    with pytest.raises(FormatError, match="overlaps the next record"):
-        TorchZipFormat().locate(MemorySource(bytes(content)), index, [0])
 
 
 @pytest.mark.parametrize("order", ["LITTLE", "BIG", "NATIVE", None])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from sluice._errors import FormatError
 from sluice.records import AccessFacts
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.protocol import Body, ObjectFacts
+from support.cached_objects import VersionedObject
 
 CONTENT = random.Random(1).randbytes(400_000)
 
@@ -24,36 +23,8 @@ RANGES = [(100, 50, 1000), (70_000, 80, 100_000), (170_080, 10, 200_000)]
 ACCESS = AccessFacts(request_bytes=1 << 20, gap_bytes=0, parallel_requests=4)
 
 
-class Recorded:
-    """An object in memory that records the requests."""
-
-    path = "memory"
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[int, int]] = []
-
-    def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
-        facts = ObjectFacts(nbytes=len(CONTENT), version="1")
-        return facts, self.open_range(0, nbytes, facts)
-
-    def open_range(self, offset: int, nbytes: int, _facts: ObjectFacts) -> AbstractContextManager[Body]:
-        self.requests.append((offset, nbytes))
-        left = CONTENT[offset : offset + nbytes]
-
-        class Bytes:
-            def readinto(self, buffer: memoryview) -> int:
-                nonlocal left
-                count = min(len(buffer), len(left), 7777)
-                buffer[:count], left = left[:count], left[count:]
-                return count
-
-        return nullcontext(Bytes())
-
-    def close(self) -> None: ...
-
-
-def opened(check: Callable[[int, bytes], None]) -> tuple[RemoteFile, Recorded]:
-    remote = Recorded()
+def opened(check: Callable[[int, bytes], None]) -> tuple[RemoteFile, VersionedObject]:
+    remote = VersionedObject(CONTENT)
     file = RemoteFile(remote, access=ACCESS)
     remote.requests.clear()
     for offset, nbytes, data_bytes in RANGES:

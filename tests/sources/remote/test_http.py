@@ -275,14 +275,6 @@ def test_a_small_object_without_a_size_is_refused(server: RangeServer, end: str)
         file_at(server.url("/index.json"))
 
 
-def test_what_was_given_up_says_after_how_many_tries(server: RangeServer) -> None:
-    with opened(server.url("/m.pth")) as file:
-        server.always = status(503)
-        with pytest.raises(RemoteError, match=r"503 Service Unavailable after \d+ tries in 120 s") as caught:
-            file.read_at(FAR, 9)
-        assert caught.value.offset == FAR
-
-
 def test_a_server_that_is_gone(server: RangeServer) -> None:
     url = server.url("/m.pth")
     with opened(url) as file:

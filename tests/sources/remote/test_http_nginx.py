@@ -12,7 +12,6 @@ import sluice
 from sluice.sources.opening import open_source
 from support.leaks import open_files
 from support.nginx import nginx
-from support.range_server import make_certificate
 from support.source_conformance import check_source
 from support.waiting import wait_until
 
@@ -70,28 +69,6 @@ def test_a_replaced_file_has_changed(tmp_path: Path) -> None:
             checkpoint["layer.7.weight"].read()
 
 
-def test_tls(tmp_path: Path, root: Path) -> None:
-    made = make_certificate(tmp_path)
-    if made is None:
-        pytest.skip("openssl is not installed")
-    keys = f"ssl_certificate {made}; ssl_certificate_key {made};"
-    with nginx(tmp_path / "nginx", root, keys, listen="ssl") as host:
-        where = f"https://{host}/model.pth"
-        assert_loads(sluice.Remote(where, verify=str(made)))
-        with pytest.raises(sluice.RemoteError, match="certificate"):
-            sluice.open(where)
-
-
-def test_compression_is_not_requested(tmp_path: Path, root: Path) -> None:
-    with nginx(tmp_path, root, "gzip on; gzip_types *; gzip_min_length 1; gzip_vary on;") as host:
-        assert_loads(f"http://{host}/model.pth")
-
-
-def test_a_server_without_ranges_is_refused(tmp_path: Path, root: Path) -> None:
-    with nginx(tmp_path, root, "max_ranges 0;") as host, pytest.raises(sluice.UnsupportedError, match="range"):
-        sluice.open(f"http://{host}/model.pth")
-
-
 def test_requests_that_are_refused_for_now_are_repeated(tmp_path: Path, root: Path) -> None:
     zone = "limit_req_zone $binary_remote_addr zone=requests:1m rate=30r/s; limit_req_status 503;"
     with nginx(tmp_path, root, "limit_req zone=requests burst=2 nodelay;", http=zone) as host:
@@ -99,18 +76,3 @@ def test_requests_that_are_refused_for_now_are_repeated(tmp_path: Path, root: Pa
     assert report.remote is not None
     assert report.remote.requests is not None
     assert report.remote.requests > report.remote.planned_requests
-
-
-def test_a_password_is_sent_and_not_to_the_host_of_a_redirect(tmp_path: Path, root: Path) -> None:
-    (tmp_path / "passwords").write_text("user:{PLAIN}secret\n")
-    guarded = f'auth_basic "files"; auth_basic_user_file {tmp_path}/passwords;'
-    header = {"Authorization": "Basic dXNlcjpzZWNyZXQ="}
-    with (
-        nginx(tmp_path / "files", root, guarded) as files,
-        nginx(tmp_path / "redirects", root, f"return 307 http://{files}$request_uri;") as redirects,
-    ):
-        assert_loads(sluice.Remote(f"http://{files}/model.pth", headers=header))
-        with pytest.raises(sluice.RemoteError, match="401") as caught:
-            sluice.open(sluice.Remote(f"http://{redirects}/model.pth", headers=header))
-    assert "secret" not in str(caught.value)
-    assert "dXNl" not in str(caught.value)

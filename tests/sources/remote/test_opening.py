@@ -103,15 +103,6 @@ def test_an_index_cannot_name_files_elsewhere(filesystem: Any, tmp_path: Path) -
                 sluice.open(url)
 
 
-def test_a_checkpoint_that_changes_is_refused(filesystem: Any, tmp_path: Path) -> None:
-    sluice.save({"w": torch.zeros(100_000)}, tmp_path / "f.safetensors")
-    url = put(filesystem, tmp_path / "f.safetensors", "/f.safetensors")
-    with sluice.open(url) as checkpoint:
-        put(filesystem, tmp_path / "f.safetensors", "/f.safetensors")
-        with pytest.raises(sluice.SourceChangedError):
-            checkpoint["w"].read()
-
-
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.delitem(sys.modules, "fsspec.core", raising=False)
