@@ -24,7 +24,7 @@ from sluice.reading.caches import fill_caches
 from sluice.reports.save import SaveReport
 from sluice.writing.chunks import Staging
 from sluice.writing.formats import write_contents
-from sluice.writing.save_formats import ConvertFormat
+from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SaveJob
 
 __all__ = ["check_destination", "convert_checkpoint"]
@@ -32,7 +32,7 @@ __all__ = ["check_destination", "convert_checkpoint"]
 
 def convert_checkpoint(
     checkpoint: OpenCheckpoint,
-    save_format: ConvertFormat,
+    save_format: SaveFormat,
     job: SaveJob,
     *,
     key: str | None,
