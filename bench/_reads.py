@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 import sluice
 from bench._pattern import Pattern, wrong_tensors
+from bench._raw import READ_BYTES, read_file
 from sluice.benchmark.child import touch_free_memory
 from sluice.benchmark.process import run_tasks
-from sluice.benchmark.raw import READ_BYTES, read_file
 from sluice.benchmark.records import BenchTask, Work
 from sluice.machine.cgroups import memory_groups
 from sluice.measuring import limited_group

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from bench._common import options, refuse_wrong_weights, show_document, working_folder
 from bench._llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
-from bench._peers import transformers_load
+from bench._peers import ALL_PEERS
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.gpt2 import FORMATS, make_checkpoint
-from sluice.benchmark.methods import PEERS, absence
+from sluice.benchmark.methods import absence
 from sluice.benchmark.records import (
     HUGGING_FACE,
     PTH,
@@ -53,9 +53,6 @@ _KINDS: dict[Kind, tuple[Kind, ...]] = {
 }
 
 _LLAMA = "bench._llama:llama"
-
-#: Every peer, with the loader of whole models.
-_PEERS = (*PEERS[:-2], transformers_load, *PEERS[-2:])
 
 #: Linux returns memory to the host two seconds after it was freed (``PAGE_REPORTING_DELAY`` in mm/page_reporting.c),
 #: which takes a fraction of a second.
@@ -93,7 +90,7 @@ CASES = {
 def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> Scenario:
     case = CASES[name]
     model = case.model or size
-    kinds = {each.name: next((kind for kind in each.reads if kind in _KINDS[case.suffix]), None) for each in _PEERS}
+    kinds = {each.name: next((kind for kind in each.reads if kind in _KINDS[case.suffix]), None) for each in ALL_PEERS}
     chosen = {method: kind for method, kind in kinds.items() if kind is not None and (not methods or method in methods)}
     llama = directory / f"llama-{'tiny' if size == 'tiny' else '1b'}-{case.shards}"
     shape = LLAMA_TINY if size == "tiny" else LLAMA_1B
@@ -150,7 +147,7 @@ def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
     help="This table; repeatable. Default: those of the documentation.",
 )
 @click.option(
-    "--method", "methods", type=click.Choice([peer.name for peer in _PEERS]), multiple=True, help="Only this method."
+    "--method", "methods", type=click.Choice([peer.name for peer in ALL_PEERS]), multiple=True, help="Only this method."
 )
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Start no repetition later.")
 def main(

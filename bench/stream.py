@@ -17,11 +17,11 @@ import click
 import torch
 
 from bench._common import options, run_alone, show, working_folder
+from bench._raw import read_file
 from bench._stream_methods import INFERENCE_ONLY, METHODS, PREPARATIONS, same_dtype_only
 from bench._stream_models import LLAMA, MODELS, empty_state, file_dtype, write_model
 from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
-from sluice.benchmark.raw import read_file
 from sluice.benchmark.records import Outcome
 from sluice.benchmark.table import TableSection
 

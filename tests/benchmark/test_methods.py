@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from bench import _peers as bench_peers
+from bench import _raw
 from bench._llama import LLAMA_TINY, write_directory
 from sluice.benchmark import gpt2
-from sluice.benchmark import raw as _raw
 from sluice.benchmark.loads import touch, verdict
 from sluice.benchmark.methods import LOADERS, METHODS, PEERS, STRATEGIES, absence
 from sluice.benchmark.records import HUGGING_FACE, OTHER, SHARDS, Kind, MethodJob, Precision
@@ -107,9 +107,7 @@ def test_every_method_for_directories_makes_the_right_llama(
     truth = digest("reference")
     directories = {SHARDS, HUGGING_FACE}
     methods = [
-        each.name
-        for each in (*PEERS, bench_peers.transformers_load)
-        if directories & {*each.reads} and not each.name.startswith("raw-")
+        each.name for each in bench_peers.ALL_PEERS if directories & {*each.reads} and not each.name.startswith("raw-")
     ]
     assert {"transformers", "safetensors-load-file", "sluice-load-into"} <= {*methods}
     assert {name: digest(name) for name in methods if not absence(name)} == dict.fromkeys(
@@ -141,6 +139,7 @@ def test_a_raw_read_of_a_directory_reads_all_files(tmp_path: Path) -> None:
 
 def test_names_are_unique() -> None:
     assert len(LOADERS) == len(STRATEGIES) + len(PEERS)
+    assert len({each.name for each in bench_peers.ALL_PEERS}) == len(bench_peers.ALL_PEERS)
 
 
 def test_one_changed_bit_and_exchanged_rows_change_the_verdict() -> None:

@@ -137,17 +137,6 @@ def test_rows_are_medians_and_the_worse_state_decides_memory() -> None:
     assert row.seconds == {"cold": 2, "warm": 0.5}
     assert row.total_bytes == row.anon_bytes == 3 << 30
     assert row.over_final == 3
-    assert row.over_raw == {}
-
-
-def test_times_are_compared_with_the_fastest_raw_read_of_the_same_state() -> None:
-    methods = ("raw-direct", "raw-buffered", "sluice")
-    runs = [_run("raw-direct", seconds=2), _run("raw-buffered", seconds=3), _run("sluice", seconds=4)]
-    runs += [_run("raw-direct", "warm", 2), _run("raw-buffered", "warm", 1), _run("sluice", "warm", 4)]
-    rows = summarise(_scenario("cold", "warm", methods=methods), runs)
-    assert rows[2].over_raw == {"cold": 2, "warm": 4}
-    assert rows[0].over_raw == {}
-    assert rows[0].over_final is None
 
 
 @pytest.mark.parametrize(("found", "right"), [(_TRUTH, True), ("abd", False), (None, None)])

@@ -20,8 +20,6 @@ from sluice.benchmark.gpt2 import FORMATS
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import METHODS, STRATEGIES, absence
 from sluice.benchmark.records import (
-    OTHER,
-    PARAMETERS,
     REFERENCE,
     SHORT_DTYPES,
     Kind,
@@ -31,7 +29,7 @@ from sluice.benchmark.records import (
     State,
 )
 
-__all__ = ["ComparedModel", "checkpoint_for", "default_methods", "fitting_size", "own_model", "scenario"]
+__all__ = ["ComparedModel", "can_read", "checkpoint_for", "default_methods", "fitting_size", "own_model", "scenario"]
 
 #: Longest estimate of a comparison, including the creation of its checkpoints.
 _BUDGET_SECONDS = 120.0
@@ -81,35 +79,29 @@ def own_model(original: Path, model: str, model_args: str, key: str | None) -> C
     return ComparedModel(model=model, model_args=model_args, key=key, original=original, kind=kind)
 
 
+def can_read(method: str, subject: ComparedModel) -> bool:
+    """Return whether a method reads the checkpoint of a model; each reads a generated one."""
+    chosen = METHODS[method]
+    return subject.original is None or (subject.kind in chosen.reads and (chosen.takes_key or not subject.key))
+
+
 def checkpoint_for(method: str, subject: ComparedModel, folder: Path) -> Path:
-    """Return a checkpoint that a method reads: the original, or a copy in the folder, created on first use.
+    """Return the checkpoint that a method reads: the original, or one in the folder, generated on first use.
 
     Raises:
-        UnsupportedError: None can be created.
+        UnsupportedError: The method does not read the original.
         OSError: There is no room for it, with ``errno.ENOSPC``.
     """
-    reads = METHODS[method].reads
-    # Methods without keys get a copy with the weights only.
-    if subject.original is not None and subject.kind in reads and (METHODS[method].takes_key or not subject.key):
+    if not can_read(method, subject):
+        advice = "Write a copy that it reads with `sluice convert`, and compare the methods with that."
+        raise UnsupportedError(f"{method} does not read this checkpoint", file=str(subject.original), advice=advice)
+    if subject.original is not None:
         return subject.original
-    kind = reads[0]
+    kind = METHODS[method].reads[0]
     path = folder / (f"model{kind}" if kind else "parameters")
-    if path.exists():
-        return path
-    if subject.original is None:
+    if not path.exists():
         _check_room(folder, gpt2.final_bytes(subject.model, torch.float32))
         gpt2.make_checkpoint(path, subject.model, torch.float32, FORMATS[kind])
-        return path
-    if subject.kind == OTHER:
-        problem = "cannot convert: neither torch nor safetensors reads this checkpoint"
-        raise UnsupportedError(problem, file=str(subject.original))
-    state_dict = subjects.read_state_dict(subject.original, subject.key, device="cpu", mapped=True)
-    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
-    _check_room(folder, sum(value.nbytes for value in tensors.values()))
-    # Copies: safetensors refuses tensors that share memory, and torch would save the whole storage of each view.
-    copies = ({name: value.clone(memory_format=torch.contiguous_format)} for name, value in tensors.items())
-    for each in copies if kind == PARAMETERS else [{name: copy for one in copies for name, copy in one.items()}]:
-        gpt2.write_checkpoint(each, path, FORMATS[kind])
     return path
 
 
@@ -122,7 +114,7 @@ def _check_room(folder: Path, nbytes: int) -> None:
 
 def default_methods(subject: ComparedModel) -> list[str]:
     """Return the tutorial's methods and sluice; for a user's checkpoint, only those that can read it."""
-    return [method.name for method in STRATEGIES if subject.original is None or subject.kind in method.reads]
+    return [method.name for method in STRATEGIES if can_read(method.name, subject)]
 
 
 def scenario(
@@ -138,7 +130,7 @@ def scenario(
     """Return a scenario, one table: every method loads the subject into a model of this dtype.
 
     Raises:
-        UnsupportedError: No checkpoint can be created for a method.
+        UnsupportedError: A method does not read the checkpoint.
     """
     limit = f", {host_limit_bytes / (1 << 30):.2f} GiB of host memory" if host_limit_bytes is not None else ""
     return Scenario(

@@ -8,6 +8,7 @@ import hashlib
 import os
 import pkgutil
 import zlib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def run_job(
     """Run a job in a fresh process and return its outcome; see ``process.run_tasks``."""
     task = BenchTask(
         work=f"{__name__}:load",
-        arguments=dataclasses.asdict(job),
+        arguments={"home": METHODS[job.method].load.__module__, **dataclasses.asdict(job)},
         imports=METHODS[job.method].imports,
         claimed_bytes=2 * _size_on_disk(Path(job.checkpoint)) if job.checkpoint else 0,
         watches_device=job.device == "cuda",
@@ -51,12 +52,17 @@ def _size_on_disk(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def load(**job_fields: Any) -> Work:
+def load(home: str, **job_fields: Any) -> Work:
     """Load a model with one method: the work of a ``BenchTask``. Seconds end when every weight is in place.
+
+    Args:
+        home: Module that registers the method.
+        job_fields: Fields of the ``MethodJob``.
 
     Returns:
         Peaks of the device's memory, and the verdict if the job requested it.
     """
+    import_module(home)
     job = MethodJob(**job_fields)
     method = METHODS[job.method]
     for name in method.imports:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,6 @@ __all__ = [
     "SHORT_DTYPES",
     "BenchTask",
     "Kind",
-    "Loaded",
     "Method",
     "MethodJob",
     "MethodRun",
@@ -99,9 +97,6 @@ class MethodJob:
 #: Result of the function of a ``BenchTask``.
 Work = Generator[None, None, dict[str, Any]]
 
-#: Result of a method: a model, or the memory that a raw read filled.
-Loaded = nn.Module | mmap.mmap
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
@@ -112,7 +107,7 @@ class Method:
     #: Builds an empty model before the clock starts; None for a method whose time includes the construction.
     build: Callable[[MethodJob], nn.Module] | None = None
     #: The timed work: takes the job, and the empty model if there is one.
-    load: Callable[..., Loaded]
+    load: Callable[..., object]
     #: Imports before the clock starts: ``"package.module"`` or ``"package.module:name"``.
     imports: tuple[str, ...] = ()
     #: Kinds of checkpoints that it reads, the preferred one first.
@@ -125,12 +120,12 @@ class Method:
         """One-line description."""
         return (self.load.__doc__ or "").strip().partition("\n")[0]
 
-    def start(self, job: MethodJob) -> Callable[[], Loaded]:
+    def start(self, job: MethodJob) -> Callable[[], object]:
         """Do the untimed work, such as building the model on the meta device, and return the timed work."""
         return partial(self.load, job) if self.build is None else partial(self.load, job, self.build(job))
 
 
-def method(name: str, **fields: Any) -> Callable[[Callable[..., Loaded]], Method]:
+def method(name: str, **fields: Any) -> Callable[[Callable[..., object]], Method]:
     """Return a decorator that makes a ``Method`` with this name of the function that is its timed work."""
     return lambda load: Method(name=name, load=load, **fields)
 

@@ -9,7 +9,7 @@ from statistics import median
 from sluice._units import format_bytes
 from sluice.benchmark.records import REFERENCE, SHORT_DTYPES, MethodRun, Outcome, Scenario, State, Status
 
-__all__ = ["Row", "finding", "raw_seconds", "summarise", "typical_runs"]
+__all__ = ["Row", "finding", "summarise", "typical_runs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,6 @@ class Row:
     counts: dict[State, int]
     #: Status of the last run, by state without a successful run.
     failures: dict[State, Status]
-    #: ``seconds`` divided by those of the fastest raw read of the same state; empty without raw reads.
-    over_raw: dict[State, float]
     #: Peak growth of host memory by kind, in bytes; for a failed method, until its failure.
     anon_bytes: int
     file_bytes: int
@@ -43,13 +41,6 @@ class Row:
     over_final: float | None
     #: Whether the finished model has the right weights; None if not verified.
     right: bool | None
-
-
-def raw_seconds(runs: Sequence[MethodRun], state: State) -> float | None:
-    """Return the time of the fastest raw read of a state: the lower of the methods' medians."""
-    methods = {run.method for run in runs if _is_raw(run.method)}
-    medians = [_medians([run for run in runs if run.method == method], (state,), _seconds) for method in methods]
-    return min((each[state] for each in medians if state in each), default=None)
 
 
 def typical_runs(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[MethodRun]:
@@ -69,8 +60,7 @@ def summarise(scenario: Scenario, runs: Sequence[MethodRun]) -> list[Row]:
     """Return the rows of a scenario, in the order of its methods."""
     own = [run for run in runs if run.scenario == scenario.title]
     truth = next((run.outcome.verdict for run in own if run.method == REFERENCE), None)
-    raw = {state: raw_seconds(own, state) for state in scenario.states}
-    return [_row(scenario, method, own, truth, raw) for method in scenario.checkpoints]
+    return [_row(scenario, method, own, truth) for method in scenario.checkpoints]
 
 
 def finding(scenario: Scenario, state: State, rows: Sequence[Row]) -> str:
@@ -98,12 +88,9 @@ def _figures(good: tuple[float, float]) -> str:
     return f"{good[0]:.2f} s with {good[1]:.2f} F"
 
 
-def _row(
-    scenario: Scenario, method: str, runs: Sequence[MethodRun], truth: str | None, raw: dict[State, float | None]
-) -> Row:
+def _row(scenario: Scenario, method: str, runs: Sequence[MethodRun], truth: str | None) -> Row:
     own = [run for run in runs if run.method == method]
     seconds = _medians(own, scenario.states, _seconds)
-    over_raw = {state: value / bound for state, value in seconds.items() if (bound := raw[state])}
     verdicts = {run.outcome.verdict for run in own} - {None}
     total = _peak(own, lambda outcome: outcome.total_bytes)
     reserved = _peak(own, lambda outcome: outcome.device_reserved_bytes)
@@ -116,20 +103,15 @@ def _row(
         everything_seconds=_medians(own, scenario.states, lambda outcome: outcome.everything_seconds),
         counts={state: len(_good(own, state)) for state in seconds},
         failures={run.state: run.outcome.status for run in own if run.state not in seconds},
-        over_raw={} if _is_raw(method) else over_raw,
         anon_bytes=_peak(own, lambda outcome: outcome.anon_bytes),
         file_bytes=_peak(own, lambda outcome: outcome.file_bytes),
         shmem_bytes=_peak(own, lambda outcome: outcome.shmem_bytes),
         total_bytes=total,
         device_allocated_bytes=_peak(own, lambda outcome: outcome.device_allocated_bytes),
         device_reserved_bytes=reserved,
-        over_final=None if _is_raw(method) else judged / scenario.final_bytes,
+        over_final=None if method.startswith("raw-") else judged / scenario.final_bytes,
         right=verdicts == {truth} if verdicts and truth else None,
     )
-
-
-def _is_raw(method: str) -> bool:
-    return method.startswith("raw-")
 
 
 def _seconds(outcome: Outcome) -> float:

@@ -49,19 +49,17 @@ class TableSection:
 def section_of(scenario: Scenario, runs: Sequence[MethodRun]) -> TableSection:
     """Return the table of a scenario; a dash means not measured."""
     rows = summarise(scenario, runs)
-    raw = any(method.startswith("raw-") for method in scenario.checkpoints)
     on_device = scenario.device != "cpu"
     peaks = ["host GiB", "anon GiB", "file GiB", *(["GPU alloc", "GPU resv"] if on_device else [])]
-    seconds = [head for state in scenario.states for head in (f"{state} s", f"{state} / raw")[: 1 + raw]]
     return TableSection(
         title=scenario.title,
-        headings=("method", *peaks, "peak / F", *seconds, "right"),
-        rows=tuple((row.method, *_cells(row, scenario.states, on_device=on_device, raw=raw)) for row in rows),
+        headings=("method", *peaks, "peak / F", *(f"{state} s" for state in scenario.states), "right"),
+        rows=tuple((row.method, *_cells(row, scenario.states, on_device=on_device)) for row in rows),
         notes=tuple(_notes(scenario, rows, runs)),
     )
 
 
-def _cells(row: Row, states: Sequence[State], *, on_device: bool, raw: bool) -> Iterator[str]:
+def _cells(row: Row, states: Sequence[State], *, on_device: bool) -> Iterator[str]:
     peaks = [row.total_bytes, row.anon_bytes, row.file_bytes]
     peaks += [row.device_allocated_bytes, row.device_reserved_bytes] if on_device else []
     measured = row.total_bytes > 0
@@ -69,8 +67,6 @@ def _cells(row: Row, states: Sequence[State], *, on_device: bool, raw: bool) -> 
     yield f"{row.over_final:.2f}" if measured and row.over_final is not None else _NOTHING
     for state in states:
         yield f"{row.seconds[state]:.2f}" if state in row.seconds else row.failures[state]
-        if raw:
-            yield f"{row.over_raw[state]:.2f}" if state in row.over_raw else _NOTHING
     yield {True: "yes", False: "NO", None: _NOTHING}[row.right]
 
 

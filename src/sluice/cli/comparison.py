@@ -20,7 +20,7 @@ from rich.console import Console
 from sluice.benchmark import comparison as _comparison
 from sluice.benchmark import machine as _machine
 from sluice.benchmark import runner as _runner
-from sluice.benchmark.comparison import ComparedModel, default_methods, own_model, scenario
+from sluice.benchmark.comparison import ComparedModel, can_read, default_methods, own_model, scenario
 from sluice.benchmark.methods import LOADERS
 from sluice.benchmark.records import Precision, State
 from sluice.benchmark.results import as_document, write_document, write_report
@@ -36,7 +36,7 @@ END_SECONDS = 180.0
 #: Parameters that the repeated command line omits: those of the output, and the size, which is added as chosen.
 _NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
 
-_PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer")
+_PACKAGES = ("torch", "sluice", "safetensors", "accelerate")
 
 
 class MethodComparison(Struct, frozen=True, kw_only=True):
@@ -143,9 +143,9 @@ def _choose_methods(subject: ComparedModel, asked: tuple[str, ...]) -> list[str]
     known = list(LOADERS)
     unknown = [name for name in asked if name != "all" and name not in known]
     if unknown:
-        message = f"there is no {unknown[0]!r}; the methods are {', '.join(known)}"
+        message = f"there is no {unknown[0]!r}; the methods are {', '.join(known)}; python -m bench.load has more"
         raise click.BadParameter(message, param_hint="--method")
-    return [name for name in known if name in asked or "all" in asked]
+    return [name for name in known if name in asked or ("all" in asked and can_read(name, subject))]
 
 
 def _command(context: click.Context, subject: ComparedModel, cold: bool | None) -> str:  # noqa: FBT001

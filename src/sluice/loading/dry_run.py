@@ -29,7 +29,6 @@ from sluice.planning.other_methods import (
     recommend,
 )
 from sluice.records import LoadPlan
-from sluice.reports.explanation import explain
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
 from sluice.sharding.dtensors import local_of
@@ -72,7 +71,6 @@ def plan_report(
         reason=reason,
         ranks=ranks,
         notes=(*checkpoint.index.notes, *job.notes, *notes),
-        explanation=partial(explain, plan),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice._errors import Alternative
@@ -12,7 +12,6 @@ from sluice._units import format_bytes
 from sluice.planning.budget import MemoryLimit
 from sluice.planning.other_methods import MethodVerdict
 from sluice.reports.document import Grid, Section, Strong, cast_lines, plain_fields
-from sluice.reports.explanation import Explanation
 from sluice.reports.load_figures import LoadFigures
 from sluice.reports.ranks import RanksPlan
 from sluice.reports.stream import StreamPlan
@@ -28,14 +27,13 @@ __all__ = ["PlanReport"]
 class PlanReport(LoadFigures):
     """Result of a dry run: the reads, placement and memory of a load. Nothing was read and nothing was changed.
 
-    ``str(report)`` is a summary to read, ``report.to_json()`` the complete record for programs, ``report.table()``
-    compares the ways to load, and ``report.explain()`` lists how each group of tensors is moved.
+    ``str(report)`` is a summary to read, ``report.to_json()`` the complete record for programs, and
+    ``report.table()`` compares the ways to load.
 
     Example:
         >>> report = sluice.plan(model, "model.pth", dtype=torch.bfloat16)
         >>> if not report.fits:
         ...     print(report.shortages, [str(each) for each in report.alternatives])
-        >>> groups = report.explain()
     """
 
     #: Bytes of tensor data in the checkpoint, including data that the load does not need.
@@ -60,20 +58,14 @@ class PlanReport(LoadFigures):
     ranks: RanksPlan | None = None
     #: The model as a stream; None unless it was requested.
     stream: StreamPlan | None = None
-    #: Builds the explanation. It keeps the records of the plan alive, about 2 KiB per tensor.
-    explanation: Callable[[], Explanation] = field(repr=False, compare=False)
 
     @property
     def fits(self) -> bool:
         """Whether every limit can be kept: ``load_into`` with the same arguments would not raise ``BudgetError``."""
         return not self.shortages
 
-    def explain(self) -> Explanation:
-        """Return how each group of tensors would be moved: reads, their methods, staging, casts."""
-        return self.explanation()
-
     def to_json(self) -> dict[str, object]:
-        """Return every field but ``explanation``, and ``fits``, as plain values that ``json.dumps`` takes."""
+        """Return every field, and ``fits``, as plain values that ``json.dumps`` takes."""
         return {
             **plain_fields(self),
             "alternatives": [{"change": each.change, "needs": dict(each.needs)} for each in self.alternatives],

@@ -16,7 +16,7 @@ from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Index, LoadPlan, Request
 from sluice.reports.table import TensorRow
 
-__all__ = ["Decided", "casts", "how_filled", "request_rows", "tensor_rows"]
+__all__ = ["Decided", "casts", "request_rows", "tensor_rows"]
 
 
 class Decided(Struct, frozen=True, kw_only=True):
@@ -77,19 +77,15 @@ def request_rows(
     )
 
 
-def how_filled(plan: LoadPlan, position: int, in_place: set[int | None], *, file_dtype: str, dtype: str) -> str:
+def _how(plan: LoadPlan, position: int, request: Request, in_place: set[int | None]) -> str:
     """Return how a target of a plan is filled; ``in_place`` has the targets that reads go into."""
     if plan.blocks[position].kind == "mapped":
         return "mapped"
     if not plan.targets[position].nbytes:
         return "empty"
-    if dtype != file_dtype:
+    if request.dtype != request.entry.dtype:
         return "cast"
     return "direct into place" if position in in_place else "through staging"
-
-
-def _how(plan: LoadPlan, position: int, request: Request, in_place: set[int | None]) -> str:
-    return how_filled(plan, position, in_place, file_dtype=request.entry.dtype, dtype=request.dtype)
 
 
 def _filled(name: str, request: Request, how: str, source_names: tuple[str, ...]) -> TensorRow:

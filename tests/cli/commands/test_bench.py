@@ -151,14 +151,14 @@ def test_wrong_weights_fail_the_command(bench: Bench, monkeypatch: pytest.Monkey
 
 
 def test_a_peer_that_is_not_installed_is_a_row_with_instructions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.benchmark.methods.find_spec", lambda name: None if name == "fastsafetensors" else name)
+    monkeypatch.setattr("sluice.benchmark.methods.find_spec", lambda name: None if name == "accelerate" else name)
     monkeypatch.setattr(_runner, "make_cold", lambda _: True)
     outcome = Outcome(status="ok", seconds=1.0, total_bytes=1, trace=trace(1.0, 1), verdict=TRUTH)
     monkeypatch.setattr(_runner, "run_job", lambda _job, **_: outcome)
-    result = bench("--size", "tiny", "--method", "fastsafetensors", "--method", "sluice", "--dtype", "fp32", "--warm")
+    result = bench("--size", "tiny", "--method", "accelerate", "--method", "sluice", "--dtype", "fp32", "--warm")
     assert result.exit_code == 0, result.output
     assert "absent" in result.output
-    assert "fastsafetensors: fastsafetensors is not installed: pip install fastsafetensors" in result.output
+    assert "accelerate: accelerate is not installed: pip install accelerate" in result.output
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ _NAME = "transformer.encoder.layers.11.self_attention.w"
 _COMMANDS = [
     ("diff", "a.pth", "b.pth"),
     ("plan", "a.pth"),
-    ("plan", "net.pth", "--model", "cli_model:Net", "--explain"),
+    ("plan", "net.pth", "--model", "cli_model:Net"),
     ("inspect", "a.pth"),
     ("inspect", "a.pth", "--all"),
     ("verify", "broken.pth"),

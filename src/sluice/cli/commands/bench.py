@@ -77,15 +77,13 @@ def bench_command(ctx: click.Context, /, **options: Any) -> None:
     Methods of the tutorial, which run unless --method is given:
       naive, sequential, meta-sequential, mmap, per-parameter, sluice
     Other loaders, which run by name if they are installed:
-      torch-load, torch-mmap, safetensors-load-model, safetensors-load-file,
-      accelerate, runai-streamer, fastsafetensors
-    For comparison: sluice-load-into, sluice-map, raw-direct, raw-buffered
+      safetensors-load-file, accelerate
 
     \b
     Examples:
       sluice bench --size small
       sluice bench model.pth --model net:Net --method naive --method mmap --method sluice
-      sluice bench model.safetensors --model net:Net --method fastsafetensors --dtype bf16 --warm --runs 3
+      sluice bench model.safetensors --model net:Net --method accelerate --dtype bf16 --warm --runs 3
       sluice bench --size large --ram-limit 4GiB --json | jq '.scenarios[].rows'
     """
     _check_options(options["checkpoint"], options["factory"], options["model_args"], options["size"])

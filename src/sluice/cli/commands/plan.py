@@ -40,7 +40,6 @@ class MeshSizes(click.ParamType[dict[str, int]]):
     "parallelism. Needs --model.",
 )
 @click.option("--ranks-per-host", type=click.IntRange(1), help="Ranks that share a host. Default: all.")
-@click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
 def plan_command(
@@ -49,7 +48,6 @@ def plan_command(
     *,
     mesh: dict[str, int] | None,
     ranks_per_host: int | None,
-    explain: bool,
     as_json: bool,
 ) -> None:
     """Predict the memory of loading the checkpoint at PATH, and whether it fits. Nothing is loaded.
@@ -61,7 +59,7 @@ def plan_command(
     \b
     Examples:
       sluice plan model.pth
-      sluice plan model.pth --model net:Net --dtype bfloat16 --explain
+      sluice plan model.pth --model net:Net --dtype bfloat16
       sluice plan model.pth --model net:Net --device cuda:0 --host-limit 2GiB --device-limit 8GiB
       sluice plan model.pth --model net:Net --mesh dp=8,tp=4 --ranks-per-host 8
       sluice plan model.pth --json | jq .recommended
@@ -73,12 +71,6 @@ def plan_command(
         mesh=mesh,
         ranks_per_host=ranks_per_host,
     )
-    explanation = report.explain() if explain else None
-    show_report(
-        report,
-        as_json=as_json,
-        more_json={"explanation": explanation.to_json()} if explanation else None,
-        more_sections=explanation.sections() if explanation else (),
-    )
+    show_report(report, as_json=as_json)
     if not report.fits:
         ctx.exit(_DOES_NOT_FIT)
