@@ -15,8 +15,8 @@ from support.joint_loads import (
     failing_load,
     live_failing_load,
     load,
+    load_cached,
     load_differently,
-    load_divided,
     load_packed,
     saved,
     saved_packed,
@@ -148,18 +148,6 @@ def test_a_limit_of_the_host_counts_all_ranks(two_ranks: Ranks, checkpoint: str)
     assert "the ranks 0, 1 of host" in failed[0][0]
     assert two_ranks.run(load_differently, [checkpoint] * 2, [{"memory": sum(needed)}] * 2) == [{}, {}]
     assert first.read_bytes + second.read_bytes < 1.1 * Path(checkpoint).stat().st_size
-
-
-@pytest.mark.parametrize("arguments", [{}, {"dtype": torch.bfloat16}, {"memory": sluice.MemoryLimits(staging="2MiB")}])
-def test_each_rank_reads_for_itself(four_ranks: Ranks, checkpoint: str, arguments: dict[str, object]) -> None:
-    """Small tensors and their neighbors, replicated tensors and columns."""
-    results = four_ranks.run(load_divided, checkpoint, arguments)
-    assert [right for _, right in results] == [True] * 4
-
-
-def load_cached(url: str, directory: str) -> bool:
-    """Load from a server through a cache."""
-    return load_divided(sluice.Remote(url, cache=directory), {})[1]
 
 
 def test_ranks_of_a_host_fetch_a_cached_file_once(four_ranks: Ranks, tmp_path: Path) -> None:
