@@ -15,6 +15,7 @@ import sluice
 from sluice import _defaults as defaults
 from sluice import rules
 from support.simulated_device import Simulator
+from support.training_runs import KINDS, differences, net, train
 
 pytestmark = pytest.mark.gpu
 
@@ -155,3 +156,23 @@ def test_two_loads_at_once_on_two_devices(
             assert torch.equal(tensor.cpu(), expected[name])
     assert len(found) == 2
     assert sim.page_locked_bytes()[0] == 0
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_an_optimizer_continues_on_the_second_device(
+    tmp_path: Path, second_device: str, sim: Simulator, seed: int | None
+) -> None:
+    sim.schedule(seed)
+    model = net().to(second_device)
+    optimizer = KINDS["AdamW"](model)
+    train(model, optimizer, 3)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    again = net(seed=1).to(second_device)
+    ours = KINDS["AdamW"](again)
+    with sluice.open(tmp_path / "run.pt") as checkpoint:
+        sluice.load_into(again, checkpoint)
+        sluice.load_optimizer(ours, checkpoint)
+    train(model, optimizer, 3, first=3)
+    train(again, ours, 3, first=3)
+    assert not differences(again.state_dict(), model.state_dict())
+    assert not differences(ours.state_dict(), optimizer.state_dict())

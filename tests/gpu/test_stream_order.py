@@ -91,6 +91,14 @@ def test_the_callers_stream_and_device_stay_current(file: Path, device: str) -> 
     assert torch.get_device_module().current_device() == 0
 
 
+def test_loading_onto_the_second_device_keeps_the_first_current(
+    file: Path, second_device: str, expected: dict[str, torch.Tensor]
+) -> None:
+    loaded = sluice.load_state_dict(file, device=second_device)
+    assert torch.get_device_module().current_device() == 0
+    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
 class Busy(threading.Thread):
     """Repeats one computation with a model and collects the results that differ from the first."""
 

@@ -48,6 +48,18 @@ def test_one_open_checkpoint_in_threads(file: Path) -> None:
             assert torch.equal(tensor, tensors()[name])
 
 
+def test_two_modules_in_threads_and_one_module_twice(file: Path) -> None:
+    models = [
+        torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(WIDTH, device="meta")) for name in tensors()})
+        for _ in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda model: sluice.load_into(model, file), models))
+    sluice.load_into(models[0], file)
+    for model in models:
+        assert_loaded(dict(model.items()))
+
+
 def _wait(child: int) -> int:
     """Return the exit code of a child; the timeout is generous."""
     for _ in range(9000):
