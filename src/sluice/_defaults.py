@@ -102,10 +102,6 @@ TILE_ROWS = 64
 #: a core, and the cost of each call is small in comparison.
 MOVED_BYTES = 256 << 10
 
-#: Least number of processors for casting to a narrower dtype on the host before a transfer to an accelerator. One
-#: processor casts about 3 GB/s; with fewer than 8, a bus of 25 GB/s transfers the wider dtype sooner.
-HOST_CAST_CORES = 8
-
 #: Share of the free memory of an accelerator that ``device="auto"`` leaves for activations and kernel workspaces.
 AUTO_RESERVE = 0.1
 

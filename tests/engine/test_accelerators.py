@@ -169,25 +169,6 @@ def test_one_block_is_reserved_unless_live_tensors_are_replaced(tmp_path: Path) 
     source.close()
 
 
-@pytest.mark.parametrize(("cores", "host"), [(2, False), (16, True)])
-def test_narrowing_casts_run_on_the_planned_side_with_a_reason(tmp_path: Path, cores: int, host: bool) -> None:
-    tensor = torch.randn(MIB)
-    places = write_storages(tmp_path / "f", [tensor])
-    source = LocalFile(tmp_path / "f")
-    wanted = request("t", entry_of(tensor, 0), device=FAKE, dtype="bfloat16")
-    plan = plan_for(source, [wanted], places, cores=cores, staging=16 * MIB)
-    source.close()
-    assert all((copy.cast_at is not None) == host for read in plan.reads for copy in read.copies)
-    assert (plan.devices[0].scratch_bytes == 0) == host
-    reason = "casts on the host, because that transfers 2.00 MiB less" if host else "casts on the accelerator:"
-    assert any(reason in text for text in plan.reasons)
-    for read in plan.reads:
-        for copy in read.copies:
-            if copy.cast_at is not None:
-                assert copy.cast_at >= read.nbytes + 2 * 4096 - 4096
-                assert copy.cast_at + copy.shape[0] * 2 <= plan.staging_buffer_bytes
-
-
 def device_plan(free_bytes: int | None) -> LoadPlan:
     tensor = torch.empty(16 * MIB)
     machine = facts(cached=True)

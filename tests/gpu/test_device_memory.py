@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _defaults as defaults
 from sluice.engine.vendors import VENDORS, Vendor, vendor
 from sluice.reading import transfer as _transfer
 from sluice.sources.local import LocalFile
@@ -85,12 +84,8 @@ def registrations(monkeypatch: pytest.MonkeyPatch, device: str) -> Registrations
     return made
 
 
-@pytest.mark.parametrize("cores", [1, 1 << 20], ids=["host casts", "device casts"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_reserved_memory_is_the_weights_and_a_constant(
-    file: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, cores: int
-) -> None:
-    monkeypatch.setattr(defaults, "HOST_CAST_CORES", cores)
+def test_reserved_memory_is_the_weights_and_a_constant(file: Path, device: str, dtype: torch.dtype | None) -> None:
     _, before = allocated_and_reserved()
     model = Weights(SHAPES)
     report = sluice.load_into(model, file, device=device, dtype=dtype)
@@ -105,12 +100,8 @@ def test_reserved_memory_is_the_weights_and_a_constant(
 
 
 @pytest.mark.parametrize("loads", [3, pytest.param(50, marks=pytest.mark.long)])
-@pytest.mark.parametrize("cores", [1, 1 << 20], ids=["host casts", "device casts"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_many_loads_take_no_more_than_one(
-    file: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, cores: int, loads: int
-) -> None:
-    monkeypatch.setattr(defaults, "HOST_CAST_CORES", cores)
+def test_many_loads_take_no_more_than_one(file: Path, device: str, dtype: torch.dtype | None, loads: int) -> None:
 
     def load() -> None:
         sluice.load_into(Weights(SHAPES), file, device=device, dtype=dtype)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _defaults as defaults
 from sluice import rules
 from support.simulated_device import Simulator
 from support.training_runs import KINDS, differences, net, train
@@ -79,9 +78,8 @@ def assert_equals_the_cpu(model: nn.Module, file: Path, **arguments: Any) -> Non
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
 def test_the_bits_are_those_of_the_cpu_in_any_order(
-    file: Path, device: str, sim: Simulator, monkeypatch: pytest.MonkeyPatch, seed: int | None, dtype: Any, live: bool
+    file: Path, device: str, sim: Simulator, seed: int | None, dtype: Any, live: bool
 ) -> None:
-    monkeypatch.setattr(defaults, "HOST_CAST_CORES", 1 << 20)
     sim.schedule(seed)
     model = build(seed=1).to(device)
     model.head.weight = model.embedding.weight

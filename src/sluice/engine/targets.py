@@ -193,8 +193,6 @@ class Targets:
             self._choose_pages(self._pages, copy.target, box)
         if source.elements is None:
             box = box.view(source.dtype)
-        if copy.cast_at is not None:
-            source = _cast_in_buffer(source, torch_dtype(target.dtype), buffer, copy.cast_at)
         if target.device != "cpu":
             started.add(target.device)
         self._send(target.device, box, source)
@@ -393,13 +391,3 @@ def _swap_bytes(read: Read, buffer: StagingBuffer, first: int) -> None:
     numbers = np.dtype(f"u{read.swap_bytes}")
     count = read.nbytes // read.swap_bytes
     np.frombuffer(buffer.memory.mapping, numbers, count, buffer.start + first).byteswap(inplace=True)
-
-
-def _cast_in_buffer(source: StridedBytes, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> StridedBytes:
-    """Cast a contiguous source into another part of its staging buffer."""
-    count = source.shape[0]
-    raw = torch.frombuffer(
-        buffer.memory.mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=buffer.start + at
-    )
-    copy_in_pieces(raw.view(dtype), source)
-    return StridedBytes(raw, dtype, source.shape, source.stride)

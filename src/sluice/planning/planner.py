@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain
 
 from sluice import _defaults as defaults
-from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
 from sluice.planning.budget import address_space_bytes
 from sluice.planning.cuda_allocator import plan_reservation, scratch_bytes
@@ -26,7 +25,7 @@ from sluice.planning.reads import (
     read_in_place,
     shared_ids,
 )
-from sluice.planning.reasons import cast_reasons, read_reasons
+from sluice.planning.reasons import read_reasons
 from sluice.planning.threads import buffer_count, copier_count, most_threads, reader_count, staging_buffer_bytes
 from sluice.records import (
     Block,
@@ -103,7 +102,7 @@ def plan_load(
         predicted=predicted,
         devices=tuple(_device_plans(targets, reads, buffer_bytes, most_unfinished)),
         device_scratch_bytes=scratch_bytes(buffer_bytes),
-        reasons=(*mapped.reasons, *read_reasons(reads, files, facts, page_cache), *cast_reasons(targets, reads)),
+        reasons=(*mapped.reasons, *read_reasons(reads, files, facts, page_cache)),
         most_unfinished_reads=most_unfinished,
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
         joins_readers=_joins_readers(reads, facts, predicted, page_cache),
@@ -124,11 +123,9 @@ def _plan_reads(
     reads: list[Read] = []
     leads: dict[int, int] = {}
     staged = StagedReads(
-        targets,
         facts.files,
         buffer_bytes=buffer_bytes,
         page_cache=page_cache,
-        host_casts=facts.cores >= defaults.HOST_CAST_CORES and any(map(_narrows_on_device, targets)),
     )
     for fill in fills:
         target = targets[fill.target]
@@ -143,12 +140,6 @@ def _plan_reads(
     reads.extend(staged.reads())
     reads.sort(key=lambda read: (read.file, read.offset))
     return reads, leads
-
-
-def _narrows_on_device(target: Target) -> bool:
-    """Return whether a target on an accelerator has a narrower dtype than any of its fills."""
-    finished = ITEM_BYTES[target.dtype]
-    return target.device != "cpu" and any(finished < ITEM_BYTES[fill.dtype] for fill in target.fills)
 
 
 def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
@@ -242,12 +233,9 @@ def _device_plans(
         targets[copy.target].device
         for read in reads
         for copy in read.copies
-        if copy.cast_at is None
-        and (
-            copy.dtype != targets[copy.target].dtype
-            or copy.source_stride != copy.target_stride
-            or copy.elements.computed
-        )
+        if copy.dtype != targets[copy.target].dtype
+        or copy.source_stride != copy.target_stride
+        or copy.elements.computed
     } | {target.device for target in targets if target.constants}
     for device, members in on_device.items():
         new = [target for target in members if not target.existing]

@@ -19,7 +19,7 @@ from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
 from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Target
-from sluice.records.geometry import CopyPiece, collapse, cut, round_down, round_up, span_elements, split_evenly
+from sluice.records.geometry import CopyPiece, collapse, cut, span_elements, split_evenly
 
 __all__ = [
     "CollapsedFill",
@@ -175,35 +175,26 @@ def cached_share(facts: FileFacts, offset: int, nbytes: int) -> float:
 class StagedReads:
     """Collector of the fills that go through staging, which joins their pieces into reads that fit one buffer.
 
-    A buffer holds the read, up to a block of alignment at each end, and after that the results of casts on the host.
+    A buffer holds the read, and up to a block of alignment at each end.
     """
 
     def __init__(
         self,
-        targets: Sequence[Target],
         facts: Sequence[FileFacts],
         *,
         buffer_bytes: int,
         page_cache: PageCache,
-        host_casts: bool,
     ) -> None:
         """Create a collector without fills.
 
         Args:
-            targets: All targets of the plan.
-            facts: Facts of its files.
+            facts: Facts of all files of the plan.
             buffer_bytes: Bytes of one staging buffer.
             page_cache: Use of the page cache.
-            host_casts: Whether casts to a narrower dtype for an accelerator are done on the host, before the transfer.
         """
-        self._targets = targets
         self._facts = facts
         self._page_cache = page_cache
-        self._host_casts = host_casts
-        self._buffer_bytes = buffer_bytes
-        room = buffer_bytes - 2 * defaults.BLOCK_BYTES
-        # A narrower dtype takes at most half the bytes: two thirds for the read, one third for the result.
-        self._limit_bytes = round_down(room * 2 // 3, defaults.BLOCK_BYTES) if host_casts else room
+        self._limit_bytes = buffer_bytes - 2 * defaults.BLOCK_BYTES
         self._pieces: list[_FillPiece] = []
 
     def add(self, collapsed: CollapsedFill) -> None:
@@ -243,34 +234,17 @@ class StagedReads:
     def _join(self, pieces: list[_FillPiece], start: int, end: int) -> Read:
         """Return one read of the bytes from ``start`` to ``end`` with a copy for each piece."""
         file = pieces[0][0].fill.file
-        copies = []
-        free = round_up(end - start, defaults.BLOCK_BYTES) + 2 * defaults.BLOCK_BYTES
-        for collapsed, piece in pieces:
-            cast_at = None
-            if self._host_casts and self._narrows(collapsed):
-                finished_item = ITEM_BYTES[self._targets[collapsed.target].dtype]
-                cast_bytes = span_elements(piece.shape, piece.source_stride) * finished_item
-                if free + cast_bytes <= self._buffer_bytes:
-                    cast_at = free
-                    free = round_up(free + cast_bytes, defaults.TENSOR_ALIGNMENT_BYTES)
-            copies.append(_copy(collapsed, piece, start, cast_at))
         return Read(
             file=file,
             offset=start,
             nbytes=end - start,
             methods=_permitted_methods(self._facts[file], start, end - start, self._page_cache),
-            copies=tuple(copies),
+            copies=tuple(_copy(collapsed, piece, start) for collapsed, piece in pieces),
             swap_bytes=pieces[0][0].fill.elements.swap_bytes,
         )
 
-    def _narrows(self, collapsed: CollapsedFill) -> bool:
-        """Return whether a contiguous fill is cast to a narrower dtype for an accelerator."""
-        target = self._targets[collapsed.target]
-        narrower = ITEM_BYTES[target.dtype] < ITEM_BYTES[collapsed.fill.dtype]
-        return target.device != "cpu" and collapsed.contiguous and narrower
 
-
-def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int, cast_at: int | None) -> Copy:
+def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int) -> Copy:
     """Return the copy of a piece out of a read that begins at byte ``start`` of the file."""
     elements = collapsed.fill.elements
     return Copy(
@@ -281,7 +255,6 @@ def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int, cast_at: int |
         source_stride=piece.source_stride,
         target_stride=piece.target_stride,
         target_start=piece.target_start,
-        cast_at=cast_at,
     )
 
 

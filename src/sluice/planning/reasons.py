@@ -1,17 +1,16 @@
-"""Why a plan reads and casts as it does, in sentences for the report."""
+"""Why a plan reads as it does, in sentences for the report."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from sluice import _defaults as defaults
-from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
 from sluice._units import format_bytes
-from sluice.records import REMOTE_FILESYSTEM, FileFacts, FileRecord, MachineFacts, Read, Target
+from sluice.records import REMOTE_FILESYSTEM, FileFacts, FileRecord, MachineFacts, Read
 
-__all__ = ["cast_reasons", "read_reasons"]
+__all__ = ["read_reasons"]
 
 
 def read_reasons(
@@ -46,19 +45,3 @@ def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> s
     if file.identity.nbytes < defaults.DIRECT_FILE_BYTES:
         return "small files are read through the page cache"
     return f"direct reads are not used on file system {known.filesystem or 'unknown'}"
-
-
-def cast_reasons(targets: Sequence[Target], reads: Iterable[Read]) -> Iterator[str]:
-    """Yield one sentence on the place of casts for accelerators, if there are any."""
-    casts = [
-        copy
-        for read in reads
-        for copy in read.copies
-        if targets[copy.target].device != "cpu" and copy.dtype != targets[copy.target].dtype
-    ]
-    host = [copy for copy in casts if copy.cast_at is not None]
-    if host:
-        saved = sum(copy.shape[0] * (ITEM_BYTES[copy.dtype] - ITEM_BYTES[targets[copy.target].dtype]) for copy in host)
-        yield f"{len(host)} of {len(casts)} casts on the host, because that transfers {format_bytes(saved)} less"
-    elif casts:
-        yield "casts on the accelerator: they widen, or the host has too few cores to cast as fast as the bus transfers"

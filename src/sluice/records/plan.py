@@ -51,9 +51,6 @@ class Copy(Struct, frozen=True, kw_only=True, gc=False):
     target_stride: tuple[int, ...]
     #: Position of element 0 in the target, in elements.
     target_start: int
-    #: Offset in the staging buffer, in bytes, of the result of a cast before a transfer to an accelerator; None to cast
-    #: at the target.
-    cast_at: int | None = None
 
     @property
     def dtype(self) -> str:
