@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sluice
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._errors import LimitError, UnsafeContentError
 from sluice._options import Limits
@@ -89,21 +88,6 @@ def test_state_dicts_with_ties_strides_parameters_and_plain_values(tmp_path: Pat
     ours = save_and_compare(tmp_path / "f.pth", value, _use_new_zipfile_serialization=False)
     assert ours["tied"] is ours["whole"]
     assert ours["rows"].untyped_storage().data_ptr() == ours["whole"].untyped_storage().data_ptr()
-
-
-def test_slices_and_metadata(tmp_path: Path) -> None:
-    tensor = torch.randn(100, 30)
-    (tmp_path / "f.pth").write_bytes(saved({"w": tensor}))
-    with sluice.open(tmp_path / "f.pth") as checkpoint:
-        assert checkpoint.format == "torch-legacy"
-        assert dict(checkpoint.metadata) == {"protocol_version": "1001", "byteorder": "little"}
-        assert torch.equal(checkpoint["w"][10:20, ::2].read(), tensor[10:20, ::2])
-
-
-def test_module_versions_are_kept() -> None:
-    module = torch.nn.BatchNorm1d(3)
-    index = index_of(saved(module.state_dict()))
-    assert index.tree._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
 
 
 @given(st.data())
@@ -221,16 +205,6 @@ def test_counts_of_small_storages_are_read_together() -> None:
     assert len(source.reads) < 20
 
 
-def test_little_is_read_beyond_a_pickle() -> None:
-    value = {"w": torch.zeros(5_000_000), **{f"text{number}": "x" * 999 for number in range(1000)}}
-    content = saved(value)
-    source = RecordingSource(MemorySource(content))
-    TorchLegacyFormat().read_index(source, Limits())
-    data_start = len(content) - 20_000_000
-    assert max(read.offset + read.nbytes for read in source.reads) < 2 * data_start
-    assert max(read.nbytes for read in source.reads) <= 1 << 20
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_pickles_longer_than_any_window(protocol: int) -> None:
     value = {
@@ -250,15 +224,6 @@ def test_a_window_may_end_anywhere(monkeypatch: pytest.MonkeyPatch, protocol: in
     for size in range(1, 300):
         monkeypatch.setattr("sluice.formats.pickles.stream._FIRST_BYTES", size)
         assert same(loaded(MemorySource(content), index_of(content)), value)
-
-
-def test_long_pickles_are_refused() -> None:
-    content = saved({"text": "x" * 100_000, "w": torch.zeros(3)})
-    source = RecordingSource(MemorySource(content))
-    with pytest.raises(LimitError, match="header_bytes"):
-        TorchLegacyFormat().read_index(source, Limits(header_bytes=50_000))
-    assert max(read.offset + read.nbytes for read in source.reads) < 51_000
-    index_of(content, Limits(header_bytes=101_000))
 
 
 def test_too_many_storages_are_refused() -> None:

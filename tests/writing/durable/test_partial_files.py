@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice._errors import SaveError
-from sluice.writing.durable.partial_files import hidden_path, hidden_stem, remove_leftovers, saving, try_lock
+from sluice.writing.durable.partial_files import hidden_path, hidden_stem, saving
 
 
 @pytest.mark.parametrize("name", ["model.pt", ".hidden", "a b\n.c", "ü.safetensors"])
@@ -29,19 +29,6 @@ def test_a_long_name_is_shortened_to_what_file_systems_take(tmp_path: Path) -> N
     stem = hidden_stem(os.path.basename(path), in_set=True)
     assert stem
     assert name.startswith(stem)
-
-
-def test_only_unlocked_files_of_the_same_name_are_leftovers(tmp_path: Path) -> None:
-    dead, live, other, member = (
-        Path(hidden_path(str(tmp_path), name, in_set=in_set))
-        for name, in_set in (("m.pt", False), ("m.pt", False), ("n.pt", False), ("m.pt", True))
-    )
-    for path in (dead, live, other, member, tmp_path / "m.pt"):
-        path.touch()
-    with live.open("r+b") as stream:
-        assert try_lock(stream.fileno())
-        remove_leftovers(str(tmp_path), "m.pt")
-    assert {path.name for path in tmp_path.iterdir()} == {live.name, other.name, member.name, "m.pt"}
 
 
 def test_errors_of_the_system_are_save_errors() -> None:

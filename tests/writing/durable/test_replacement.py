@@ -52,11 +52,6 @@ def test_existing_files_are_kept_unless_overwriting_is_requested(tmp_path: Path)
     assert names(tmp_path) == ["f", "g"]
 
 
-def test_the_longest_name_works(tmp_path: Path) -> None:
-    write(tmp_path / ("ü" * 127 + "x"))
-    assert names(tmp_path) == ["ü" * 127 + "x"]
-
-
 def test_a_live_hidden_file_is_left_and_a_dead_one_removed(tmp_path: Path) -> None:
     with Replacement(tmp_path / "f", overwrite=True) as slow:
         slow.write_at(0, b"slow")
