@@ -19,7 +19,6 @@ import sluice
 from sluice import _defaults as defaults
 from sluice.machine import facts as machine_facts
 from sluice.sources.local import LocalFile
-from sluice.testing import RecordingSource, record_reads
 from support import distributed
 from support.directories import (
     Tensors,
@@ -32,6 +31,7 @@ from support.directories import (
     write_shards,
     write_zip,
 )
+from support.recorded_reads import RecordingSource, record_reads
 
 #: File, first byte and size of a read.
 Range: TypeAlias = tuple[str, int, int]

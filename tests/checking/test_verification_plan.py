@@ -9,8 +9,8 @@ import torch
 
 import sluice
 from sluice import _defaults as defaults
-from sluice.testing import record_reads
 from support import distributed
+from support.recorded_reads import record_reads
 from support.torch_files import saved_big_endian
 from support.whole_checkpoints import Tensors, files_of, hashed
 

@@ -25,9 +25,9 @@ from sluice.formats.distributed.items import Item, ItemReader
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
-from sluice.testing import RecordingSource
 from support.distributed import Box, chunks, rows, save, torch_loaded, write
 from support.oracles import same
+from support.recorded_reads import RecordingSource
 
 
 def whole(checkpoint: Checkpoint) -> Any:

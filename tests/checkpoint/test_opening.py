@@ -18,9 +18,9 @@ from sluice.entries import tree as trees
 from sluice.formats.divided import divided_directory
 from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
-from sluice.testing import RecordingSource
 from support import distributed
 from support.directories import save, tensors, two_shards
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
 

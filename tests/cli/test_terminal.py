@@ -1,4 +1,4 @@
-"""convert, verify and diff at a terminal and in scripts: bars, questions, JSON, exit codes and help."""
+"""convert, verify and diff at a terminal and in scripts: bars, JSON, exit codes and help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 import sluice
 from sluice.cli import main
-from sluice.cli import terminal as _terminal
 
 COMMANDS = ["convert", "verify", "diff"]
 
@@ -98,41 +97,14 @@ def replacing(files: dict[str, list[str]], command: str) -> tuple[list[str], Pat
 
 
 @pytest.mark.parametrize("command", ["convert", "verify"])
-@pytest.mark.parametrize(
-    ("stdin", "stderr"),
-    [(Pipe, Terminal), (Terminal, io.StringIO), (lambda: None, Terminal), (Pipe, lambda: None)],
-    ids=["no terminal", "stderr not a terminal", "closed", "all closed"],
-)
-def test_a_script_is_never_asked(
-    files: dict[str, list[str]],
-    streams: Callable[..., tuple[io.StringIO, io.StringIO]],
-    command: str,
-    stdin: Callable[[], io.StringIO | None],
-    stderr: Callable[[], io.StringIO | None],
-) -> None:
+def test_files_are_replaced_with_force_alone(files: dict[str, list[str]], command: str) -> None:
     arguments, kept, code = replacing(files, command)
-    streams(stdin(), stderr())
     with pytest.raises(click.ClickException, match="use --force to replace it") as caught:
         main(arguments, standalone_mode=False)
     assert caught.value.exit_code == code
     assert kept.read_text(encoding="utf-8") == "mine"
     main([*arguments, "--force", "--quiet"], standalone_mode=False)
     assert kept.read_bytes() != b"mine"
-
-
-@pytest.mark.parametrize("command", ["convert", "verify"])
-@pytest.mark.parametrize("answer", ["n", "", "y"])
-def test_a_user_is_asked_before_anything_is_read(
-    files: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, command: str, answer: str
-) -> None:
-    arguments, kept, code = replacing(files, command)
-    monkeypatch.setattr(_terminal, "_at_terminal", lambda: True)
-    if answer != "y":
-        monkeypatch.setattr(sluice, "verify", None)
-    done = CliRunner().invoke(main, arguments, input=f"{answer}\n")
-    assert "exists already. Replace it?" in done.stderr
-    assert done.exit_code == (0 if answer == "y" else code)
-    assert (kept.read_bytes() == b"mine") == (answer != "y")
 
 
 def test_a_manifest_never_takes_the_place_of_its_checkpoint(files: dict[str, list[str]]) -> None:

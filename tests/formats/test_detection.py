@@ -31,8 +31,8 @@ from sluice._errors import (
 )
 from sluice.formats.detection import FORMATS, detect
 from sluice.sources.local import LocalFile
-from sluice.testing import RecordingSource
 from support.hostile_archives import ArchiveRecord, build_archive
+from support.recorded_reads import RecordingSource
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 

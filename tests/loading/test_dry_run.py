@@ -14,8 +14,8 @@ import sluice
 from sluice.engine.running_plan import TargetMemory
 from sluice.engine.session import Session
 from sluice.records import DeviceFacts, LoadPlan
-from sluice.testing import record_reads
 from support.fake_accelerator import FakeAccelerator
+from support.recorded_reads import record_reads
 
 MIB = 1 << 20
 

@@ -21,7 +21,7 @@ from sluice.loading.optimizer_job import OptimizerRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Peaks, Request
-from sluice.testing import record_reads
+from support.recorded_reads import record_reads
 
 SIZE = 512
 HEADER = 16 << 10

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sluice
 from sluice import BudgetError, LimitError, MismatchError, ReadError
-from sluice.testing import record_reads
 from support.distributed import save as save_distributed
+from support.recorded_reads import record_reads
 from support.sources import FaultySource
 from support.training_runs import KINDS, differences, net, stopped, train
 

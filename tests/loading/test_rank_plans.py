@@ -89,14 +89,6 @@ def test_replicas_read_what_others_read_too(checkpoint: Path) -> None:
     assert (file.path, file.ranks, file.needed_bytes) == (str(checkpoint), 6, report.checkpoint_bytes)
 
 
-def test_seconds_are_those_of_the_slowest_host_or_of_the_storage(checkpoint: Path) -> None:
-    ranks = sluice.plan(on_meta(), checkpoint, mesh={"ddp": 4}, ranks_per_host=1).ranks
-    assert ranks is not None
-    nbytes = ranks.needed_bytes
-    assert ranks.seconds(disk=nbytes) == 1.0
-    assert ranks.seconds(disk=nbytes, network=nbytes) == 4.0
-
-
 def test_the_limit_is_that_of_a_host(checkpoint: Path) -> None:
     sizes = {"ddp": 4}
     alone = sluice.plan(on_meta(), checkpoint).predicted.total_bytes

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 import sluice
-import sluice.testing
 from sluice import _defaults as defaults
 from sluice.machine.facts import file_facts, machine_facts
 from sluice.planning.memory_layout import single_targets
@@ -17,8 +16,8 @@ from sluice.records import AccessFacts, FileFacts, LoadPlan, MachineFacts, Reque
 from sluice.sources.protocol import Source
 from sluice.sources.read_ahead import ReadAhead
 from sluice.sources.section import Section
-from sluice.testing import RecordingSource
 from support.plans import FILE, MIB, entry, facts, index_of, request
+from support.recorded_reads import RecordingSource, record_reads
 from support.sources import MemorySource
 
 #: An object store: large requests, wide gaps, many at once.
@@ -118,7 +117,7 @@ def test_a_load_makes_the_requests_that_suit_its_source(tmp_path: Path) -> None:
 
     def longest(access: AccessFacts | None) -> int:
         with sluice.open(tmp_path / "f.safetensors") as checkpoint:
-            (source,) = sluice.testing.record_reads(checkpoint)
+            (source,) = record_reads(checkpoint)
             if access is not None:
                 source.__class__ = type("OtherAccess", (RecordingSource,), {"access": access})
             state = sluice.load_state_dict(checkpoint)

@@ -16,8 +16,8 @@ from sluice.engine.targets import Targets
 from sluice.reading import transfer
 from sluice.records import Request
 from sluice.sharding.regions import select_region
-from sluice.testing import record_reads
 from support.plans import entry
+from support.recorded_reads import record_reads
 
 Region = tuple[tuple[tuple[int, int], ...], ...]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sluice._errors import TruncatedError
 from sluice.sources.coalesced import read_ranges
-from sluice.testing import RecordingSource
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
 CONTENT = random.Random(0).randbytes(100_000)

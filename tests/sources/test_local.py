@@ -25,8 +25,8 @@ from sluice.records import FileIdentity
 from sluice.sources import local
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import DirectIOUnavailable, Source
-from sluice.testing import RecordedRead, RecordingSource
 from support.leaks import open_files
+from support.recorded_reads import RecordedRead, RecordingSource
 
 CONTENT = bytes(range(251)) * 100
 

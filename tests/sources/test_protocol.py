@@ -17,7 +17,7 @@ from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
 from sluice.sources.read_ahead import ReadAhead
 from sluice.sources.section import Section
-from sluice.testing import RecordingSource
+from support.recorded_reads import RecordingSource
 from support.source_conformance import check_source
 from support.sources import FaultySource, MemorySource
 

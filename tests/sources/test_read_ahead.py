@@ -15,7 +15,7 @@ from sluice._errors import TruncatedError
 from sluice._options import Limits
 from sluice.formats.detection import detect
 from sluice.sources.read_ahead import ReadAhead
-from sluice.testing import RecordedRead, RecordingSource
+from support.recorded_reads import RecordedRead, RecordingSource
 from support.sources import MemorySource
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)

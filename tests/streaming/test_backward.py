@@ -17,8 +17,8 @@ import sluice
 from sluice._errors import BudgetError, ReadError, StreamError
 from sluice.modules.parked import ParkedParameter
 from sluice.streaming.stream import Stream
-from sluice.testing import record_reads
 from support import fresh_process
+from support.recorded_reads import record_reads
 from support.streamed_models import WIDTH, Experts, Layers, block_bytes, empty, saved
 from support.streamed_training import adapt, same, train
 

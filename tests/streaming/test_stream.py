@@ -20,9 +20,9 @@ from sluice.benchmark.cache import make_cold
 from sluice.modules.parked import ParkedParameter
 from sluice.records import DeviceFacts
 from sluice.streaming.stream import Stream
-from sluice.testing import record_reads
 from support.distributed import save as save_distributed
 from support.fake_accelerator import FakeAccelerator
+from support.recorded_reads import record_reads
 from support.streamed_models import WIDTH, Experts, Layers, Repeated, block_bytes, empty, saved
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from sluice.entries.tree import flatten
 from sluice.formats.protocol import Checksum, Format
 from sluice.records import Entry, Index
 from sluice.sources.protocol import Source
-from sluice.testing import RecordingSource
+from support.recorded_reads import RecordingSource
 from support.sources import FaultySource, MemorySource
 
 __all__ = ["ExpectedTensor", "check_format"]

@@ -41,7 +41,7 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, BudgetError):
         return OverBudget(str(error))
     if isinstance(error, SluiceError):
-        return Failure(str(error))
+        return Failure(str(error).replace("pass overwrite=True", "use --force"))
     return Failure(
         f"unexpected {describe(error)}. This is a defect of sluice: please run the command again as "
         f"`sluice --debug ...` and report the traceback with the versions of sluice ({__version__}), torch and Python."

@@ -74,7 +74,6 @@ class RanksPlan(Report):
         >>> plan = sluice.plan(model, "model.pth", mesh={"dp": 4}, ranks_per_host=2)
         >>> print(plan.ranks.needed_bytes <= plan.ranks.read_bytes)
         True
-        >>> seconds = plan.ranks.seconds(disk=2e9)
     """
 
     _properties = ("read_bytes", "needed_bytes")
@@ -102,20 +101,6 @@ class RanksPlan(Report):
     def fullest(self) -> RankLoad:
         """The rank whose memory grows most."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
-
-    def seconds(self, *, disk: float, network: float | None = None) -> float:
-        """Return the seconds that the reads take at given speeds: those of the host that reads longest.
-
-        The ranks of a host share its page cache, so that a host fetches what several of them need once.
-
-        Args:
-            disk: Bytes per second that one host reads: its disk, or its network interface.
-            network: Bytes per second that the storage delivers to all hosts together; None if it has no limit, as with
-                a copy of the checkpoint on every host.
-        """
-        slowest = max((host.needed_bytes for host in self.hosts), default=0) / disk
-        together = sum(host.needed_bytes for host in self.hosts) / network if network else 0.0
-        return max(slowest, together)
 
     def sections(self) -> Iterator[Section]:
         """Yield a summary, and tables of the hosts and the files."""

@@ -73,15 +73,15 @@ def test_existing_files_are_replaced_only_on_request(
     out.write_bytes(b"old")
     done = run(source, out)
     assert done.exit_code == 1
-    assert "exists already: use --force" in done.stderr
+    assert "already exists; use --force" in done.stderr
     assert f"replaced (1): {out}" in run(source, out, "--force").stdout
     (tmp_path / "m.json").write_bytes(b"old")
     done = run(source, tmp_path / "new.pt", "--manifest", tmp_path / "m.json")
-    assert "m.json exists already" in done.stderr
+    assert "m.json: the file already exists; use --force" in done.stderr
     assert not (tmp_path / "new.pt").exists()
 
 
-def test_a_directory_with_other_files_needs_no_question(source: Path, tmp_path: Path) -> None:
+def test_a_directory_with_other_files_needs_no_force(source: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     assert run(source, tmp_path / "model").exit_code == 0

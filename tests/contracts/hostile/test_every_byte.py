@@ -21,9 +21,9 @@ from sluice._errors import CheckpointError, SluiceError, TruncatedError
 from sluice._options import Limits
 from sluice.formats.detection import detect
 from sluice.formats.shard_index import parse_shard_index
-from sluice.testing import RecordingSource
 from support.hostile_archives import legacy_file, legacy_storage, storage, tensor_call, torch_archive
 from support.mutations import Verdicts, judge_safetensors, judge_torch
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
 

@@ -20,8 +20,8 @@ from sluice.formats.archives.zip_directory import CentralDirectory, read_directo
 from sluice.formats.archives.zip_records import locate_records, read_record
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.sources.local import LocalFile
-from sluice.testing import RecordingSource
 from support.hostile_archives import ArchiveRecord, build_archive
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 from support.work import at_most
 

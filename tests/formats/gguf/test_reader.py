@@ -17,8 +17,8 @@ from sluice.formats.gguf import reader
 from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.gguf.types import TYPES
 from sluice.records import Entry, Index, UnsupportedValue
-from sluice.testing import RecordingSource
 from support.gguf_files import Tensor, array, gguf_bytes, number, packed, plain, text
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
 ONE = plain(torch.ones(3, 2))

@@ -10,7 +10,7 @@ from sluice._errors import FormatError, LimitError, TruncatedError
 from sluice._options import Limits
 from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.torch_save.allowlist import TorchAllowlist
-from sluice.testing import RecordingSource
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -23,8 +23,8 @@ from sluice._options import Limits
 from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.records import Entry, Index, elements_of
 from sluice.sources.local import LocalFile
-from sluice.testing import RecordedRead, RecordingSource
 from support.dtypes import TORCH_DTYPES, needs_float4
+from support.recorded_reads import RecordedRead, RecordingSource
 
 ONE = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'

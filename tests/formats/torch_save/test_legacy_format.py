@@ -18,10 +18,10 @@ from sluice._errors import LimitError, UnsafeContentError
 from sluice._options import Limits
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index, UnsupportedValue
-from sluice.testing import RecordingSource
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, Raw, encode, legacy_file, legacy_storage, tensor_call
 from support.oracles import loaded, same, save_and_compare, state_dict_of_views
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader reads its own files

@@ -29,7 +29,6 @@ from sluice.formats.detection import detect
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index
 from sluice.sources.local import LocalFile
-from sluice.testing import RecordingSource
 from support.hostile_archives import (
     Call,
     Global,
@@ -42,6 +41,7 @@ from support.hostile_archives import (
     torch_archive,
 )
 from support.mutations import Verdicts, edit, judge_torch
+from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +20,7 @@ from sluice.cli.options import (
     page_cache_option,
 )
 from sluice.cli.remote_options import remote_options, with_settings
-from sluice.cli.terminal import allow_replacing, progress_wanted
+from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import output_options, show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
 from sluice.writing.save_formats import FORMATS, choose_format
@@ -50,7 +49,7 @@ __all__ = ["convert_command"]
 @page_cache_option
 @encoding_option
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
-@click.option("--force", is_flag=True, help="Replace existing files without asking.")
+@click.option("--force", is_flag=True, help="Replace existing files.")
 @output_options()
 def convert_command(
     source: str,
@@ -66,8 +65,8 @@ def convert_command(
 
     SOURCE is a file, a model directory, the index file of shards, a torch.distributed.checkpoint directory, a directory
     with one file per parameter, or the URL of one of them. DESTINATION is a .safetensors file, a torch file (.pt, .pth,
-    .bin, .ckpt), or a directory in the Hugging Face layout. Existing files are replaced after a question, or with
-    --force; they stay intact until the new file is on the disk.
+    .bin, .ckpt), or a directory in the Hugging Face layout. Existing files are replaced only with --force, and stay
+    intact until the new file is on the disk.
 
     \b
     Examples:
@@ -100,11 +99,14 @@ def convert_command(
     """
     manifest = options["manifest"]
     _check(destination, options["format"], options["max_shard_size"], manifest, options["manifest_hash"])
-    run = partial(sluice.convert, with_settings(source), destination, **keywords_of(options))
-    if not (force or dry_run):
-        _ask(destination, manifest, run)
-    shown = progress_wanted(quiet=quiet or dry_run)
-    report = run(overwrite=True, progress=shown, dry_run=dry_run)
+    report = sluice.convert(
+        with_settings(source),
+        destination,
+        **keywords_of(options),
+        overwrite=force,
+        progress=progress_wanted(quiet=quiet or dry_run),
+        dry_run=dry_run,
+    )
     show_report(report, as_json=as_json, quiet=quiet)
 
 
@@ -124,11 +126,3 @@ def _check(
         raise Failure(str(error)) from error
     if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):
         raise click.UsageError("the manifest needs a different path than the checkpoint")
-
-
-def _ask(destination: str, manifest: str | None, run: partial[sluice.SaveReport]) -> None:
-    """Return if no existing file would be replaced, or the user at the terminal agrees."""
-    existing = [manifest] if manifest and os.path.lexists(manifest) else []
-    if os.path.lexists(destination):
-        existing += run(dry_run=True).replaced
-    allow_replacing(existing, Failure)

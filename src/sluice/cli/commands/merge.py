@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
 
 import sluice
-from sluice.cli.failures import Failure
 from sluice.cli.options import DTypeName, Size
-from sluice.cli.terminal import allow_replacing, progress_wanted
+from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import output_options, show_report
 from sluice.merging.recipe import METHODS
 from sluice.writing.save_formats import FORMATS
@@ -31,7 +29,7 @@ __all__ = ["merge_command"]
 @click.option("--seed", type=int, default=0, show_default=True, help="Where random draws begin.")
 @click.option("--memory", type=Size(), help="Most memory that the merge may take, such as 200MiB.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
-@click.option("--force", is_flag=True, help="Replace existing files without asking.")
+@click.option("--force", is_flag=True, help="Replace existing files.")
 @output_options()
 def merge_command(
     inputs: tuple[str, ...],
@@ -69,12 +67,8 @@ def merge_command(
     own: dict[str, Any] = {"method": method, "base": base, "parameters": _named(parameters) or None, **options}
     config = _config(inputs)
 
-    def run(**how: Any) -> Any:
-        return sluice.merge(config, destination, **own, **how)
-
-    if not (force or dry_run) and os.path.lexists(destination):
-        allow_replacing(run(dry_run=True).replaced, Failure)
-    report = run(overwrite=True, dry_run=dry_run, progress=progress_wanted(quiet=quiet or dry_run))
+    shown = progress_wanted(quiet=quiet or dry_run)
+    report: Any = sluice.merge(config, destination, **own, overwrite=force, dry_run=dry_run, progress=shown)
     show_report(report, as_json=as_json, quiet=quiet)
 
 

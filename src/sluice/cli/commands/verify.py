@@ -14,7 +14,7 @@ from sluice._errors import SluiceError
 from sluice.cli.failures import Failure
 from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.remote_options import remote_options
-from sluice.cli.terminal import allow_replacing, progress_wanted
+from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import output_options, show_report
 from sluice.formats.manifest import HashAlgorithm
 
@@ -48,7 +48,7 @@ def unreadable() -> Iterator[None]:
     type=click.Choice(get_args(HashAlgorithm)),
     help="Hash for --write-manifest. Default: sha256. xxh3_128 is faster, and only detects accidental damage.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing manifest without asking.")
+@click.option("--force", is_flag=True, help="Replace an existing manifest.")
 @encoding_option
 @click.option("--nan", is_flag=True, help="Count NaN and infinite elements of each tensor.")
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
@@ -118,9 +118,8 @@ def verify_command(
         raise click.UsageError("--hash needs --write-manifest; a manifest to compare with names its own hash")
     if write_manifest and os.path.realpath(write_manifest) in map(os.path.realpath, paths):
         raise click.UsageError("the manifest needs a different path than the checkpoint")
-    replaced = [write_manifest] if write_manifest and os.path.lexists(write_manifest) else []
-    if not force:
-        allow_replacing(replaced, Unreadable)  # before hashing
+    if write_manifest and not force and os.path.lexists(write_manifest):  # before hashing
+        raise Unreadable(f"{write_manifest}: the file already exists; use --force to replace it")
     with unreadable():
         report = sluice.verify(
             source_of(paths),
@@ -132,7 +131,7 @@ def verify_command(
             progress=progress_wanted(quiet=quiet),
         )
         if write_manifest and report.ok:
-            report.write_manifest(write_manifest, overwrite=bool(replaced))
+            report.write_manifest(write_manifest, overwrite=force)
     written = [f"manifest written: {write_manifest}"] if write_manifest and report.ok else []
     show_report(report, as_json=as_json, quiet=quiet, more_sections=written)
     if not report.ok or (strict and report.warnings):

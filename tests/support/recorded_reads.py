@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from sluice._errors import ReadError
-from sluice._public import public
+from sluice.api.checkpoint import Checkpoint
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import MappableSource, Source
-
-if TYPE_CHECKING:
-    from sluice.api.checkpoint import Checkpoint
 
 __all__ = ["RecordedRead", "RecordingSource", "record_reads"]
 
 
-@public("sluice.testing")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRead:
     """One requested read of a source."""
@@ -32,7 +27,6 @@ class RecordedRead:
     direct: bool = False
 
 
-@public("sluice.testing")
 class RecordingSource(ForwardingSource):
     """A source that records its reads, in the order in which they begin.
 
@@ -65,24 +59,16 @@ class RecordingSource(ForwardingSource):
         return self._source.read_into(offset, buffer, direct=direct)
 
 
-@public("sluice.testing")
 def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
     """Record the reads of an open checkpoint from now on.
 
     Returns:
         A recording source for each of ``checkpoint.files``. No machine facts are collected for them, so that every read
         is buffered and has exactly the planned range.
-
-    Example:
-        >>> with sluice.open("model.safetensors") as checkpoint:
-        ...     (recording,) = record_reads(checkpoint)
-        ...     rows = checkpoint["wte.weight"][:10].read()
-        ...     print(recording.read_bytes == rows.nbytes)
-        True
     """
-    files = checkpoint._files  # noqa: SLF001  (the seam is for tests: users of the library have no sources)
+    files = checkpoint._files
     recordings = tuple(RecordingSource(file.source) for file in files)
-    checkpoint._files = tuple(  # noqa: SLF001
+    checkpoint._files = tuple(
         replace(file, source=recording) for file, recording in zip(files, recordings, strict=True)
     )
     return recordings
