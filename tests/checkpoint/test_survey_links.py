@@ -104,18 +104,6 @@ def test_a_shard_that_is_special(tmp_path: Path) -> None:
     assert isinstance(refusal(tmp_path), sluice.UnsupportedError)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_files_and_directories(tmp_path: Path) -> None:
-    first, _ = two_shards(tmp_path)
-    first.chmod(0)
-    assert isinstance(refusal(tmp_path), sluice.ReadError)
-    tmp_path.chmod(0)
-    try:
-        assert isinstance(refusal(tmp_path), sluice.ReadError)
-    finally:
-        tmp_path.chmod(0o700)
-
-
 def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> object:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -124,19 +124,14 @@ END = bytes(1024)
 @pytest.mark.parametrize(
     ("content", "kind", "problem"),
     [
-        (header("../x") + END, PathEscapeError, "outside the target directory"),
-        (header("/etc/x") + END, PathEscapeError, "outside the target directory"),
         (header("a\\b") + END, PathEscapeError, "outside the target directory"),
         (attributes(b"16 path=../../x\n") + header("x") + END, PathEscapeError, "outside the target directory"),
         (attributes(b"/x\0", tarfile.GNUTYPE_LONGNAME) + header("x") + END, PathEscapeError, "outside the target"),
-        (header("x", 2**62) + END, FormatError, "extends past the end of the file; found 4611686018427387904"),
         (attributes(b"23 size=9999999999999\n") + header("x") + END, FormatError, "attributes .* are damaged"),
         (attributes(b"22 size=9999999999999\n") + header("x") + END, FormatError, "extends past the end"),
         (attributes(b"99999999 path=x\n") + header("x") + END, FormatError, "attributes .* are damaged"),
         (attributes(b"0 path=x\n") + header("x") + END, FormatError, "attributes .* are damaged"),
         (header("x", -5) + END, FormatError, "a damaged header"),
-        (header("a") + b"x" * 512 + END, FormatError, "a damaged header"),
-        (header("a") + header("./a") + END, FormatError, "two members of this tar archive have the name 'a'"),
         (
             header("x", 2**21, tarfile.GNUTYPE_LONGNAME) + bytes(2**21) + END,
             LimitError,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from sluice._errors import FormatError, IntegrityError, LimitError, SluiceError, UnsupportedError
+from sluice._errors import FormatError, IntegrityError, LimitError, SluiceError
 from sluice._options import Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, read_directory
 from sluice.formats.archives.zip_records import locate_records, read_record
-from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.sources.local import LocalFile
 from support.hostile_archives import ArchiveRecord, build_archive
 from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
-from support.work import at_most
 
 HONEST = (
     ArchiveRecord(name=b"a/data.pkl", data=b"pickle"),
@@ -131,9 +128,7 @@ def test_bytes_after_the_end(extra: int) -> None:
         build_archive(HONEST, prefix=b"PK\3\4" + bytes(60)),
         b"#!/bin/sh\n" + build_archive(HONEST),
         b"PK\3\4" + bytes(60) + build_archive(HONEST),
-        build_archive(HONEST) + build_archive(HONEST),
         build_archive(HONEST) + build_archive(HONEST)[-22:],
-        build_archive(HONEST, comment=build_archive([])),
         build_archive(HONEST, comment=build_archive(HONEST)),
         build_archive(HONEST, entries=3),
         build_archive(HONEST, entries=5),
@@ -244,26 +239,6 @@ def test_encrypted_and_patched_records(flags: int) -> None:
     assert refusal.problem == f"record 'a/data/0' is encrypted or patched (flags {flags:#x})"
 
 
-def test_compressed_records() -> None:
-    packed = zlib.compress(bytes(1000), wbits=-15)
-    refusal = directory_of(with_second(method=8, data=packed, nbytes=1000)).unsupported
-    assert refusal is not None
-    assert refusal.problem == "record 'a/data/0' is compressed (method 8)"
-
-
-def test_a_bomb_of_compressed_data() -> None:
-    compressor = zlib.compressobj(wbits=-15)
-    zeros = bytes(1 << 20)
-    packed = b"".join(compressor.compress(zeros) for _ in range(32)) + compressor.flush()
-    bomb = ArchiveRecord(name=b"a/data.pkl", data=packed, method=8, nbytes=32 << 20)
-    archive = build_archive([bomb, *HONEST[1:]])
-    with at_most(100_000):
-        assert isinstance(directory_of(archive).unsupported, UnsupportedError)
-        assert isinstance(directory_of(archive, Limits(header_bytes=20 << 20)).unsupported, LimitError)
-        with pytest.raises(LimitError, match="is compressed and has more than 20971520 bytes; found 33554432"):
-            TorchZipFormat().read_index(MemorySource(archive), Limits(header_bytes=20 << 20))
-
-
 def test_a_record_marked_as_a_directory() -> None:
     with pytest.raises(FormatError, match="marked as a directory"):
         directory_of(with_second(attributes=0x10))
@@ -301,10 +276,7 @@ def test_an_entry_of_a_directory_with_data() -> None:
         {"nbytes": 0xFFFFFFFF, "stored_nbytes": 0xFFFFFFFF},  # without a zip64 field
         {"header": 0xFFFFFFFF},
         {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 2, 8, 40)},
-        {"nbytes": 0xFFFFFFFF, "stored_nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 8, 40)},
         {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 8, 41)},
-        {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 400, 40)},
-        {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HH", 1, 0)},
         {"header": 0},  # points at another record
         {"header": 30},
         {"header": 2**31},
@@ -352,7 +324,6 @@ def test_data_is_found_in_any_order() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"local_name": b"a/data/1"},
         {"local_name": b"b/data/0"},
         {"local_name": b"a/data/"},
         {"local_name": b""},

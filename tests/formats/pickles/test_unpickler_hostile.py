@@ -60,12 +60,10 @@ def test_any_order_of_opcodes_gives_a_value_or_a_typed_error(opcodes: list[bytes
         (b"t", FormatError),  # no mark
         (b"h\x05", FormatError),
         (b"j\xff\xff\xff\xff", FormatError),
-        (b"Nr\xff\xff\xff\xff", FormatError),  # one PUT that would size the memo
         (b"q\x00", FormatError),
         (b"X\x02\x00\x00\x00\xc3\x28", FormatError),  # not UTF-8
         (b"cmodule\n", TruncatedError),
         (b"\x80\x06N", UnsupportedError),
-        (b"\x8b\xff\xff\xff\xffN", LimitError),
         (b"\x8b\x00\x00\x00\x10N", LimitError),
         (b"\x8a\xffN", TruncatedError),
     ],
@@ -96,7 +94,6 @@ def test_declared_lengths_of_64_bits(opcode: bytes, declared: int) -> None:
         (b".", FormatError),
         (b"\x00" * 10, FormatError),
         (b"<html>", FormatError),
-        (b"(lp0\n.", UnsupportedError),  # protocol 0
     ],
 )
 def test_not_a_pickle(data: bytes, kind: type[SluiceError]) -> None:
@@ -176,12 +173,6 @@ def test_a_deep_tuple_as_key() -> None:
         load(data)
 
 
-def test_a_kilobyte_that_describes_a_trillion_leaves() -> None:
-    doubled = b"]K\x00a\x94" + b"".join(b"](h%sh%se\x94" % (bytes([level]), bytes([level])) for level in range(50))
-    assert len(doubled) < 1200
-    assert "values" in refused_quickly(body(b"(" + doubled + b"t")).problem
-
-
 @pytest.mark.parametrize("opcodes", [b"]q\x00h\x00a", b"}q\x00Nh\x00s", b"](]q\x00h\x00aNe"])
 def test_a_container_that_holds_itself(opcodes: bytes) -> None:
     with pytest.raises(UnsupportedError, match="contains itself"):
@@ -230,10 +221,6 @@ def test_the_limit_of_opcodes() -> None:
     assert "1000 opcodes" in refused_quickly(body(b"](" + b"N" * 1000 + b"e"), limits).problem
 
 
-def test_many_memo_entries() -> None:
-    assert "opcodes" in refused_quickly(body(b"N" + b"\x94" * 300_000), Limits(nodes=200_000)).problem
-
-
 def test_long_names() -> None:
     limits = Limits(name_bytes=10)
     assert load({"x" * 10: 1}, limits)
@@ -257,10 +244,3 @@ def test_one_object_copied_over_and_over(argument: object, function: Global) -> 
     call = b"h\x01" + arguments + b"R"
     data = body(encode(argument) + b"q\x00" + encode(function) + b"q\x01\x86" + b"](" + call * 1000 + b"e\x86")
     assert "copy" in refused_quickly(data).problem
-
-
-def test_too_many_tensors() -> None:
-    limits = Limits(entries=10)
-    views = [tensor_call(storage("0", 4), shape=(number % 4,)) for number in range(11)]
-    assert len(load(views[:10], limits)) == 10
-    assert "more than 10 tensors" in refused_quickly(pickled(views), limits).problem

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from sluice._errors import LimitError, UnsafeContentError
+from sluice._errors import LimitError
 from sluice._options import Limits
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index, UnsupportedValue
@@ -185,15 +185,6 @@ def test_views_of_storages_are_refused_by_name() -> None:
     tree: Any = index_of(legacy_file({"part": view, "whole": tensor_call(WEIGHT, shape=(6,))}, SIX)).tree
     assert "a view of a storage, as torch wrote before 0.4" in repr(tree["part"])
     assert tree["whole"].shape == (6,)
-
-
-def test_whole_modules_are_named_and_not_built() -> None:
-    content = saved(torch.nn.Linear(2, 3))
-    with pytest.raises(UnsafeContentError, match=r"pickled torch\.nn\.modules\.linear\.Linear object"):
-        index_of(content)
-    part = index_of(saved({"net": torch.nn.Linear(2, 3), "w": torch.ones(2)}))
-    assert repr(part.tree).startswith("{'net': <not loaded: torch.nn.modules.linear.Linear>")
-    assert "torch.nn.modules.linear.Linear" in part.notes[0]
 
 
 # Bytes that are read

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import warnings
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,16 +18,13 @@ from sluice._errors import (
     UnsafeContentError,
     UnsupportedError,
 )
-from sluice._options import Limits
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Opaque, UnsupportedValue
 from support.hostile_archives import (
     ArchiveRecord,
     Call,
     Global,
-    Raw,
     build_archive,
-    encode,
     pickled,
     storage,
     tensor_call,
@@ -50,28 +45,19 @@ def test_the_valid_file_that_other_tests_change() -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "problem"),
     [
-        (torch_archive(W, DATA, records={"data.pkl": None}), FormatError, "no data.pkl"),
-        (torch_archive(W, {}), FormatError, "no record for storage '0'"),
-        (torch_archive(W, {"0": bytes(15)}), FormatError, "does not match the pickle"),
-        (torch_archive(W, {"0": bytes(17)}), FormatError, "does not match the pickle"),
         (torch_archive(W, {"0": b""}), FormatError, "does not match the pickle"),
         (torch_archive(pickled(W) + b"."), FormatError, "bytes follow the pickle"),
-        (torch_archive(pickled(W) + pickled(W)), FormatError, "bytes follow the pickle"),
         (torch_archive(b""), TruncatedError, "before its STOP"),
-        (torch_archive(W, DATA, records={"byteorder": b"middle"}), UnsupportedError, "byte order"),
         (torch_archive(W, DATA, records={"byteorder": b""}), UnsupportedError, "byte order"),
-        (torch_archive(W, DATA, records={"byteorder": b"little\n"}), UnsupportedError, "byte order"),
         (torch_archive(W, DATA, records={"byteorder": bytes(65)}), LimitError, "more than 64 bytes"),
         (torch_archive(W, DATA, records={"byteorder": b"BIG"}), UnsupportedError, "byte order"),
         (torch_archive(W, DATA, records={"version": None}), FormatError, "version"),
-        (torch_archive(W, DATA, records={"version": b"99"}), UnsupportedError, "version"),
         (torch_archive(W, DATA, records={"version": b"0"}), UnsupportedError, "version"),
         (torch_archive(W, DATA, records={"version": b"-1"}), FormatError, "version"),
         (torch_archive(W, DATA, records={"version": "³".encode("latin1")}), FormatError, "version"),
         (torch_archive(W, DATA, records={".data/version": b"99"}), UnsupportedError, "version"),
         (torch_archive(W, DATA, records={".storage_alignment": b"-1"}), FormatError, "alignment"),
         (torch_archive(W, DATA, records={".storage_alignment": b"0"}), FormatError, "alignment"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"1e9"}), FormatError, "alignment"),
         (torch_archive(W, DATA, records={".storage_alignment": b"1000000000"}), FormatError, "alignment"),
         (torch_archive({"w": tensor_call(storage("../x", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
         (torch_archive({"w": tensor_call(storage("", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
@@ -79,7 +65,6 @@ def test_the_valid_file_that_other_tests_change() -> None:
         (torch_archive(Global("os", "system")), UnsafeContentError, "pickled os.system object"),
         (torch_archive(Call(Global("os", "system"), ("exit 1",))), UnsafeContentError, "pickled os.system object"),
         (torch_archive(storage("0", 16, kind="QInt8Storage"), DATA), UnsupportedError, "not viewed by a tensor"),
-        (torch_archive({"w": Raw(encode(("a", 1)) + b"P0\n")}), UnsupportedError, "PERSID"),
     ],
 )
 def test_bad_files(content: bytes, kind: type[SluiceError], problem: str) -> None:
@@ -92,14 +77,6 @@ def test_files_without_the_newer_records() -> None:
     index = index_of(torch_archive(W, DATA, records={"byteorder": None}))
     assert index.metadata["byteorder"] == "little"
     assert index_of(torch_archive(W, DATA, records={"version": None, ".data/version": b"3\n"}))
-
-
-def test_a_refused_view_is_named() -> None:
-    value = {"model": {"layers.0": [tensor_call(storage("0", 4), shape=(5,))]}}
-    with pytest.raises(FormatError, match="past the end of its storage '0'") as caught:
-        index_of(torch_archive(value, DATA))
-    assert caught.value.tensor == "model.layers.0.0"
-    assert caught.value.found == "20 bytes"
 
 
 def test_a_wrong_checksum_of_the_pickle() -> None:
@@ -167,23 +144,3 @@ def test_a_whole_module(protocol: int) -> None:
         index_of(content)
     leaf = tree_of(saved({"model": torch.nn.Linear(2, 2), "step": 1}, protocol))
     assert leaf == {"model": Opaque(qualified_name="torch.nn.modules.linear.Linear"), "step": 1}
-
-
-def test_an_archive_of_something_else() -> None:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("word/document.xml", "<xml/>")
-    with pytest.raises(FormatError, match="has no data"):
-        index_of(buffer.getvalue())
-
-
-def test_limits_on_the_pickle() -> None:
-    content = saved({str(number): torch.ones(1) for number in range(20)})
-    assert index_of(content, Limits(entries=30))
-    with pytest.raises(LimitError, match="records"):
-        index_of(content, Limits(entries=20))
-    with pytest.raises(LimitError, match="bytes"):
-        index_of(content, Limits(header_bytes=500))
-
-
-# Damage
