@@ -128,12 +128,6 @@ METHOD_OVERHEAD_BYTES = 16 << 20
 #: boxes exceeds the time of moving their bytes.
 RESHAPE_BOXES = 4096
 
-#: Virtual memory of one thread: a stack of 8 MiB and a malloc arena of 64 MiB. Relevant only under RLIMIT_AS.
-THREAD_ADDRESS_BYTES = 72 << 20
-
-#: Virtual memory of a load in addition to weights, staging and threads, under RLIMIT_AS.
-RESERVED_ADDRESS_BYTES = 64 << 20
-
 #: Most descriptors open at once in all checkpoints of the process: four times the number that readers use. Reopening a
 #: file costs microseconds on a local disk; the usual limit of a process is 1,024.
 OPEN_FILES = 64

@@ -22,7 +22,6 @@ __all__ = [
     "Task",
     "Worker",
     "Workers",
-    "address_space_room",
     "in_threads",
     "join_threads",
     "spare_threads",
@@ -84,27 +83,15 @@ def _nothing() -> None:
     """Do no work."""
 
 
-def address_space_room() -> int | None:
-    """Return the virtual memory that the process may still map, in bytes (RLIMIT_AS); None if there is no limit."""
-    if resource is None:
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    # Here, not above: few processes have such a limit, and it takes 10 ms to import.
-    import psutil
-
-    return max(0, limit - psutil.Process().memory_info().vms)
-
-
 def spare_threads(count: int) -> int:
-    """Return the number of threads, at most ``count``, that may run outside a plan: 0 under a limit on virtual memory.
+    """Return the number of threads, at most ``count``, that may run: 0 under a limit on virtual memory (RLIMIT_AS).
 
-    The stack and malloc arena of a thread stay reserved after it ends and reduce the virtual memory that is left for
-    the weights. The number of arenas depends on how many threads happen to run at once, so that of two equal loads one
-    might fit and the other not.
+    The stack and malloc arena of a thread, 72 MiB, stay reserved after it ends and reduce the virtual memory that is
+    left for the weights. And a thread without memory for its first steps ends before it signals that it has started,
+    for which Python waits forever.
     """
-    return count if address_space_room() is None else 0
+    limited = resource is not None and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return 0 if limited else count
 
 
 def start_threads(threads: list[Worker], count: int, work: Callable[[], None], name: str) -> None:
@@ -116,12 +103,7 @@ def start_threads(threads: list[Worker], count: int, work: Callable[[], None], n
         work: Function that each thread runs; it must not raise.
         name: Prefix of the names of the threads.
     """
-    for position in range(count):
-        # A thread without memory for its first steps ends before it signals that it has started, and Python waits for
-        # this signal forever.
-        room = address_space_room()
-        if room is not None and room < defaults.THREAD_ADDRESS_BYTES:
-            return
+    for position in range(spare_threads(count)):
         thread = Worker(work, f"{name}-{position}")
         threads.append(thread)
         try:
@@ -179,7 +161,7 @@ def in_threads(work: Callable[[int], None], count: int, *, threads: int, name: s
 
     started: list[Worker] = []
     try:
-        start_threads(started, spare_threads(min(threads, count) - 1), run, name)
+        start_threads(started, min(threads, count) - 1, run, name)
         run()
     finally:
         waiting.clear()

@@ -317,15 +317,3 @@ def test_a_limit_on_virtual_memory_is_found_and_ends_in_success_or_a_budget_erro
     refused = outcomes.count(True)
     assert 0 < refused < len(room)
     assert outcomes == [True] * refused + ["loaded"] * (len(room) - refused)
-
-
-def test_what_is_planned_to_fit_under_a_limit_on_virtual_memory_fits(several: Path) -> None:
-    """With 96 MiB for weights and the reserve of 64 MiB, no thread is started, because it would use the reserve.
-
-    Python's own heap takes a few arenas of 1 MiB between setting the limit and planning.
-    """
-    needed = 96 + 64
-    arguments = json.dumps([str(several), [needed - 1, needed + 6], {}])
-    done = fresh_process.run(VIRTUAL, arguments)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True, "loaded"]

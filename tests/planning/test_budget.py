@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import sluice
-from sluice.planning.budget import ADDRESS_SPACE, HOST, find_limits, plan_needs, shortages
+from sluice.planning.budget import HOST, find_limits, shortages
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import LoadPlan, MachineFacts
@@ -35,15 +35,6 @@ def test_the_tightest_of_free_memory_and_control_group_is_the_limit_of_the_host(
     assert find_limits(limited, sluice.MemoryLimits())[0].origin == "left in the control group"
     said = find_limits(limited, sluice.MemoryLimits(host="9MiB"))[0]
     assert (said.nbytes, said.origin) == (9 * MIB, "MemoryLimits(host=...)")
-
-
-def test_a_limit_on_virtual_memory_applies_in_addition_to_limits_of_the_caller() -> None:
-    machine = replace(facts(cached=False), address_space_bytes=300 * MIB)
-    short = shortages(plan(400, machine), sluice.MemoryLimits(host="8GiB"))
-    assert [each.limit.where for each in short] == [ADDRESS_SPACE]
-    assert short[0].allowed == "at most 300 MiB (left by ulimit -v)"
-    assert plan_needs(plan(400, machine))[ADDRESS_SPACE] >= 400 * MIB
-    assert not shortages(plan(100, machine), sluice.MemoryLimits())
 
 
 def test_a_shortage_is_described_as_text() -> None:

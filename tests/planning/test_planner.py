@@ -271,27 +271,7 @@ def test_equal_views_are_one_tensor_and_casts_do_not_mix() -> None:
     assert views[2].target == 1
 
 
-def test_a_limit_on_address_space_takes_threads_away() -> None:
-    """Weights of 20 MiB, staging and a reserve of 64 MiB come first; each thread then takes 72 MiB."""
+def test_where_no_thread_may_start_the_caller_reads() -> None:
     requests = [request("t", entry((10 * MIB,)), dtype="bfloat16")]
-
-    def threads(room: int) -> tuple[int, int]:
-        machine = replace(facts(cached=False), address_space_bytes=20 * MIB + 64 * MIB + 64 * MIB + room)
-        made = plan(requests, [(0, 40 * MIB)], machine, staging=64 * MIB)
-        return made.readers, made.copiers
-
-    assert threads(100 * 72 * MIB) == (8, 2)
-    assert threads(9 * 72 * MIB) == (8, 1)
-    assert threads(8 * 72 * MIB) == (8, 0)
-    assert threads(3 * 72 * MIB) == (3, 0)
-    assert threads(72 * MIB - 1) == (0, 0)  # the thread of the caller reads
-    assert threads(-10 * MIB) == (0, 0)
-
-
-def test_memory_for_huge_pages_and_alignment_counts_before_threads() -> None:
-    requests = [big()]  # 20 MiB, of which each direct read takes whole blocks: a page more, and so a huge page more
-    needed = 64 * MIB + 64 * MIB + 22 * MIB
-    machine = replace(facts(cached=False), huge_pages=True)
-    for room, readers in ((72 * MIB, 1), (72 * MIB - 1, 0)):
-        made = plan(requests, [(100, 20 * MIB)], replace(machine, address_space_bytes=needed + room), staging=64 * MIB)
-        assert made.readers == readers
+    made = plan(requests, [(0, 40 * MIB)], replace(facts(cached=False), threads=False), staging=64 * MIB)
+    assert (made.readers, made.copiers) == (0, 0)

@@ -85,7 +85,7 @@ def plan(
         quantize: As in ``load_into``.
         adapters: As in ``load_into``.
         memory: How much memory may grow, as in ``load_into``. Limits that are not given are detected: the control
-            group, free memory, ``ulimit -v``, free memory of each accelerator.
+            group, free memory, free memory of each accelerator.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.

@@ -111,7 +111,8 @@ def _map(nbytes: int) -> mmap.mmap:
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mmap.mmap(-1, nbytes)
     except OSError as error:
-        raise BudgetError(f"the operating system refused memory: {error}", found=f"{nbytes} bytes") from error
+        problem = f"the operating system refused memory (a limit of the process, as of ulimit -v?): {error}"
+        raise BudgetError(problem, found=f"{nbytes} bytes") from error
 
 
 def _address(mapping: mmap.mmap) -> int:

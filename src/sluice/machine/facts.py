@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
-from sluice._threads import address_space_room
+from sluice._threads import spare_threads
 from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.filesystems import filesystem_type
 from sluice.machine.page_cache import probe_cache
@@ -66,7 +66,7 @@ def machine_facts(
         huge_pages=_huge_pages(),
         files=tuple(file_facts(source) if source else _UNKNOWN_FILE for source in sources),
         devices=devices,
-        address_space_bytes=address_space_room(),
+        threads=spare_threads(1) > 0,
         host_ranks=host_ranks,
     )
 

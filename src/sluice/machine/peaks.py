@@ -13,7 +13,7 @@ from typing import Self
 from msgspec import Struct
 
 from sluice import _defaults as defaults
-from sluice._threads import Worker, join_threads, spare_threads, start_threads
+from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.system_files import read_system_file, write_system_file
 from sluice.records import Peaks
 
@@ -119,7 +119,7 @@ class PeakMeter:
     def sample(self) -> None:
         """Start the thread that samples until the end of the block. Without it, the two ends and VmHWM still count."""
         if not self._samplers:
-            start_threads(self._samplers, spare_threads(1), self._sample, "sluice-sampler")
+            start_threads(self._samplers, 1, self._sample, "sluice-sampler")
 
     def __exit__(self, *error: object) -> None:
         self._stop.release()

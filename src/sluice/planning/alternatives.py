@@ -17,7 +17,7 @@ from sluice._dtypes import torch_dtype
 from sluice._errors import Alternative, SluiceError
 from sluice._options import MemoryLimits, Place
 from sluice._units import parse_bytes
-from sluice.planning.budget import ADDRESS_SPACE, budget_error, plan_needs, shortages
+from sluice.planning.budget import budget_error, plan_needs, shortages
 from sluice.records import LoadPlan
 
 __all__ = ["Change", "Offer", "Replan", "check_budget", "find_alternatives"]
@@ -128,5 +128,4 @@ def _try(change: Change, memory: MemoryLimits, replan: Replan) -> Alternative | 
         return None  # the change itself may be invalid, such as a dtype that a tensor cannot have
     if shortages(plan, memory):
         return None
-    needs = {where: nbytes for where, nbytes in plan_needs(plan).items() if where != ADDRESS_SPACE}
-    return Alternative(change=str(change), arguments=change.arguments(memory), needs=needs)
+    return Alternative(change=str(change), arguments=change.arguments(memory), needs=plan_needs(plan))

@@ -11,7 +11,6 @@ from itertools import accumulate, chain
 
 from sluice import _defaults as defaults
 from sluice._options import PageCache
-from sluice.planning.budget import address_space_bytes
 from sluice.planning.cuda_allocator import plan_reservation, scratch_bytes
 from sluice.planning.mappings import NOTHING_MAPPED, Mapped
 from sluice.planning.memory_layout import lay_out_blocks
@@ -26,7 +25,7 @@ from sluice.planning.reads import (
     shared_ids,
 )
 from sluice.planning.reasons import read_reasons
-from sluice.planning.threads import buffer_count, copier_count, most_threads, reader_count, staging_buffer_bytes
+from sluice.planning.threads import buffer_count, copier_count, reader_count, staging_buffer_bytes
 from sluice.records import (
     Block,
     DevicePlan,
@@ -75,14 +74,7 @@ def plan_load(
     if not any(target.finisher for target in targets):  # otherwise readers wait between two reads
         reads = list(join_requests(reads, facts.files))
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
-    needed_bytes = 0
-    if facts.address_space_bytes is not None:
-        shared = [*arenas, *(each.nbytes for each in mapped.ranges)]
-        needed_bytes = address_space_bytes(
-            targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_pages
-        )
-    threads = most_threads(facts, needed_bytes)
-    readers = min(reader_count(reads, facts, serial_bytes=serial_bytes), threads)
+    readers = reader_count(reads, facts, serial_bytes=serial_bytes)
     buffers = buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
     most_unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
     unfinished = _most_unfinished(reads, targets, most_unfinished, lambda each: each.nbytes * (each.device == "cpu"))
@@ -95,7 +87,7 @@ def plan_load(
         arenas=arenas,
         reads=tuple(reads),
         readers=readers,
-        copiers=copier_count(readers, buffers, threads, facts),
+        copiers=copier_count(readers, buffers, facts),
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(each.finisher.finished_bytes if each.finisher else each.nbytes for each in targets),

@@ -11,7 +11,7 @@ from sluice.planning.reads import is_cached
 from sluice.records import AccessFacts, MachineFacts, Read, Target, largest_access, local_access
 from sluice.records.geometry import round_down
 
-__all__ = ["buffer_count", "copier_count", "most_threads", "reader_count", "staging_buffer_bytes"]
+__all__ = ["buffer_count", "copier_count", "reader_count", "staging_buffer_bytes"]
 
 
 def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) -> int:
@@ -73,7 +73,7 @@ def buffer_count(
 
 
 def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: int = 0) -> int:
-    """Return the number of reader threads; 0 to read in the thread of the caller.
+    """Return the number of reader threads; 0 to read in the thread of the caller, as where no thread may start.
 
     Threads that wait for a disk sleep, so that there may be more of them than cores. Threads that copy cached pages
     need a core each.
@@ -83,6 +83,8 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
         facts: Facts about the machine.
         serial_bytes: Most bytes of local files that are read in the thread of the caller.
     """
+    if not facts.threads:
+        return 0
     total = sum(read.nbytes for read in reads)
     local = all(facts.files[read.file].access == local_access() for read in reads)
     waiting = [read for read in reads if _waits(read, facts)]
@@ -103,21 +105,9 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
     return min(min(_waiting_readers(waiting, facts), requests) + copying, most)
 
 
-def copier_count(readers: int, buffers: int, threads: int, facts: MachineFacts) -> int:
+def copier_count(readers: int, buffers: int, facts: MachineFacts) -> int:
     """Return the number of threads that copy out of staging; 0 if readers do it because they rarely wait for a disk."""
-    return max(0, min(facts.cores, buffers - 1, threads - readers)) if readers > facts.cores else 0
-
-
-def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
-    """Return the number of threads that fit next to ``needed_bytes`` under a limit on virtual memory.
-
-    A thread takes a stack and a malloc arena. The number can be 0: even one reader, mapped first, could take the room
-    of the last weights.
-    """
-    if facts.address_space_bytes is None:
-        most_readers = max(defaults.MOST_WAITING_READERS, facts.access.parallel_requests)
-        return most_readers + max(facts.cores, defaults.WRITERS)  # most threads of any plan
-    return max(0, facts.address_space_bytes - needed_bytes) // defaults.THREAD_ADDRESS_BYTES
+    return max(0, min(facts.cores, buffers - 1)) if readers > facts.cores else 0
 
 
 def _waits(read: Read, facts: MachineFacts) -> bool:

@@ -110,8 +110,8 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     files: tuple[FileFacts, ...]
     #: Facts of each accelerator that the load uses.
     devices: tuple[DeviceFacts, ...] = ()
-    #: Virtual memory that the process may still map (RLIMIT_AS), in bytes; None if there is no limit.
-    address_space_bytes: int | None = None
+    #: Whether this process may start threads: not under a limit on virtual memory.
+    threads: bool = True
     #: Processes of the host that load at the same time; available memory and memory limit are divided by them.
     host_ranks: int = 1
 

@@ -218,7 +218,7 @@ class LocalFile:
                 problem = f"the system refused to map {nbytes} bytes"
                 if error.errno == errno.ENOMEM:
                     raise BudgetError(
-                        f"{problem}: {error.strerror} (a limit of the process on address space or mappings, or "
+                        f"{problem}: {error.strerror} (a limit of the process, as of ulimit -v, or of mappings, or "
                         "vm.overcommit_memory=2)",
                         file=self.path,
                         offset=offset,

@@ -79,12 +79,11 @@ def _memory() -> dict[str, Any]:
     import psutil
 
     known = machine_facts(())
-    limits = {"address space": known.address_space_bytes, "cgroup leaves": known.memory_limit_bytes}
     return {
         "total": psutil.virtual_memory().total,
         "available": known.memory_available_bytes,
         "swap": psutil.swap_memory().total,
-        **limits,
+        "cgroup leaves": known.memory_limit_bytes,
     }
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from sluice._errors import SluiceError
-from sluice._threads import Workers, spare_threads, stopping
+from sluice._threads import Workers, stopping
 from sluice.records import FileIdentity, RequestRecord, Traffic
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.local import LocalFile
@@ -155,7 +155,7 @@ class CachedFile(ForwardingSource):
         self.cached_bytes = sum(end - start for start, end in map(self._entry.piece, here))
         report()
         missing = [number for number in self._entry.pieces if number not in here]
-        threads = spare_threads(min(self._source.access.parallel_requests, len(missing)))
+        threads = min(self._source.access.parallel_requests, len(missing))
         with Workers(threads, "sluice-download") as workers:
             tasks = [workers.start(partial(self._fetch, part, number)) for number in missing]
             for task in tasks:
