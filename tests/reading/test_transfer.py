@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import sluice
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, LoadPlan, Request
+from sluice.records import FileRecord, Request
 from sluice.sources.local import LocalFile
 from support.dtypes import TORCH_DTYPES
 from support.oracles import bits
@@ -53,17 +49,6 @@ def load(
         return memory.tensors(views)
     finally:
         source.close()
-
-
-@contextmanager
-def planned(path: Path, *tensors: torch.Tensor, cached: bool = True) -> Iterator[tuple[LoadPlan, LocalFile, Any]]:
-    """Write tensors, and return the plan that reads all of them, its source, and the views of its targets."""
-    places = write_storages(path, list(tensors))
-    with closing(LocalFile(path)) as source:
-        index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-        requests = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
-        targets, views = single_targets(requests, index, {})
-        yield plan_load(targets, index.files, facts(cached=cached), staging_bytes=MIB), source, views
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -136,17 +121,6 @@ def test_views_equal_torchs(tmp_path: Path, data: st.DataObject, share: bool, ca
         assert same_bits(loaded, tensor)
 
 
-def test_shared_views_share_memory_and_hold_no_more_than_they_need(tmp_path: Path) -> None:
-    base = torch.randn(1000)
-    first, second = base[100:200], base[150:250].view(10, 10)
-    places = write_storages(tmp_path / "f", [base])
-    requests = [request("a", entry_of(first, 0)), request("b", entry_of(second, 0))]
-    a, b = load(tmp_path / "f", requests, places, share=True)
-    a[60] = 42.0
-    assert b[1, 0] == 42.0
-    assert a.untyped_storage().nbytes() == 150 * 4
-
-
 @pytest.mark.parametrize("cached", [True, False])
 def test_live_tensors_of_any_strides_are_filled_in_place(tmp_path: Path, cached: bool) -> None:
     plain, permuted = torch.randn(600, 500), torch.randn(600, 500)
@@ -163,52 +137,17 @@ def test_live_tensors_of_any_strides_are_filled_in_place(tmp_path: Path, cached:
     assert [tensor.data_ptr() for tensor in live] == addresses
 
 
-def test_direct_reads_step_down_if_the_file_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("os.O_DIRECT", raising=False)
-    tensor = torch.randn(MIB)
-    with planned(tmp_path / "f", tensor, cached=False) as (plan, source, views):
-        memory = Targets(plan)
-        outcome = execute(plan, [source], memory)
-    assert outcome.stepped_down == len(plan.reads)
-    assert outcome.read_bytes == {"direct": 0, "buffered": tensor.nbytes}
-    assert torch.equal(memory.tensors(views)[0], tensor)
-
-
-def test_a_file_that_shrinks_is_a_changed_source(tmp_path: Path) -> None:
-    with planned(tmp_path / "f", torch.randn(MIB)) as (plan, source, _):
-        os.truncate(tmp_path / "f", 1000)
-        with pytest.raises(sluice.SourceChangedError):
-            execute(plan, [source], Targets(plan))
-
-
-def test_a_file_rewritten_during_the_load_is_noticed_at_the_end(tmp_path: Path) -> None:
-    def rewrite(_: int) -> None:
-        with (tmp_path / "f").open("r+b") as file:
-            file.write(b"changed")
-
-    with (
-        planned(tmp_path / "f", torch.randn(MIB)) as (plan, source, _),
-        pytest.raises(sluice.SourceChangedError, match="changed since it was indexed"),
-    ):
-        execute(plan, [source], Targets(plan), progress=rewrite)
-
-
 def test_progress_and_completion_reach_the_caller(tmp_path: Path) -> None:
+    tensors = [torch.randn(MIB), torch.randn(100), torch.randn(50)]
+    places = write_storages(tmp_path / "f", tensors)
     done: list[int] = []
     completed: list[int] = []
-    with planned(tmp_path / "f", torch.randn(MIB), torch.randn(100), torch.randn(50)) as (plan, source, _):
+    with closing(LocalFile(tmp_path / "f")) as source:
+        index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+        requests = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
+        targets, _ = single_targets(requests, index, {})
+        plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
         execute(plan, [source], Targets(plan), progress=done.append, completed=completed.append)
     assert done[-1] == plan.read_bytes
     assert done == sorted(done)
     assert sorted(completed) == [0, 1, 2]
-
-
-def test_without_threads_the_caller_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("threading.Thread.start", refuse)
-    tensor = torch.randn(MIB)
-    places = write_storages(tmp_path / "f", [tensor])
-    [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places)
-    assert torch.equal(loaded, tensor)

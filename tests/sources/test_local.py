@@ -140,12 +140,6 @@ def test_nothing_is_opened_before_the_first_read(path: Path) -> None:
         assert source.read_at(0, 4) == CONTENT[:4]
 
 
-@pytest.mark.parametrize("most", [1, 7, 4095, 100_000])
-def test_short_reads_are_continued(source: LocalFile, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    patch_preadv(monkeypatch, lambda read, buffer, offset: read(buffer[:most], offset))
-    assert source.read_at(3, 10_000) == CONTENT[3:10_003]
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EINVAL])
 def test_a_failed_read_names_the_offset(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fail_after_100_bytes(read: Reader, buffer: memoryview, offset: int) -> int:

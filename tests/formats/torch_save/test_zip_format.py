@@ -21,76 +21,7 @@ from sluice.records import Opaque
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
 from support.sources import MemorySource
-from support.torch_files import PROTOCOLS, Comparison, check, filled, index_of, saved
-
-
-@PROTOCOLS
-@pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_every_dtype(name: str, protocol: int) -> None:
-    dtype = torch_dtype(name)
-    index = check(
-        {"w": filled(dtype, 6).view(2, 3), "scalar": filled(dtype, 1)[0], "empty": filled(dtype, 0)}, protocol
-    )
-    assert isinstance(index.tree, dict)
-    assert {entry.dtype for entry in index.tree.values()} == {name}
-
-
-@PROTOCOLS
-def test_views_and_ties(protocol: int) -> None:
-    base = torch.arange(60.0)
-    index = check(
-        {
-            "base": base,
-            "again": base,
-            "row": base[10:20],
-            "column": base.view(6, 10)[:, 3],
-            "transposed": base.view(6, 10).t(),
-            "strided": base[1::7],
-            "expanded": base[5].expand(4, 3),
-            "overlapping": base.as_strided((4, 8), (2, 1), 3),
-            "scalar": base[59],
-            "nothing": base[60:],
-            "apart": base.clone(),
-        },
-        protocol,
-    )
-    assert len(index.storages) == 2
-    assert isinstance(index.tree, dict)
-    assert index.tree["base"] is index.tree["again"]
-
-
-@PROTOCOLS
-def test_parameters(protocol: int) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    leaf = torch.ones(2, requires_grad=True)
-    check({"parameter": parameter, "tied": parameter, "frozen": frozen, "leaf": leaf}, protocol)
-
-
-@PROTOCOLS
-def test_attributes_of_tensors(protocol: int) -> None:
-    parameter, tensor = torch.nn.Parameter(torch.ones(3)), torch.ones(2)
-    parameter.note, tensor.note = "a", [1, {"b": tensor.clone()}]  # type: ignore[attr-defined]
-    index = check({"parameter": parameter, "tensor": tensor, "buffer": torch.nn.Buffer(torch.ones(1))}, protocol)
-    assert index.notes == ()
-
-
-@PROTOCOLS
-def test_modules_and_optimizers(protocol: int) -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "epoch": 3,
-        "args": {"lr": 0.1, "x": None},
-    }
-    index = check(state, protocol)
-    assert isinstance(index.tree, dict)
-    assert index.tree["model"]._metadata["1"] == {"version": 2}
+from support.torch_files import Comparison, check, filled, index_of, saved
 
 
 def test_one_empty_storage_of_two_dtypes() -> None:

@@ -24,22 +24,6 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_new_file_and_its_replacement(tmp_path: Path) -> None:
-    write(tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == NEW
-    write(tmp_path / "f", b"0123456789abc")
-    assert (tmp_path / "f").read_bytes() == b"0123456789abc"
-    assert names(tmp_path) == ["f"]
-
-
-def test_nothing_happens_without_a_commit(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"old")
-    with Replacement(tmp_path / "f", overwrite=True) as file:
-        file.write_at(0, b"new")
-    assert (tmp_path / "f").read_bytes() == b"old"
-    assert names(tmp_path) == ["f"]
-
-
 def test_existing_files_are_kept_unless_overwriting_is_requested(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
     with pytest.raises(sluice.SaveError, match=r"already exists; pass overwrite=True"):
