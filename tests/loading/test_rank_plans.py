@@ -83,10 +83,7 @@ def test_replicas_read_what_others_read_too(checkpoint: Path) -> None:
     assert ranks is not None
     assert ranks.needed_bytes == report.checkpoint_bytes
     assert ranks.read_bytes == sum(rank.read_bytes for rank in ranks.ranks) >= 3 * ranks.needed_bytes
-    assert [(host.ranks, host.needed_bytes) for host in ranks.hosts] == [(2, report.checkpoint_bytes)] * 3
     assert [rank.host for rank in ranks.ranks] == [0, 0, 1, 1, 2, 2]
-    (file,) = ranks.files
-    assert (file.path, file.ranks, file.needed_bytes) == (str(checkpoint), 6, report.checkpoint_bytes)
 
 
 def test_the_limit_is_that_of_a_host(checkpoint: Path) -> None:

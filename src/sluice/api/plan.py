@@ -95,7 +95,7 @@ def plan(
             ``{"dp": 8, "tp": 4}``. ``dp``, ``fsdp``, ``dp_shard`` and ``shard`` divide every parameter as
             ``fully_shard`` does, ``ddp``, ``dp_replicate`` and ``replicate`` hold copies, ``tp`` divides what
             ``tp_plan`` names. The model is the whole one, without DTensors. The report is that of the rank whose memory
-            grows most, and ``report.ranks`` has all ranks, hosts and files.
+            grows most, and ``report.ranks`` has all ranks.
         ranks_per_host: Ranks that share a host, its page cache, its limit and ``staging``; all ranks by default.
         tp_plan: Tensor-parallel style by pattern of module names, such as ``{"layers.*.mlp.up_proj": "colwise"}``;
             ``model.tp_plan``, which models of transformers have, by default.

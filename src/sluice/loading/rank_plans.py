@@ -6,8 +6,8 @@ one rank after the other, as ``sharding.layouts`` says.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from sluice.matching.match import Slot
 from sluice.modules.collect import ModuleState, collect
 from sluice.records import LoadPlan
 from sluice.records.geometry import contiguous_stride
-from sluice.reports.ranks import FileReads, HostLoad, RankLoad, RanksPlan
+from sluice.reports.ranks import RankLoad, RanksPlan
 from sluice.sharding.layouts import Mesh, divided_dim, sharding_on
 from sluice.sharding.regions import Region, region_of, shape_of
 
@@ -145,21 +145,10 @@ def _ranks_plan(layout: RankLayout, reads: Sequence[_Reads]) -> RanksPlan:
         )
         for rank, (coordinate, own) in enumerate(zip(layout.mesh.coordinates(), reads, strict=True))
     )
-    hosts = [loads[first : first + layout.ranks_per_host] for first in range(0, len(loads), layout.ranks_per_host)]
     return RanksPlan(
         mesh=dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)),
         ranks=loads,
-        hosts=tuple(
-            HostLoad(
-                host=number,
-                ranks=len(own),
-                read_bytes=sum(rank.read_bytes for rank in own),
-                needed_bytes=sum(file.needed_bytes for file in _files([reads[rank.rank] for rank in own])),
-                peak_bytes=sum(rank.peak_bytes for rank in own),
-            )
-            for number, own in enumerate(hosts)
-        ),
-        files=tuple(sorted(_files(reads), key=lambda file: -file.read_bytes)),
+        needed_bytes=_covered_bytes(set(chain.from_iterable(own.ranges for own in reads))),
     )
 
 
@@ -175,27 +164,11 @@ def _divided(slot: Slot, layout: RankLayout, coordinate: tuple[int, ...]) -> Slo
     )
 
 
-def _files(reads: Sequence[_Reads]) -> Iterator[FileReads]:
-    """Yield what ranks read of each file."""
-    ranges: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    readers: Counter[str] = Counter()
-    for own in reads:
-        readers.update({path for path, _, _ in own.ranges})
-        for path, start, stop in own.ranges:
-            ranges[path].append((start, stop))
-    for path, found in ranges.items():
-        yield FileReads(
-            path=path,
-            ranks=readers[path],
-            read_bytes=sum(stop - start for start, stop in found),
-            needed_bytes=_covered_bytes(found),
-        )
-
-
-def _covered_bytes(ranges: Iterable[tuple[int, int]]) -> int:
-    """Return the number of bytes that lie in at least one of the ranges ``(start, stop)``."""
-    covered = end = 0
-    for start, stop in sorted(ranges):
+def _covered_bytes(ranges: Iterable[tuple[str, int, int]]) -> int:
+    """Return the number of bytes that lie in at least one of the ranges ``(file, start, stop)``."""
+    covered, last, end = 0, "", 0
+    for file, start, stop in sorted(ranges):
+        end = end if file == last else 0
         covered += max(0, stop - max(start, end))
-        end = max(end, stop)
+        last, end = file, max(end, stop)
     return covered

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from sluice._public import public
 from sluice._units import counted, format_bytes
-from sluice.reports.document import Grid, Report, Section
+from sluice.reports.document import Report, Section
 
-__all__ = ["FileReads", "HostLoad", "RankLoad", "RanksPlan"]
+__all__ = ["RankLoad", "RanksPlan"]
 
 
 @public()
@@ -35,38 +35,6 @@ class RankLoad:
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostLoad:
-    """The loads of the ranks of one host together."""
-
-    #: Number of the host.
-    host: int
-    #: Number of its ranks.
-    ranks: int
-    #: Bytes that they read, if each reads for itself.
-    read_bytes: int
-    #: Bytes of the files that at least one of them needs.
-    needed_bytes: int
-    #: Predicted growth of their memory.
-    peak_bytes: int
-
-
-@public()
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileReads:
-    """The reads of one file by all ranks."""
-
-    #: Path of the file.
-    path: str
-    #: Number of ranks that read it.
-    ranks: int
-    #: Bytes that they read, if each reads for itself.
-    read_bytes: int
-    #: Bytes of the file that at least one of them needs.
-    needed_bytes: int
-
-
-@public()
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksPlan(Report):
     """A load on the ranks of a mesh, planned in one process: ``sluice.plan(..., mesh=...).ranks``.
 
@@ -76,26 +44,19 @@ class RanksPlan(Report):
         True
     """
 
-    _properties = ("read_bytes", "needed_bytes")
+    _properties = ("read_bytes",)
 
     #: Ranks along each dimension of the mesh.
     mesh: Mapping[str, int]
     #: One for each rank, in the order of ranks.
     ranks: tuple[RankLoad, ...]
-    #: One for each host.
-    hosts: tuple[HostLoad, ...]
-    #: One for each file that is read, the one of which most is read first.
-    files: tuple[FileReads, ...]
+    #: Bytes of the files that at least one rank needs.
+    needed_bytes: int
 
     @property
     def read_bytes(self) -> int:
         """Bytes that all ranks read, if each reads for itself."""
-        return sum(file.read_bytes for file in self.files)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes of the files that at least one rank needs."""
-        return sum(file.needed_bytes for file in self.files)
+        return sum(rank.read_bytes for rank in self.ranks)
 
     @property
     def fullest(self) -> RankLoad:
@@ -103,11 +64,11 @@ class RanksPlan(Report):
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
     def sections(self) -> Iterator[Section]:
-        """Yield a summary, and tables of the hosts and the files."""
+        """Yield what ranks hold and read."""
         held = [rank.final_bytes for rank in self.ranks]
         shape = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         yield (
-            f"{counted(len(self.ranks), 'rank')} ({shape}) on {counted(len(self.hosts), 'host')}: each holds "
+            f"{counted(len(self.ranks), 'rank')} ({shape}) on {counted(self.ranks[-1].host + 1, 'host')}: each holds "
             f"{format_bytes(min(held))} to {format_bytes(max(held))}; the fullest, rank {self.fullest.rank}, grows by "
             f"at most {format_bytes(self.fullest.peak_bytes)}"
         )
@@ -116,13 +77,3 @@ class RanksPlan(Report):
             f"all ranks need {format_bytes(self.needed_bytes)} of the files; if each reads for itself, they read "
             f"{format_bytes(self.read_bytes)}, {times:.2f} times as much"
         )
-        hosts = [
-            (str(each.host), str(each.ranks), *map(format_bytes, (each.read_bytes, each.needed_bytes, each.peak_bytes)))
-            for each in self.hosts
-        ]
-        yield Grid.first((">host", ">ranks", ">read", ">needed", ">memory, at most"), hosts, len(hosts))
-        files = [
-            (str(each.ranks), format_bytes(each.read_bytes), format_bytes(each.needed_bytes), each.path)
-            for each in self.files
-        ]
-        yield Grid.first((">ranks", ">read", ">needed", "file"), files, len(files))
