@@ -68,12 +68,11 @@ def _version(package: str) -> str:
 
 
 @contextmanager
-def temporary_folder(parent: Path | None = None, *, keep: bool = False) -> Iterator[Path]:
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     """Lend a new directory for large checkpoints; remove it afterwards, also after an interrupt or SIGTERM.
 
     Args:
         parent: Parent directory, which is created; None for the system's temporary directory.
-        keep: Whether to keep it.
     """
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +82,5 @@ def temporary_folder(parent: Path | None = None, *, keep: bool = False) -> Itera
     try:
         yield folder
     finally:
-        if not keep:
-            shutil.rmtree(folder)
+        shutil.rmtree(folder)
         signal.signal(signal.SIGTERM, before)

@@ -211,7 +211,7 @@ class Scenario:
 
     #: Heading of its table.
     title: str
-    #: As in ``MethodJob``; the key is for ``truth``: copies for other methods contain weights only.
+    #: As in ``MethodJob``.
     model: str
     model_args: str = "{}"
     key: str | None = None

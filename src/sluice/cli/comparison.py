@@ -34,7 +34,7 @@ __all__ = ["END_SECONDS", "MethodComparison", "compare"]
 END_SECONDS = 180.0
 
 #: Parameters that the repeated command line omits: those of the output, and the size, which is added as chosen.
-_NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
+_NOT_REPEATED = {"size", "cold", "directory", "out", "as_json"}
 
 _PACKAGES = ("torch", "sluice", "safetensors", "accelerate")
 
@@ -55,7 +55,6 @@ class MethodComparison(Struct, frozen=True, kw_only=True):
     ram_limit: int | None
     timeout: float
     directory: Path | None
-    keep: bool
     out: Path
     as_json: bool
 
@@ -72,7 +71,7 @@ def compare(context: click.Context, options: MethodComparison) -> None:
     if options.cold is not None:
         states = states[:1] if options.cold else states[1:]
     begin = time.monotonic()
-    with _full_disk_is_a_failure(), _machine.temporary_folder(options.directory, keep=options.keep) as folder:
+    with _full_disk_is_a_failure(), _machine.temporary_folder(options.directory) as folder:
         machine = _machine.describe(folder, _PACKAGES)
         subject, precisions, end_seconds = _subject(console, options, folder, device, len(states))
         methods = _choose_methods(subject, options.methods)
@@ -93,10 +92,9 @@ def compare(context: click.Context, options: MethodComparison) -> None:
     else:
         for table in tables:
             print_section(console, table)
-        kept = [f"checkpoints: {folder}"] if options.keep else []
         findings = [text for each in document["scenarios"] for text in each["findings"].values()]
         results = f"results: {options.out / 'results.md'}, {options.out / 'results.json'}"
-        for line in (*findings, *kept, results, f"report: {(options.out / 'report.html').absolute()}"):
+        for line in (*findings, results, f"report: {(options.out / 'report.html').absolute()}"):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     wrong = {row["method"] for each in document["scenarios"] for row in each["rows"] if row["right"] is False}
     # A peer may do what the user's model does not expect; sluice may not.

@@ -136,13 +136,6 @@ def test_results_are_json_and_nothing_else(bench: Bench, runner: FakeRunner) -> 
     assert len(scenario["timelines"][0]["seconds"]) == len(scenario["timelines"][0]["anon_bytes"]) > 10
 
 
-def test_checkpoints_are_kept_when_asked(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:
-    result = bench("--size", "tiny", "--method", "sluice", "--directory", "disk", "--keep")
-    (kept,) = (tmp_path / "disk").iterdir()
-    assert (kept / "model.pth").exists()
-    assert f"checkpoints: {Path('disk') / kept.name}" in result.output
-
-
 def test_wrong_weights_fail_the_command(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_runner, "run_with_progress", FakeRunner("abd"))
     result = bench("--size", "tiny", "--method", "naive")

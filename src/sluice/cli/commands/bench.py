@@ -53,7 +53,6 @@ class _ComparedDType(DTypeName):
 @click.option(
     "--directory", type=click.Path(path_type=Path), help="For generated checkpoints. Default: the temporary directory."
 )
-@click.option("--keep", is_flag=True, help="Keep the generated checkpoints.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

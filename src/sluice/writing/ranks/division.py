@@ -13,12 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import TypeAlias
 
 from msgspec import Struct
 
-from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
 from sluice.sharding.regions import Region
@@ -60,11 +58,6 @@ class DividedTensor(Struct, frozen=True, kw_only=True):
     def of(self, rank: int) -> Region | None:
         """Return the part that a rank writes, or None: the parts that a rank holds are one."""
         return next((region for region, writer in zip(self.regions, self.writers, strict=True) if writer == rank), None)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its elements in the file, in bytes."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def divide(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, DividedTensor]:
