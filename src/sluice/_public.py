@@ -83,7 +83,7 @@ _HINTS: dict[str, str] = {
     **dict.fromkeys(("exist_ok", "force"), "overwrite="),
     **dict.fromkeys(("host", "staging", "max_memory"), "memory=sluice.MemoryLimits(host=..., device=..., staging=...)"),
     "mmap": "place='map'",
-    "adapters": f"{_NOT_NEEDED}adapters are merged before sharing: write the merged model, and share that file",
+    "adapters": f"{_NOT_NEEDED}merge them first, with sluice.convert(source, destination, adapters=)",
     "offload_folder": "place='map'",
     "assign": f"{_NOT_NEEDED}tensors on meta get new memory, live ones are filled in place",
     "state_dict": "obj= source=",

@@ -1,1 +1,1 @@
-"""Adapters that are merged into base weights: configurations, names of tensors, and the computations of peft 0.21."""
+"""Adapters merged into base weights, with the computations of peft 0.21: a checkpoint computed when it is read."""

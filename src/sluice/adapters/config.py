@@ -65,6 +65,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
     alpha_pattern: Mapping[str, float] = {}
     rslora: bool = False
     replaced: tuple[str, ...] = ()
+    fan_in_fan_out: bool = False
 
     def rank_of(self, path: str) -> int:
         """Return the rank for a module, as peft does."""
@@ -74,7 +75,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
     def scale_of(self, path: str, rank: int, alpha: float | None) -> float:
         """Return the factor for a module; ``alpha`` is the value of the tensor of this name, if there is one."""
         if not self.method:
-            return 1.0 if alpha is None else alpha / rank
+            return 1.0 if alpha is None or rank == 0 else alpha / rank  # 0: LyCORIS ignores alpha of whole factors
         own: float = _of_pattern(self.alpha_pattern, path, self.alpha)
         return own / math.sqrt(rank) if self.rslora else own / rank
 
@@ -123,7 +124,7 @@ def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
 def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
     """Return what a configuration says, if its kind of adapter is merged."""
     method = values.get("peft_type")
-    if method not in {"LORA", "LOHA"}:
+    if method not in {"LORA", "LOHA", "LOKR"}:
         raise UnsupportedError(f"adapters of the kind {method!r} are not merged", file=path, advice=_ADVICE)
     refused = next((name for name in _REFUSED if values.get(name)), None)
     if refused is not None:
@@ -148,4 +149,5 @@ def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
         alpha_pattern=alphas,
         rslora=bool(values.get("use_rslora")),
         replaced=tuple(values.get("modules_to_save") or ()),
+        fan_in_fan_out=bool(values.get("fan_in_fan_out")),
     )

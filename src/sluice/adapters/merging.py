@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from msgspec import Struct
 
-__all__ = ["Layout", "MergeStep", "merge", "shape_of_sum"]
+__all__ = ["Layout", "MergeStep", "fits", "merge"]
 
 #: How a module uses its weight: outputs first, inputs first (``Conv1D`` of transformers), rows by token, or kernels.
 Layout: TypeAlias = Literal["linear", "transposed", "embedding", "conv"]
@@ -23,7 +23,7 @@ _PIECE = 1 << 20
 class MergeStep(Struct, frozen=True, kw_only=True):
     """One change of a weight by one adapter."""
 
-    #: ``"LoRA"``, ``"DoRA"``, ``"LoHa"``, ``"bias"`` for an addition to a bias, ``"replaced"``.
+    #: ``"LoRA"``, ``"DoRA"``, ``"LoHa"``, ``"LoKr"``, ``"bias"`` for an addition to a bias, ``"replaced"``.
     kind: str
     #: Name of each tensor of the adapter by its part.
     parts: Mapping[str, str]
@@ -32,21 +32,17 @@ class MergeStep(Struct, frozen=True, kw_only=True):
     layout: Layout = "linear"
 
 
-def shape_of_sum(
-    step: MergeStep, shapes: Mapping[str, tuple[int, ...]], weight: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """Return the shape of what a step adds to a weight; None if its tensors do not fit each other."""
-    one = {part: shapes[name] for part, name in step.parts.items()}
+def fits(step: MergeStep, shapes: Mapping[str, tuple[int, ...]], weight: tuple[int, ...]) -> bool:
+    """Return whether the tensors of a step fit each other and a weight, by a computation without numbers."""
+    own = {part: torch.empty(shapes[name], device="meta") for part, name in step.parts.items()}
     if step.kind in {"bias", "replaced"}:
-        return one[step.kind if step.kind == "bias" else "whole"]
-    if step.kind not in {"LoRA", "DoRA"}:
-        return weight
-    a, b = one["a"], one["b"]
-    if len(a) != len(b) or len(a) < 2 or a[0] != b[1] or any(size != 1 for size in b[2:]):
-        return None
-    if "magnitude" in one and one["magnitude"] != (b[0],) and step.layout != "conv":
-        return None
-    return (a[1], b[0]) if step.layout in {"transposed", "embedding"} else (b[0], *a[1:])
+        return all(tensor.shape == weight for tensor in own.values())
+    try:
+        if "magnitude" in own and own["magnitude"].numel() != len(own["b"]):
+            return False
+        return _delta(torch.empty(weight, device="meta"), step, own).shape == weight
+    except (RuntimeError, IndexError, TypeError):
+        return False
 
 
 def merge(weight: torch.Tensor, step: MergeStep, parts: Mapping[str, torch.Tensor]) -> None:
@@ -63,7 +59,7 @@ def merge(weight: torch.Tensor, step: MergeStep, parts: Mapping[str, torch.Tenso
     if "magnitude" in own:
         _add_dora(weight, delta, own["magnitude"], step.layout)
         return
-    rows = max(1, _PIECE * weight.shape[0] // max(1, weight.numel()))
+    rows = max(1, _PIECE * len(weight) // max(1, weight.numel()))
     for piece, added in zip(
         torch.split(weight, rows), torch.split(delta, rows), strict=True
     ):  # rounded once, or twice as by peft
@@ -75,6 +71,9 @@ def _delta(weight: torch.Tensor, step: MergeStep, own: Mapping[str, torch.Tensor
     if step.kind == "LoHa":
         delta = (own["hada_w1_a"] @ own["hada_w1_b"]).mul_(own["hada_w2_a"] @ own["hada_w2_b"])
         return delta.mul_(step.scale).reshape(weight.shape)
+    if step.kind == "LoKr":
+        w1, w2 = (own[name] if name in own else own[f"{name}_a"] @ own[f"{name}_b"] for name in ("lokr_w1", "lokr_w2"))
+        return torch.kron(w1[:, :, None, None] if w2.dim() == 4 else w1, w2).mul_(step.scale).reshape(weight.shape)
     a, b = own["a"], own["b"]
     if step.layout != "conv":
         return (b @ a if step.layout == "linear" else (b @ a).T).mul_(step.scale)

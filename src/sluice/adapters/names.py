@@ -23,7 +23,8 @@ _PARTS = {
     ".lora_linear_layer.down.weight": "a",
     ".lora_linear_layer.up.weight": "b",
     ".alpha": "alpha",
-    **{f".hada_{part}": f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b")},
+    **{f".{kind}_{part}": f"{kind}_{part}" for kind in ("hada", "lokr") for part in ("w1_a", "w1_b", "w2_a", "w2_b")},
+    **{f".lokr_{part}": f"lokr_{part}" for part in ("w1", "w2")},
 }
 
 #: Prefixes that libraries write before the path of a module.

@@ -13,6 +13,7 @@ from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.adapters.config import Adapters, adapter_list
 from sluice.api.save import save_destination
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.convert import convert_checkpoint
@@ -41,6 +42,7 @@ def convert(
     dtype: DType | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
+    adapters: Adapters | None = None,
     max_shard_size: int | str | None = None,
     manifest: str | os.PathLike[str] | None = None,
     manifest_hash: HashAlgorithm = "sha256",
@@ -70,6 +72,8 @@ def convert(
         rename: New names, as in ``load_into``.
         rules: Rules that transform tensors, by their new names; see ``sluice.rules``. With ``rename`` or ``rules``, a
             torch file holds a flat state dict.
+        adapters: Adapters to merge, as in ``load_into``, by the new names and in the dtype of the result. Memory also
+            holds the adapters, and one weight and its sums at a time; a torch file holds a flat state dict.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"``; only for ``"huggingface"``.
         manifest: File for the hash, dtype and shape of each tensor, as in ``save``.
         manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
@@ -105,6 +109,7 @@ def convert(
     place = save_destination(destination, "destination")
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
+    merged = adapter_list(adapters)
     chosen = choose_format(Path(place.name), format, max_shard_size)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(borrow(source, limits=limits, encoding=encoding))
@@ -130,5 +135,6 @@ def convert(
             rules=rules,
             memory=memory_limits(memory),
             page_cache=page_cache,
+            adapters=merged,
             started=started,
         )

@@ -99,7 +99,7 @@ def load_into(
         adapters: Adapters to merge while the weights are read, with the bits of ``merge_and_unload`` of peft 0.21: the
             path or URL of a directory of peft or of a file of peft, kohya, diffusers or ComfyUI, a ``sluice.Adapter``
             with a weight, or a list of them, merged in order. Every tensor of an adapter is used, or is an error.
-            Weights that change get new memory. It excludes ``quantize``.
+            They are merged on the host and in the dtype of the load, before weights are quantized.
         memory: How much memory may grow, and the size of the staging buffers; or one size such as ``"2GiB"``, for
             host memory.
         limits: Bounds for hostile files.

@@ -146,8 +146,8 @@ def plan(
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)
     if stream and (model is None or mesh is not None):
         raise ValueError("plan(): stream=True needs a model, and no mesh")
-    if adapters is not None and (model is None or stream or mesh is not None):
-        raise ValueError("plan(): adapters= needs a model, and neither stream=True nor a mesh")
+    if adapters is not None and (model is None or mesh is not None):
+        raise ValueError("plan(): adapters= needs a model, and no mesh")
     layout = _layout(model, mesh, ranks_per_host, tp_plan)
     if stream and quantize is not None:
         raise ValueError(

@@ -17,6 +17,7 @@ from sluice._options import TEXT_ENCODING, Limits, Memory
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice._units import format_bytes
+from sluice.adapters.config import Adapters, adapter_list
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.matching.renaming import Rename
@@ -40,6 +41,7 @@ def shared(
     key: str | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
+    adapters: Adapters | None = None,
     memory: Memory = None,
     max_bytes: int | str | None = None,
     directory: str | os.PathLike[str] | None = None,
@@ -62,6 +64,7 @@ def shared(
         key: Part of the checkpoint; None takes the only state dict in it.
         rename: New names, as in ``load_into``.
         rules: Rules that transform tensors, by their new names; see ``sluice.rules``.
+        adapters: Adapters to merge, as in ``convert``.
         memory: Limit on the growth of host memory without the copy, as in ``convert``.
         max_bytes: Most bytes of all copies together, such as ``"20GiB"``; half of the file system by default.
         directory: Where copies are, for this user alone (mode 0700). By default that of the variable
@@ -88,9 +91,10 @@ def shared(
     """
     check_load(key=key, limits=limits, rename=rename, rules=rules, progress=progress)
     parsed, most = dtype_argument(dtype, auto_is_none=True), size_or_none("max_bytes", max_bytes)
+    merged = adapter_list(adapters)
     store = open_store(directory)
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
-        request = CopyRequest(checkpoint=checkpoint, dtype=parsed, key=key, rename=rename, rules=rules)
+        request = CopyRequest(checkpoint=checkpoint, dtype=parsed, key=key, rename=rename, rules=rules, adapters=merged)
         return find_or_build(request, store, max_bytes=most, memory=memory_limits(memory), progress=progress)
 
 
@@ -102,9 +106,12 @@ def load_shared(
         source.hold_for(model)
         return load(model, source.path, **{**others, "place": "map"})
     dtype = _stored_dtype(others)
-    same = {name: others[name] for name in ("key", "rename", "rules", "memory", "limits", "encoding", "progress")}
+    same = {
+        name: others[name]
+        for name in ("key", "rename", "rules", "adapters", "memory", "limits", "encoding", "progress")
+    }
     with shared(source, dtype=dtype, **same) as copy:
-        return load_shared(load, model, copy, **{**others, "key": None, "rename": None, "rules": ()})
+        return load_shared(load, model, copy, **{**others, "key": None, "rename": None, "rules": (), "adapters": None})
 
 
 def plan_shared(
@@ -115,10 +122,10 @@ def plan_shared(
         return plan(model, source.path, **{**others, "place": "map"})
     dtype = _stored_dtype(others)
     changes = {name: others[name] for name in ("key", "rename", "rules")}
-    mapped = {**others, "place": "map", "key": None, "rename": None, "rules": ()}
+    mapped = {**others, "place": "map", "key": None, "rename": None, "rules": (), "adapters": None}
     store = open_store()
     with borrow(source, limits=others["limits"], encoding=others["encoding"]) as checkpoint:
-        request = CopyRequest(checkpoint=checkpoint, dtype=dtype, **changes)
+        request = CopyRequest(checkpoint=checkpoint, dtype=dtype, adapters=adapter_list(others["adapters"]), **changes)
         path = store / request.digest() / FILE
         if path.is_file():
             return plan(model, path, **mapped)

@@ -11,6 +11,7 @@ from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, Memory, MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.adapters.config import Adapters
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.module_request import ModuleRequest
@@ -33,6 +34,7 @@ def stream(
     key: str | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
+    adapters: Adapters | None = None,
     strict: bool = True,
     blocks: Sequence[str] | None = None,
     train: bool = False,
@@ -62,6 +64,7 @@ def stream(
         key: As in ``load_into``.
         rename: As in ``load_into``.
         rules: As in ``load_into``.
+        adapters: As in ``load_into``. Weights are merged each time that they are read: with ``convert`` only once.
         strict: As in ``load_into``. Parameters that the checkpoint does not have stay in memory.
         blocks: Names of modules to treat as blocks, with ``*`` for any name, as in ``["layers.*"]``. None finds
             them by the structure of the model.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -16,21 +18,26 @@ from sluice._options import MemoryLimits, PageCache
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.contents import flat_contents, whole_contents
-from sluice.converting.entries import Entries
+from sluice.converting.entries import Entries, finished_dtype
 from sluice.entries.rules import Rule
 from sluice.entries.tree import every_entry, walk
 from sluice.matching.renaming import Rename
 from sluice.reading.caches import fill_caches
+from sluice.records import Entry
 from sluice.reports.save import SaveReport
 from sluice.writing.chunks import Staging
 from sluice.writing.formats import write_contents
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SaveJob
 
+if TYPE_CHECKING:
+    from sluice.adapters.config import Adapter
+    from sluice.adapters.opening import AdaptedCheckpoint
+
 __all__ = ["check_destination", "convert_checkpoint"]
 
 
-def convert_checkpoint(
+def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
     checkpoint: OpenCheckpoint,
     save_format: SaveFormat,
     job: SaveJob,
@@ -41,6 +48,7 @@ def convert_checkpoint(
     memory: MemoryLimits | None,
     page_cache: PageCache,
     started: float,
+    adapters: Sequence[Adapter] = (),
 ) -> SaveReport:
     """Convert a checkpoint; ``sluice.convert`` documents errors.
 
@@ -54,11 +62,17 @@ def convert_checkpoint(
         memory: Limits of memory growth; None for the defaults.
         page_cache: Use of the page cache when the source is read.
         started: ``time.perf_counter()`` at the start of the call.
+        adapters: Adapters to merge, by the new names.
     """
     if isinstance(job.destination, Path):
         check_destination(checkpoint, job.destination, save_format)
     read = whole_contents if save_format == "torch" else flat_contents
-    contents = read(checkpoint, key=key, rename=rename, rules=rules)
+    contents = read(checkpoint, key=key, rename={} if adapters and rename is None else rename, rules=rules)
+    notes, working_bytes = checkpoint.index.notes, 0
+    if adapters:
+        merged = _merged(checkpoint, contents.tree, job.dtype, adapters)
+        checkpoint, working_bytes = merged.checkpoint, merged.working_bytes
+        notes += tuple(each.describe() for each in merged.adapters)
     if "safetensors" in checkpoint.format:
         job = replace(job, metadata={**job.metadata, **checkpoint.metadata})
     memory = memory or MemoryLimits()
@@ -69,7 +83,7 @@ def convert_checkpoint(
     with entries:
         _check(entries, checkpoint)
         if not job.dry_run:
-            _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)))
+            _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)), working_bytes)
             if 2 * sum(entry.nbytes for entry in every_entry(contents.tree)) >= checkpoint.nbytes:
                 fill_caches(checkpoint.sources, progress=job.progress)
         saved = write_contents(entries, save_format, replace(job, staging=Staging.make(writing)))
@@ -89,9 +103,31 @@ def convert_checkpoint(
         seconds=time.perf_counter() - started,
         tied=saved.tied,
         casts=saved.casts,
-        notes=(*checkpoint.index.notes, *contents.notes, *checkpoint.source_notes),
+        notes=(*notes, *contents.notes, *checkpoint.source_notes),
         dry_run=job.dry_run,
     )
+
+
+def _merged(
+    checkpoint: OpenCheckpoint, tree: object, dtype: str | None, adapters: Sequence[Adapter]
+) -> AdaptedCheckpoint:
+    """Return the checkpoint with merged adapters, and put the tensors that they change into a flat tree."""
+    from sluice.adapters.opening import open_adapted  # here, not above: most conversions merge nothing
+    from sluice.adapters.steps import BaseWeight
+
+    assert isinstance(tree, dict)
+    names: defaultdict[Entry, list[str]] = defaultdict(list)
+    for name, entry in tree.items():
+        if isinstance(entry, Entry):
+            names[entry].append(name)
+    weights = [
+        BaseWeight(names=tuple(own), shape=entry.shape, entry=entry, dtype=finished_dtype(entry, dtype))
+        for entry, own in names.items()
+    ]
+    merged = open_adapted(checkpoint, weights, adapters)
+    for entry, own in names.items():
+        tree.update(dict.fromkeys(own, merged.entries.get(own[0], entry)))
+    return merged
 
 
 def _check(entries: Entries, checkpoint: OpenCheckpoint) -> None:
@@ -123,17 +159,17 @@ def _shares(staging_bytes: int) -> tuple[int, int, int]:
     return reading, writing, (staging_bytes - reading - writing) // 2
 
 
-def _check_memory(entries: Entries, memory: MemoryLimits, tensors: int) -> None:
+def _check_memory(entries: Entries, memory: MemoryLimits, tensors: int, more: int) -> None:
     """Raise ``BudgetError`` if the conversion needs more than a limit."""
     staging = parse_bytes(memory.staging)
-    needed = staging + defaults.OVERHEAD_BYTES + defaults.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
+    needed = staging + more + defaults.OVERHEAD_BYTES + defaults.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
     limit, origin = entries.host_headroom
     if memory.host is not None:
         limit, origin = parse_bytes(memory.host), "MemoryLimits(host=...)"
     if needed > limit:
         raise BudgetError(
             f"the conversion needs {format_bytes(needed)} of host memory: {format_bytes(staging)} for staging and the "
-            "rest for the index and threads",
+            "rest for the index, threads and adapters",
             expected=f"at most {format_bytes(limit)} ({origin})",
             found=format_bytes(needed),
         )

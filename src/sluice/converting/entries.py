@@ -27,7 +27,12 @@ from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_zip import TorchFile
 
-__all__ = ["Entries"]
+__all__ = ["Entries", "finished_dtype"]
+
+
+def finished_dtype(entry: Entry, dtype: str | None) -> str:
+    """Return the dtype of an entry in the new file, if real floats are cast to ``dtype``."""
+    return entry.cast or (dtype if dtype is not None and is_castable(entry.dtype) else entry.dtype)
 
 
 class Entries:
@@ -76,8 +81,7 @@ class Entries:
 
     def finished(self, entry: Entry) -> str:
         """Return the dtype of an entry in the file."""
-        default = self._dtype if self._dtype is not None and is_castable(entry.dtype) else entry.dtype
-        return entry.cast or default
+        return finished_dtype(entry, self._dtype)
 
     def named(self) -> Mapping[str, Entry]:
         return flatten(self.tree, self._checkpoint.limits)

@@ -24,7 +24,7 @@ from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
-from sluice.reading.transfer import plan_transfer
+from sluice.reading.transfer import plan_transfer, with_more
 from sluice.records import Entry, Index, Request
 from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import Decided, tensor_rows
@@ -33,8 +33,7 @@ from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from sluice.adapters.config import Adapter
-    from sluice.loading.adapted import MergedWeight
-    from sluice.loading.quantized import QuantizedMatch
+    from sluice.adapters.opening import AdaptedCheckpoint
     from sluice.quantizing.weights import QuantizedWeight
 
 __all__ = ["ModuleJob", "module_job"]
@@ -53,8 +52,8 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
     extra_state: Mapping[str, object] = {}
     #: Tensors that become attributes of modules, neither parameters nor buffers, by the attributes' full names.
     attributes: Mapping[str, Entry] = {}
-    #: Weights that are quantized, or that adapters change, by the positions of their requests.
-    quantized: Mapping[int, QuantizedWeight | MergedWeight] = {}
+    #: Weights that are quantized, by the positions of their requests.
+    quantized: Mapping[int, QuantizedWeight] = {}
     #: Paths of the modules whose load_state_dict post-hooks run.
     receivers: tuple[str, ...] = ("",)
 
@@ -135,8 +134,17 @@ def module_job(
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
-    quantized = _finished(state, matched, quantize, adapters)
-    if quantized is not None:
+    merged: AdaptedCheckpoint | None = None
+    if adapters:
+        from sluice.loading.adapted import adapted  # here, not above: most loads merge nothing
+
+        merged, matched = adapted(checkpoint, state, matched, adapters)
+        checkpoint = merged.checkpoint
+    quantized = None
+    if quantize is not None:
+        from sluice.loading.quantized import quantized as find_quantized  # here, not above: most loads do not quantize
+
+        quantized = find_quantized(state, matched, quantize)
         state, matched = quantized.state, quantized.match
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
@@ -158,13 +166,15 @@ def module_job(
     )
     if quantized is not None:
         prepared = quantized.predicted(prepared)
+    if merged is not None:
+        prepared = with_more(prepared, {"cpu": merged.working_bytes})
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,
         prepared=prepared,
         quantized={} if quantized is None else quantized.weights,
         notes=() if quantized is None else quantized.notes,
-        adapters=() if quantized is None else quantized.adapters,
+        adapters=() if merged is None else merged.adapters,
         placement=placement,
         missing=matched.missing,
         unexpected=matched.unexpected,
@@ -175,22 +185,6 @@ def module_job(
         match=matched,
         strict=strict,
     )
-
-
-def _finished(
-    state: ModuleState, matched: Match, quantize: object, adapters: Sequence[Adapter]
-) -> QuantizedMatch | None:
-    """Return the match with the weights that are computed when they have arrived; None without any."""
-    if adapters and quantize is not None:
-        raise ValueError("adapters= and quantize= exclude each other: merge, save the model, and quantize that")
-    if not adapters and quantize is None:
-        return None
-    # Here, not above: most loads do neither.
-    from sluice.loading import adapted, quantized
-
-    if adapters:
-        return adapted.adapted(state, matched, adapters)
-    return quantized.quantized(state, matched, quantize)
 
 
 def _state(index: Index, requests: Sequence[Request], metadata: Mapping[str, str]) -> RefreshState:

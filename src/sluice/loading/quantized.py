@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -18,15 +16,11 @@ from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState, Owner
 from sluice.quantizing.functions import quantize_function
 from sluice.quantizing.weights import QuantizedWeight, find_quantized
-from sluice.reading.transfer import Prepared
+from sluice.reading.transfer import Prepared, with_more
 from sluice.records import Finisher, Request
-from sluice.reports.load_figures import MergedAdapter
 from sluice.sharding.dtensors import is_dtensor
 
-if TYPE_CHECKING:
-    from sluice.loading.adapted import MergedWeight
-
-__all__ = ["QuantizedMatch", "quantized", "with_finishers"]
+__all__ = ["QuantizedMatch", "quantized"]
 
 
 class QuantizedMatch(Struct, frozen=True, kw_only=True):
@@ -37,25 +31,17 @@ class QuantizedMatch(Struct, frozen=True, kw_only=True):
     #: The match, whose requests name what finishes them.
     match: Match
     #: The weights, by the positions of their requests.
-    weights: Mapping[int, QuantizedWeight | MergedWeight]
+    weights: Mapping[int, QuantizedWeight]
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...] = ()
-    #: Adapters that are merged instead.
-    adapters: tuple[MergedAdapter, ...] = ()
 
     def predicted(self, prepared: Prepared) -> Prepared:
         """Return the plan with the memory that computing one weight takes."""
-        plan = prepared.plan
         more: dict[str, int] = {}
         for weight in self.weights.values():
             place = str(weight.device)
-            more[place] = max(more.get(place, 0), weight.transient_bytes(plan.facts.cores))
-        devices = [
-            replace(device, working_bytes=device.working_bytes + more.get(device.device, 0)) for device in plan.devices
-        ]
-        host, peaks = more.get("cpu", 0), plan.predicted
-        peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
-        return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
+            more[place] = max(more.get(place, 0), weight.transient_bytes(prepared.plan.facts.cores))
+        return with_more(prepared, more)
 
 
 def quantized(state: ModuleState, matched: Match, quantize: object) -> QuantizedMatch:
@@ -96,12 +82,10 @@ def quantized(state: ModuleState, matched: Match, quantize: object) -> Quantized
         _description(last.values()),
         *(f"{name!r} is not tied any more: it is quantized, and what it was tied to is not" for name in untied),
     )
-    return replace(with_finishers(state, matched, last), notes=notes)
+    return replace(_with_finishers(state, matched, last), notes=notes)
 
 
-def with_finishers(
-    state: ModuleState, matched: Match, weights: Mapping[int, QuantizedWeight | MergedWeight]
-) -> QuantizedMatch:
+def _with_finishers(state: ModuleState, matched: Match, weights: Mapping[int, QuantizedWeight]) -> QuantizedMatch:
     """Return a match whose requests name what finishes them, from the weights by their slots."""
     requests, by_position = list(matched.requests), {}
     for position, slot in enumerate(matched.slots):

@@ -19,10 +19,9 @@ from sluice.entries.slicing import slice_entry
 from sluice.machine.heap import trim_heap
 from sluice.merging.kernels import MergedTensor, compute, survey
 from sluice.reading.reader import CheckpointReader
-from sluice.records import AccessFacts, Entry, FileIdentity, local_access
+from sluice.records import Entry
 from sluice.records.geometry import contiguous_stride
-from sluice.sources.protocol import DirectIOUnavailable
-from sluice.sources.short_reads import too_early
+from sluice.sources.computed import ComputedSource
 
 __all__ = ["ALIGNMENT", "MergeSource", "PlacedTensor"]
 
@@ -56,8 +55,10 @@ class PlacedTensor(Struct, frozen=True, kw_only=True, eq=False):
         return self.merged.numel * ITEM_BYTES[self.merged.out_dtype]
 
 
-class MergeSource:
+class MergeSource(ComputedSource):
     """Computes merged tensors; see ``Source``. Closing it ends its threads, not the inputs."""
+
+    at_once = _AT_ONCE
 
     def __init__(self, path: str, inputs: OpenCheckpoint, tensors: Sequence[PlacedTensor]) -> None:
         """Read nothing yet.
@@ -67,50 +68,20 @@ class MergeSource:
             inputs: All inputs as one checkpoint.
             tensors: The merged tensors, in the order of their places.
         """
-        self.path = path
-        self._inputs, self._tensors = inputs, tensors
+        super().__init__(path, inputs, tensors[-1].first_byte + tensors[-1].nbytes if tensors else 0)
+        self._tensors = tensors
         self._starts = [tensor.first_byte for tensor in tensors]
-        self.identity = FileIdentity(nbytes=tensors[-1].first_byte + tensors[-1].nbytes if tensors else 0)
         self._turn = threading.BoundedSemaphore(_AT_ONCE)
         self._readers: list[CheckpointReader] = []
         self._lock = threading.Lock()
         self._known: OrderedDict[int, tuple[threading.Lock, list[Any]]] = OrderedDict()
 
-    @property
-    def access(self) -> AccessFacts:
-        """See ``Source``: each thread keeps freed memory of the pieces that it has computed, so that they are few."""
-        return replace(local_access(), parallel_requests=_AT_ONCE)
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        """See ``Source``."""
-        if offset < 0 or not 0 <= nbytes <= self.identity.nbytes - offset:
-            raise too_early(self.path, offset, nbytes, self.identity.nbytes - offset)
-        content = bytearray(nbytes)
-        self.read_into(offset, memoryview(content))
-        return bytes(content)
-
-    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        """See ``Source``; the bytes between two tensors are whatever the buffer has."""
-        if direct:
-            raise DirectIOUnavailable(self.path)
-        if offset < 0:
-            raise too_early(self.path, offset, len(buffer), 0)
-        end = min(offset + len(buffer), self.identity.nbytes)
-        if end <= offset:
-            return 0
+    def compute(self, offset: int, buffer: memoryview) -> None:
+        """See ``ComputedSource``."""
         with self._turn, self._reader() as reader:
-            for batch in self._batches(offset, end):
+            for batch in self._batches(offset, offset + len(buffer)):
                 self._fill(reader, batch, offset, buffer)
             trim_heap()  # of temporary results
-        return end - offset
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Do nothing: no bytes are cached."""
-
-    def check_unchanged(self) -> None:
-        """See ``Source``: of all inputs."""
-        for source in self._inputs.sources:
-            source.check_unchanged()
 
     def close(self) -> None:
         """End the threads that read."""
@@ -123,7 +94,7 @@ class MergeSource:
     @contextmanager
     def _reader(self) -> Iterator[CheckpointReader]:
         with self._lock:
-            reader = self._readers.pop() if self._readers else CheckpointReader(self._inputs)
+            reader = self._readers.pop() if self._readers else CheckpointReader(self.inputs)
         try:
             yield reader
         finally:

@@ -26,7 +26,7 @@ from sluice.planning.planner import plan_load
 from sluice.reading.reader import CheckpointReader
 from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
 
-__all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
+__all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run", "with_more"]
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -100,6 +100,17 @@ def plan_transfer(
     if later_copies:
         plan = with_later_growth(plan, growth_of_copies(later_copies))
     return Prepared(plan=plan, views=views, computed=computed_views)
+
+
+def with_more(prepared: Prepared, more: Mapping[str, int]) -> Prepared:
+    """Return a plan with the memory that computing tensors takes, in bytes by device."""
+    plan = prepared.plan
+    devices = [
+        replace(device, working_bytes=device.working_bytes + more.get(device.device, 0)) for device in plan.devices
+    ]
+    host, peaks = more.get("cpu", 0), plan.predicted
+    peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
+    return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
 
 
 def _staging_share(memory: MemoryLimits, host_ranks: int) -> int:

@@ -59,5 +59,6 @@ def convert(
         rules=request.rules,
         memory=memory,
         page_cache="auto",
+        adapters=request.adapters,
         started=time.perf_counter(),
     )

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from sluice import __version__
 from sluice._dtypes import is_castable
 from sluice._errors import UnsupportedError
+from sluice.adapters.config import Adapter
+from sluice.adapters.steps import AdapterFile
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.contents import flat_contents
 from sluice.entries.rules import Rule
@@ -33,6 +35,7 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
     key: str | None = None
     rename: Rename | None = None
     rules: Sequence[Rule] = ()
+    adapters: Sequence[Adapter] = ()
 
     def entries(self) -> Mapping[str, Entry]:
         """Return the records of its tensors by name, before ``dtype``."""
@@ -47,13 +50,15 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
         """
         checkpoint = self.checkpoint
         index = checkpoint.index
-        for file in index.files:
+        merged = list(map(AdapterFile, self.adapters))
+        for file in (*index.files, *(file for each in merged for file in each.files)):
             if file.identity.version is None and not file.identity.inode:
                 problem = "a source without an inode or a version cannot be shared: its content could be any"
                 raise UnsupportedError(problem, file=file.path, advice="Write it to a file first.")
         digest = blake2b(digest_size=_KEY_BYTES)
         identities = [file.identity for file in index.files]
-        for part in (__version__, identities, index.storages, index.crcs, sorted(checkpoint.metadata.items())):
+        steps = [(each.config, each.files, each.adapter.weight, each.adapter.prefix) for each in merged]
+        for part in (__version__, steps, identities, index.storages, index.crcs, sorted(checkpoint.metadata.items())):
             digest.update(repr(part).encode("utf-8", "surrogatepass"))
         for name, entry in self.entries().items():
             dtype = self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype

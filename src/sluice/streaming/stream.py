@@ -277,6 +277,8 @@ def open_stream(
         with opened_request(request, checkpoint) as (opened, plain):
             with collector_paused():
                 job = decide_stream(opened, plain)
+            if job.whole.adapters:
+                checkpoint = job.whole.checkpoint  # with merged tensors
             compare_tied(job.whole)
             fill_caches(checkpoint.sources, progress=progress)
             run(job.resident, progress=progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +29,12 @@ from sluice.writing.save_formats import FORMATS, choose_format
 __all__ = ["convert_command"]
 
 
+def _adapters(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> list[sluice.Adapter]:
+    """Return the adapters of ``--adapter``: a number after the last "=" is the weight."""
+    found = ((text, re.fullmatch(r"(.+)=(-?\d*\.?\d+)", text)) for text in texts)
+    return [sluice.Adapter(each[1], weight=float(each[2])) if each else sluice.Adapter(text) for text, each in found]
+
+
 @click.command("convert")
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
@@ -36,6 +43,14 @@ __all__ = ["convert_command"]
 @click.option("--format", type=click.Choice(FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
 @changes_options
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="PATH[=WEIGHT]",
+    callback=_adapters,
+    help="Merge an adapter, such as lora/ or style.safetensors=0.8; repeatable.",
+)
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
 @click.option("--manifest", type=click.Path(), help="Write the hash of each tensor to this file.")
 @click.option(
@@ -74,6 +89,7 @@ def convert_command(
       sluice convert run.ckpt model.safetensors --key state_dict --rename 'module.**=**'
       sluice convert dcp-directory hf-model --max-shard-size 5GB
       sluice convert model.pth model.safetensors --rename-regex 'h\\.(\\d+)\\.(.*)=blocks.\\1.\\2'
+      sluice convert model.pth model.safetensors --adapter lora --adapter style.safetensors=0.8
       sluice convert model.pth model.safetensors --dry-run
       sluice convert model.pth model.safetensors --force --quiet --manifest model.manifest.json
 

@@ -1,0 +1,184 @@
+"""The changes that an adapter makes to the tensors of a model, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+from msgspec import Struct
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import MismatchError, SourceChangedError, UnsupportedError
+from sluice._units import counted
+from sluice.adapters.config import Adapter, read_config
+from sluice.adapters.merging import Layout, MergeStep, fits
+from sluice.adapters.names import ModulePaths, by_module
+from sluice.checkpoint.open_checkpoint import borrow
+from sluice.reading.reader import CheckpointReader
+from sluice.records import Entry
+
+__all__ = ["AdapterFile", "BaseWeight", "steps_of"]
+
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+class BaseWeight(Struct, frozen=True, kw_only=True, eq=False):
+    """A tensor that adapters may change."""
+
+    #: Its names in the model.
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    #: Its values in the checkpoint; None if it has none.
+    entry: Entry | None
+    #: Dtype that it is cast to, and in which adapters are added to it.
+    dtype: str
+    #: Whether a module multiplies by it from the right (``Conv1D`` of transformers); None if that is unknown.
+    transposed: bool | None = None
+    #: Why it cannot be changed.
+    problem: str = ""
+
+
+class AdapterFile:
+    """The tensors of one adapter: shapes at first, numbers from the first ``take`` on."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        with borrow(adapter.path) as checkpoint:
+            self.path, self.limits = checkpoint.path, checkpoint.limits
+            self.config = read_config(adapter, checkpoint.limits)
+            self.files = checkpoint.index.files
+            self.entries = {name: each for name, each in checkpoint.entries.items() if name.startswith(adapter.prefix)}
+            alphas = [name for name in self.entries if name.endswith(".alpha")]
+            with CheckpointReader(checkpoint) as reader:
+                found = reader.read([self.entries[name] for name in alphas]) if alphas else []
+            self.alphas = dict(zip(alphas, map(float, found), strict=True))
+        self.shapes = {name: tuple(entry.shape) for name, entry in self.entries.items()}
+        self.nbytes = sum(prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in self.entries.values())
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, parts: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Return tensors by part."""
+        if not self._tensors:
+            opened = borrow(self.adapter.path, limits=self.limits)
+            with opened as checkpoint, CheckpointReader(checkpoint) as reader:
+                if checkpoint.index.files != self.files:
+                    raise SourceChangedError("the adapter changed since the load was planned", file=self.path)
+                self._tensors = dict(zip(self.entries, reader.read(list(self.entries.values())), strict=True))
+        return {part: self._tensors[name] for part, name in parts.items()}
+
+
+def steps_of(file: AdapterFile, weights: Mapping[str, BaseWeight]) -> Iterator[tuple[BaseWeight, MergeStep]]:
+    """Yield the tensors that an adapter changes, in the order of the model, and how; nothing is read.
+
+    Raises:
+        MismatchError: A tensor of the adapter fits no weight.
+        UnsupportedError: It is of a kind that is not merged.
+    """
+    parts, others = by_module(file.entries)
+    paths = ModulePaths(name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
+    whole = ModulePaths(weights)
+    homes = {path: paths.find(path) for path in parts}
+    wholes = {name: whole.find(name) for name in others}
+    lost = [path for path, home in (homes | wholes).items() if home is None]
+    if lost or not (parts or others):
+        raise _unmatched(file, lost, whole if not parts else paths)
+    for name, found in wholes.items():
+        if found is not None:
+            yield _checked(file, found, weights, MergeStep(kind="replaced", parts={"whole": name}))
+    order = {path: position for position, path in enumerate(weights)}
+    for path, home in sorted(homes.items(), key=lambda item: order[f"{item[1]}.weight"]):
+        if home is not None:
+            yield from _module_steps(file, home, parts[path], weights)
+
+
+def _module_steps(
+    file: AdapterFile, home: str, parts: Mapping[str, str], weights: Mapping[str, BaseWeight]
+) -> Iterator[tuple[BaseWeight, MergeStep]]:
+    """Yield what the adapter of one module changes."""
+    needed = {part for part in parts if part not in {"alpha", "bias"}}
+    alpha = file.alphas[parts["alpha"]] if "alpha" in parts else None
+    kind, rank = _kind_and_rank(file, home, needed, parts)
+    scale = file.config.scale_of(home, rank, alpha) * file.adapter.weight
+    own, layout = {part: parts[part] for part in sorted(needed)}, _layout(file, parts, weights[f"{home}.weight"])
+    step = MergeStep(kind=kind, parts=own, scale=scale, layout=layout)
+    yield _checked(file, f"{home}.weight", weights, step)
+    if "bias" in parts:
+        step = MergeStep(kind="bias", parts={"bias": parts["bias"]}, scale=scale)
+        yield _checked(file, f"{home}.bias", weights, step)
+
+
+def _kind_and_rank(file: AdapterFile, home: str, needed: set[str], parts: Mapping[str, str]) -> tuple[str, int]:
+    config = file.config
+    if needed in ({"a", "b"}, {"a", "b", "magnitude"}):
+        rank = file.shapes[parts["a"]][0] if file.shapes[parts["a"]] else 0
+        if rank == 0 or (config.method and rank != config.rank_of(home)):
+            expected = config.rank_of(home) if config.method else "at least 1"
+            raise MismatchError(
+                "the rank of the adapter differs", file=file.path, tensor=parts["a"], expected=expected, found=rank
+            )
+        return ("DoRA" if "magnitude" in needed else "LoRA"), rank
+    if needed == {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}:
+        return "LoHa", file.shapes[parts["hada_w1_b"]][0]
+    if any(needed == {*first, *second} for first in _factors("lokr_w1") for second in _factors("lokr_w2")):
+        ranks = [file.shapes[parts[part]][0] for part in ("lokr_w1_b", "lokr_w2_b") if part in needed]
+        return "LoKr", config.rank_of(home) if config.method else ranks[-1] if ranks else 0
+    raise UnsupportedError(
+        f"the adapter of {home!r} has the tensors {sorted(needed)}, which are not merged",
+        file=file.path,
+        advice="Merge it with the library that trained it, save the model, and load that.",
+    )
+
+
+def _factors(name: str) -> tuple[tuple[str, ...], ...]:
+    return (name,), (f"{name}_a", f"{name}_b")
+
+
+def _layout(file: AdapterFile, parts: Mapping[str, str], weight: BaseWeight) -> Layout:
+    """Return how a module uses its weight: of modules that are unknown, as the shapes say, or the configuration."""
+    if "embedding" in parts.get("a", ""):
+        return "embedding"
+    if len(weight.shape) > 2:
+        return "conv"
+    transposed = weight.transposed
+    if transposed is None and "a" in parts:
+        a, b = file.shapes[parts["a"]], file.shapes[parts["b"]]
+        fits = weight.shape == (*a[1:], *b[:1])
+        transposed = fits and (file.config.fan_in_fan_out or weight.shape != (*b[:1], *a[1:]))
+    return "transposed" if transposed else "linear"
+
+
+def _checked(
+    file: AdapterFile, name: str, weights: Mapping[str, BaseWeight], step: MergeStep
+) -> tuple[BaseWeight, MergeStep]:
+    """Refuse a step whose weight cannot be changed while it is read."""
+    weight = weights.get(name)
+    if weight is None or weight.entry is None:
+        raise MismatchError(f"the adapter cannot be merged: the base checkpoint has no {name!r}", file=file.path)
+    replaced = file.config.replaced if step.kind == "replaced" and len(weight.names) > 1 else ()
+    problem = weight.problem
+    if not problem and (weight.dtype not in _FLOATS or weight.entry.composite is not None):
+        form = weight.dtype if weight.entry.composite is None else weight.entry.layout
+        problem = f"is {form}: merge before it is quantized"
+    elif any(f".{name}".endswith((f".{part}.weight", f".{part}.bias")) for part in replaced):
+        problem = f"is replaced, and tied to {weight.names}: untie it first"
+    if problem:
+        raise MismatchError(f"the adapter cannot be merged: {name!r} {problem}", file=file.path)
+    if not fits(step, file.shapes, weight.shape):
+        raise MismatchError(
+            f"the adapter does not fit {name!r}",
+            file=file.path,
+            tensor=next(iter(step.parts.values())),
+            expected=list(weight.shape),
+            found=[list(file.shapes[part]) for part in step.parts.values()],
+        )
+    return weight, step
+
+
+def _unmatched(file: AdapterFile, lost: Sequence[str], paths: ModulePaths) -> MismatchError:
+    near = {name: paths.near(name) for name in lost[:5]}
+    shown = [f"{name!r}" + (f" (similar: {other!r})" if other else "") for name, other in near.items()]
+    what = f"{counted(len(lost), 'name')} without a place in the model: {', '.join(shown)}" if lost else "no tensors"
+    error = MismatchError(f"the adapter cannot be merged: {what}", unexpected=tuple(lost), file=file.path)
+    error.advice += " sluice.Adapter(path, prefix=...) merges a part of the file."
+    return error
