@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import sluice
 from sluice.api.checkpoint import Checkpoint
 from sluice.entries import tree as _tree
 from sluice.formats.distributed.exact_cover import first_miscount
 from sluice.formats.distributed.items import Item, ItemReader
-from sluice.sources.directory import LocalDirectory
-from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from support.distributed import Box, chunks, rows, save, torch_loaded, write
 from support.oracles import same
@@ -93,23 +90,6 @@ def test_a_model_alone_is_found_without_a_key(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     save(tmp_path / "d", model.state_dict())
     assert same(dict(sluice.load_state_dict(tmp_path / "d")), dict(model.state_dict()))
-
-
-def test_the_tree_has_the_nesting_of_what_was_saved(tmp_path: Path) -> None:
-    save(tmp_path / "d", train_state())
-    with sluice.open(tmp_path / "d") as checkpoint:
-        tree = checkpoint.tree
-        assert tree["epoch"] == 3
-        assert tree["losses"] == [0.5, float("inf")]
-        assert tree["nested"][1]["b"] == 2.5
-        assert tree["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
-        assert tree["pair"][1] == "text"
-        assert torch.equal(tree["pair"][0].read(), torch.arange(4.0))
-        # torch 2.6 writes no version
-        assert checkpoint.metadata == (
-            {"version": "1.0.0"} if hasattr(Metadata(state_dict_metadata={}), "version") else {}
-        )
-        assert "nested.1.a.0" in checkpoint
 
 
 def test_state_dicts_that_were_saved_without_flattening(tmp_path: Path) -> None:
@@ -209,20 +189,6 @@ def test_a_slice_reads_only_the_chunks_that_it_touches(tmp_path: Path) -> None:
         assert recorded[0].read_bytes < 2 * 4 * (1 << 14) + 3 * 4096
         assert torch.equal(checkpoint["w"][25].read(), tensor[25])
         assert recorded[1].read_bytes < 4 * (1 << 14) + 3 * 4096
-
-
-def test_opening_reads_no_tensor_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "d", {"w": rows(torch.randn(64, 1 << 14), 8)})
-    opened: list[RecordingSource] = []
-
-    def recording(directory: LocalDirectory, name: str) -> RecordingSource:
-        opened.append(RecordingSource(LocalFile(os.path.join(directory.path, name))))
-        return opened[-1]
-
-    monkeypatch.setattr(LocalDirectory, "open", recording)
-    sluice.open(tmp_path / "d").close()
-    assert len(opened) == 2
-    assert sum(source.read_bytes for source in opened) < 24 << 10
 
 
 def record(checkpoint: Checkpoint) -> list[RecordingSource]:

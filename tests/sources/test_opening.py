@@ -23,15 +23,6 @@ URLS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_paths_are_local_files(tmp_path: Path, kind: type) -> None:
-    (tmp_path / "f").write_bytes(b"content")
-    with closing(open_source(kind(str(tmp_path / "f")))) as source:
-        assert isinstance(source, LocalFile)
-        assert source.path == str(tmp_path / "f")
-        assert source.read_at(0, 7) == b"content"
-
-
 def test_file_objects_are_their_files_at_any_position(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"content")
     with (tmp_path / "f").open("rb") as stream:
