@@ -38,6 +38,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
         yield server
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranges with a gap between them be separate requests."""
+    monkeypatch.setattr(defaults, "REMOTE_GAP_BYTES", 0)
+
+
 def saved(state: dict[str, torch.Tensor], *, legacy: bool = False) -> bytes:
     stream = io.BytesIO()
     torch.save(state, stream, _use_new_zipfile_serialization=not legacy)
@@ -46,9 +52,10 @@ def saved(state: dict[str, torch.Tensor], *, legacy: bool = False) -> bytes:
 
 def served(server: RangeServer, content: bytes) -> sluice.Remote:
     server.files["/model"] = content
-    return sluice.Remote(server.url("/model"), gap_bytes=0)
+    return sluice.Remote(server.url("/model"))
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(("legacy", "opening"), [(False, 2), (True, 1)], ids=["zip", "legacy"])
 def test_headers_come_with_the_tensors(server: RangeServer, legacy: bool, opening: int) -> None:
     where = served(server, saved(LARGE, legacy=legacy))
@@ -73,6 +80,7 @@ def test_tensors_that_follow_each_other_share_requests(server: RangeServer, dtyp
     assert len(server.requests) - before == 4
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_slice_far_from_its_header_checks_the_header(server: RangeServer, legacy: bool) -> None:
     content = bytearray(saved(LARGE, legacy=legacy))
@@ -87,6 +95,7 @@ def test_a_slice_far_from_its_header_checks_the_header(server: RangeServer, lega
         checkpoint["w5"][30:31].read()
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_wrong_count_of_a_legacy_file_is_refused(server: RangeServer) -> None:
     content = bytearray(saved(LARGE, legacy=True))
     at = content.index(struct.pack("<f", 5.0) * 1000) - 8
@@ -141,15 +150,16 @@ def divided(directory: Path, ranks: int) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.usefixtures("apart")
 def test_the_headers_of_items_take_one_request_each(server: RangeServer, tmp_path: Path) -> None:
     whole = divided(tmp_path / "model", 2)
     server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    with sluice.open(sluice.Remote(server.url("/model/.metadata"), gap_bytes=0)) as checkpoint:
+    with sluice.open(server.url("/model/.metadata")) as checkpoint:
         opened = len(server.requests)
         assert torch.equal(checkpoint["layers.3"][1:6, 7].read(), whole["layers.3"][1:6, 7])
         assert len(server.requests) == opened + 1
         server.requests.clear()
-    found = sluice.load_state_dict(sluice.Remote(server.url("/model/.metadata"), gap_bytes=0))
+    found = sluice.load_state_dict(server.url("/model/.metadata"))
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     items = 2 * len(whole)
     assert len(server.requests) <= len(server.files) + 1 + (items + 2) + items

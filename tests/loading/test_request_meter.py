@@ -34,7 +34,7 @@ def server(content: bytes) -> Iterator[RangeServer]:
 
 
 def test_the_plan_and_the_report_have_the_requests_of_the_server(server: RangeServer, content: bytes) -> None:
-    where = sluice.Remote(server.url("/model.safetensors"), request_bytes="1MiB")
+    where = server.url("/model.safetensors")
     plan = sluice.plan(model(), where)
     assert plan.remote is not None
     assert (plan.remote.header_requests, plan.remote.header_bytes) == (len(server.requests), 65536)

@@ -115,9 +115,9 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 def test_files_are_tuned_also_in_directories(filesystem: Any) -> None:
     filesystem.pipe_file("/d/f", b"x")
     assert open_source(sluice.Remote("memory://d/f", connections=5)).access.parallel_requests == 5
-    directory = open_directory(sluice.Remote("memory://d", request_bytes="3MiB"))
+    directory = open_directory(sluice.Remote("memory://d", connections=5))
     assert directory is not None
-    assert directory.open("f").access.request_bytes == 3 << 20
+    assert directory.open("f").access.parallel_requests == 5
 
 
 def test_file_urls_are_paths(tmp_path: Path) -> None:

@@ -19,17 +19,14 @@ from sluice.sources.remote_names import is_url, without_credentials
 
 __all__ = ["Remote", "remote_location"]
 
-#: Smallest request; the planner needs a multiple of 4 KiB.
-_SMALLEST_REQUEST = 1 << 20
-
 #: Fields that a repr may show: the others can hold credentials.
-_SHOWN = ("verify", "cert", "connections", "request_bytes", "gap_bytes", "timeout", "cache", "cache_bytes")
+_SHOWN = ("verify", "cert", "connections", "timeout", "cache", "cache_bytes")
 
 
 @public()
 @dataclass(frozen=True, slots=True, repr=False)
 class Remote:
-    """Address of a remote checkpoint, with headers, options and the requests that suit its server.
+    """Address of a remote checkpoint, with headers, options and settings of requests.
 
     It is accepted wherever a path is; a URL alone is enough if the defaults suit. The repr shows no credentials.
 
@@ -51,10 +48,6 @@ class Remote:
     #: Requests for one file in flight at once; None for the default of the server's kind. A server that answers 429 or
     #: 503 gets fewer.
     connections: int | None = None
-    #: Largest request, in bytes or as text such as ``"8MiB"``; a multiple of 4 KiB, at least 1 MiB.
-    request_bytes: int | str | None = None
-    #: Largest gap between two ranges that are read in one request, in bytes or as text.
-    gap_bytes: int | str | None = None
     #: Seconds without a byte after which a request counts as failed.
     timeout: float | None = None
     #: Options of the library that makes the requests: the configuration of an obstore store, or the storage options of
@@ -91,11 +84,6 @@ class Remote:
             raise ValueError(f"connections={self.connections!r}: write a number from 1 on")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r}: write seconds above 0")
-        request = self.request_bytes
-        if request is not None and (parse_bytes(request) < _SMALLEST_REQUEST or parse_bytes(request) % 4096):
-            raise ValueError(f"request_bytes={request!r}: write a multiple of 4 KiB, at least 1 MiB")
-        if self.gap_bytes is not None:
-            parse_bytes(self.gap_bytes)
         self._check_cache()
 
     def __repr__(self) -> str:
@@ -118,15 +106,8 @@ class Remote:
         return _defaults.CACHE_BYTES if self.cache_bytes is None else parse_bytes(self.cache_bytes)
 
     def tuned(self, access: AccessFacts) -> AccessFacts:
-        """Return the requests that suit the server, with those that the user chose instead."""
-        given = (self.request_bytes, self.gap_bytes)
-        request_bytes, gap_bytes = (None if size is None else parse_bytes(size) for size in given)
-        return replace(
-            access,
-            request_bytes=access.request_bytes if request_bytes is None else request_bytes,
-            gap_bytes=access.gap_bytes if gap_bytes is None else gap_bytes,
-            parallel_requests=access.parallel_requests if self.connections is None else self.connections,
-        )
+        """Return the requests that suit the server, as many at once as the user chose."""
+        return access if self.connections is None else replace(access, parallel_requests=self.connections)
 
     def _check_settings(self) -> None:
         for name in ("headers", "options"):
