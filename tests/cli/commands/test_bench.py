@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +20,8 @@ from sluice.cli import main
 from sluice.cli.commands.bench import bench_command
 from sluice.cli.comparison import END_SECONDS
 from sluice.testing import memory_limit_refusal
+from support.command_line import state_dict
 from support.comparisons import TRUTH, FakeRunner, trace
-
-_MODULE = """
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.fc = nn.Linear(width, 3)
-"""
 
 Bench = Callable[..., Result]
 
@@ -43,13 +34,9 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(directory: Path) -> Bench:
     """Run the command in a directory with a model and its checkpoint, ``net.pth``."""
-    (tmp_path / "bench_net.py").write_text(_MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "bench_net", raising=False)
-    torch.save({"fc.weight": torch.ones(3, 4), "fc.bias": torch.ones(3)}, "net.pth")
+    torch.save(state_dict(), "net.pth")
 
     def run(*arguments: str) -> Result:
         return CliRunner().invoke(main, ["bench", *arguments])
@@ -113,15 +100,15 @@ def test_a_full_disk_is_not_a_defect_of_sluice(
 
 
 def test_an_own_model_is_loaded_from_its_own_checkpoint(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:
-    result = bench("net.pth", "--model", "bench_net:Net", "--model-args", "[4]", "--warm", "--out", "there")
+    result = bench("net.pth", "--model", "cli_model:Net", "--model-args", "[4]", "--warm", "--out", "there")
     assert result.exit_code == 0, result.output
     (scenario,) = runner.scenarios
     assert (scenario.model, scenario.model_args, scenario.dtype, scenario.states) == (
-        "bench_net:Net", "[4]", "float32", ("warm",)
+        "cli_model:Net", "[4]", "float32", ("warm",)
     )  # fmt: skip
     assert set(scenario.checkpoints) == {"naive", "sequential", "meta-sequential", "mmap", "sluice"}
     assert set(scenario.checkpoints.values()) == {tmp_path / "net.pth"} == {scenario.truth}
-    assert scenario.final_bytes == 60
+    assert scenario.final_bytes == 96
     assert "right" in (tmp_path / "there/results.md").read_text()
 
 
@@ -158,10 +145,10 @@ def test_a_peer_that_is_not_installed_is_a_row_with_instructions(bench: Bench, m
     ("arguments", "complaint"),
     [
         (("net.pth",), "CHECKPOINT and --model belong together"),
-        (("--model", "bench_net:Net"), "CHECKPOINT and --model belong together"),
-        (("net.pth", "--model", "bench_net:Net", "--size", "tiny"), "--size names a built-in model"),
-        (("net.pth", "--model", "bench_net:Nothing"), "bench_net has no 'Nothing'"),
-        (("net.pth", "--model", "bench_net:Net", "--model-args", "3"), "must be a JSON object or array"),
+        (("--model", "cli_model:Net"), "CHECKPOINT and --model belong together"),
+        (("net.pth", "--model", "cli_model:Net", "--size", "tiny"), "--size names a built-in model"),
+        (("net.pth", "--model", "cli_model:Nothing"), "cli_model has no 'Nothing'"),
+        (("net.pth", "--model", "cli_model:Net", "--model-args", "3"), "must be a JSON object or array"),
         (("--size", "tiny", "--method", "magic"), "there is no 'magic'; the methods are naive, "),
         (("--size", "huge"), "'huge' is not one of"),
         (("--size", "tiny", "--ram-limit", "much"), "not a size"),
