@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from sluice.api.stream import stream
     from sluice.api.verify import verify
     from sluice.measuring import MemoryReport, measure
+    from sluice.merging.patched import Patched
     from sluice.modules.empty_init import empty_init
     from sluice.records import Opaque, Peaks, UnsupportedValue
     from sluice.reports.diff import DiffReport, TensorDifference
@@ -94,6 +95,7 @@ __all__ = [
     "NonFinite",
     "Opaque",
     "PartialLoadError",
+    "Patched",
     "PathEscapeError",
     "Peaks",
     "PlanReport",
@@ -153,6 +155,7 @@ _HOMES = {
     "NonFinite": "reports.verify",
     "Opaque": "records",
     "Peaks": "records",
+    "Patched": "merging.patched",
     "PlanReport": "reports.plan",
     "RankReport": "reports.load",
     "RefreshState": "reports.refresh",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from sluice._arguments import check_load, check_tolerances
+import os
+
+from sluice._arguments import check_load, check_tolerances, path_argument
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.checking.diff import compare_checkpoints
-from sluice.checkpoint.open_checkpoint import CheckpointSource
+from sluice.checking.parts import parts_to_compare
+from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.merging.patched import Patched
+from sluice.merging.patches import write_patch
 from sluice.reports.diff import DiffReport
+from sluice.sources.opening import UPLOAD_ADVICE, find_place, refuse_url
 
 __all__ = ["diff"]
 
@@ -23,6 +29,8 @@ def diff(
     other_key: str | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
+    patch: str | os.PathLike[str] | None = None,
+    sparse: bool = False,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     progress: Progress = False,
@@ -48,6 +56,10 @@ def diff(
         other_key: Part of ``b``.
         rtol: Relative tolerance: elements differ if ``|a - b| > atol + rtol * |b|``.
         atol: Absolute tolerance.
+        patch: Also write what makes ``b`` of ``a``, bit for bit, for ``sluice.Patched``: a new directory of zstd-packed
+            differences with checksums, as slime, miles and sglang read. Both are read once more, and two tensors are
+            held at a time. The number at the end of its name is its version, and that of ``a`` the version of its base.
+        sparse: Write a new ``.safetensors`` file of indices and values instead, as TRL does, without checksums.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
@@ -58,10 +70,12 @@ def diff(
     Raises:
         CheckpointError: One of the checkpoints is damaged, unsafe or not supported.
         MismatchError: A key does not exist, or a checkpoint holds several state dicts and the other one does not hold
-            the same ones; the message lists them.
+            the same ones; the message lists them. Or a patch would have to add, remove or reshape tensors.
         ReadError: The operating system failed a read.
         SourceChangedError: A file changed during the comparison.
-        ValueError: A tolerance is negative.
+        SaveError: The patch cannot be written.
+        ImportError: A patch needs ``pip install sluice[delta]``.
+        ValueError: A tolerance is negative, or ``sparse`` is without ``patch``.
 
     Example:
         >>> report = sluice.diff("model.pth", "model.pth")
@@ -73,6 +87,11 @@ def diff(
     check_tolerances(rtol=rtol, atol=atol)
     check_load(key=key, limits=limits, progress=progress)
     check_load(key=other_key)
+    if sparse and patch is None:
+        raise ValueError("sparse is for patch=")
+    if patch is not None:
+        place = refuse_url(path_argument(patch, "patch"), advice=UPLOAD_ADVICE)
+        _write_patch(a, b, place, (key, other_key), sparse=sparse, limits=limits, encoding=encoding)
     return compare_checkpoints(
         a,
         b,
@@ -84,3 +103,22 @@ def diff(
         encoding=encoding,
         progress=progress,
     )
+
+
+def _write_patch(
+    a: CheckpointSource,
+    b: CheckpointSource,
+    path: str,
+    keys: tuple[str | None, str | None],
+    *,
+    sparse: bool,
+    limits: Limits | None,
+    encoding: str,
+) -> None:
+    with (
+        borrow(a, limits=limits, encoding=encoding) as ours,
+        borrow(b, limits=limits, encoding=encoding) as theirs,
+    ):
+        left, right = parts_to_compare(ours, theirs, *keys)
+        base = find_place(a.deltas[-1]).title if isinstance(a, Patched) and a.deltas else ours.path
+        write_patch(left.checkpoint, right.checkpoint, path, sparse=sparse, versions=(base, theirs.path))

@@ -12,7 +12,14 @@ import torch
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import FormatError, IncompleteCheckpointError, IntegrityError, ReadError, TruncatedError
+from sluice._errors import (
+    FormatError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    ReadError,
+    SluiceError,
+    TruncatedError,
+)
 from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
@@ -20,7 +27,7 @@ from sluice.checking.consumers import Consumer, RecordChecksum, TensorCheck
 from sluice.checking.parts import named_part
 from sluice.checking.problems import compare, wrong_checksum
 from sluice.checking.verification_plan import VerificationPlan, indices_of
-from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, OpensItself, borrow
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
@@ -44,6 +51,9 @@ __all__ = ["Verification", "verify_checkpoint"]
 
 #: Checks of a piece, their consumers, and first and last element of the piece for these.
 _Shares = list[tuple[RecordChecksum | TensorCheck, list[Consumer], int, int]]
+
+#: Errors of a read after which others may succeed: of the system, and of what is computed when it is read.
+_UNREADABLE = (ReadError, FormatError, IntegrityError)
 
 #: Errors that mean damage. Other errors mean that the file is something else, or cannot be read at all.
 _DAMAGE = (FormatError, TruncatedError, IntegrityError, IncompleteCheckpointError)
@@ -71,7 +81,8 @@ def verify_checkpoint(
             checkpoint = stack.enter_context(borrow(source, limits=limits, encoding=encoding))
         except _DAMAGE as error:
             seconds = time.perf_counter() - started
-            return VerifyReport(source=find_place(source).title, problems=(VerifyProblem.of(error),), seconds=seconds)
+            title = str(source) if isinstance(source, OpensItself) else find_place(source).title
+            return VerifyReport(source=title, problems=(VerifyProblem.of(error),), seconds=seconds)
         part = named_part(checkpoint, key, expected.tensors if expected else None)
         named = part.checkpoint
         run = Verification(checkpoint, algorithm, nan=nan, named=named)
@@ -187,7 +198,7 @@ class Verification:
                 if report:
                     report(self.read_bytes)
 
-            def use(batch: Batch[_Shares], read: list[torch.Tensor | ReadError]) -> None:
+            def use(batch: Batch[_Shares], read: list[torch.Tensor | SluiceError]) -> None:
                 work_through(workers, self._jobs(batch, read))
                 advance(sum(_stored_bytes(piece.entry) for piece in batch))
 
@@ -224,33 +235,35 @@ class Verification:
                 yield ScanItem(self._reader.window(file, first, last), shares)
                 active = [record for record in active if record.range[2] > last]
 
-    def _start(self, batch: Batch[_Shares]) -> Callable[[], list[torch.Tensor | ReadError]]:
+    def _start(self, batch: Batch[_Shares]) -> Callable[[], list[torch.Tensor | SluiceError]]:
         try:
             pending = self._reader.start([piece.entry for piece in batch])
-        except ReadError:
+        except _UNREADABLE:
             pending = None
         return partial(self._finish, batch, pending)
 
-    def _finish(self, batch: Batch[_Shares], pending: PendingTensors | None) -> list[torch.Tensor | ReadError]:
+    def _finish(self, batch: Batch[_Shares], pending: PendingTensors | None) -> list[torch.Tensor | SluiceError]:
         if pending is not None:
             try:
                 return [*pending.result()]
-            except ReadError:
+            except _UNREADABLE:
                 pass
         # Find the unreadable entries, and continue with the others.
         return [self._read_alone(piece.entry) for piece in batch]
 
-    def _read_alone(self, entry: Entry) -> torch.Tensor | ReadError:
+    def _read_alone(self, entry: Entry) -> torch.Tensor | SluiceError:
         try:
             return self._reader.read([entry])[0]
-        except ReadError as error:
+        except _UNREADABLE as error:
             return error
 
-    def _jobs(self, batch: Batch[_Shares], read: Sequence[torch.Tensor | ReadError]) -> list[tuple[int, partial[None]]]:
+    def _jobs(
+        self, batch: Batch[_Shares], read: Sequence[torch.Tensor | SluiceError]
+    ) -> list[tuple[int, partial[None]]]:
         """Return one job per consumer, which gets its part of a batch in order."""
         work: dict[int, list[tuple[Consumer, torch.Tensor]]] = {}
         for piece, result in zip(batch, read, strict=True):
-            if isinstance(result, ReadError):
+            if not isinstance(result, torch.Tensor):
                 self._unreadable.append(VerifyProblem.of(result))
                 for check, *_ in piece.payload:
                     check.fail()

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from msgspec.structs import replace
 
@@ -26,7 +26,7 @@ from sluice.records import Entry, Index, Opaque
 from sluice.sources.opening import PathOrAddress, Place, SourceLocation
 from sluice.sources.protocol import Source, source_notes
 
-__all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
+__all__ = ["CheckpointSource", "OpenCheckpoint", "OpensItself", "borrow", "check_encoding"]
 
 
 class OpenCheckpoint:
@@ -60,6 +60,9 @@ class OpenCheckpoint:
 
         If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
         """
+        owned = not isinstance(source, OpenCheckpoint)
+        if isinstance(source, OpensItself):
+            source = source.open_checkpoint(limits or Limits(), check_encoding(encoding))
         if isinstance(source, OpenCheckpoint):
             files = source._files  # noqa: SLF001  (its own class)
             opened = cls(source.path, source.index, files, source.limits, source.place)
@@ -69,7 +72,7 @@ class OpenCheckpoint:
             try:
                 opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
             except BaseException:
-                if not isinstance(source, OpenCheckpoint):
+                if owned:
                     opened.close()
                 raise
         return opened
@@ -212,8 +215,21 @@ class OpenCheckpoint:
         self.close()
 
 
+@runtime_checkable
+class OpensItself(Protocol):
+    """A source that is more than a place."""
+
+    def open_checkpoint(self, limits: Limits, encoding: str) -> OpenCheckpoint:
+        """Return the checkpoint, which the caller closes."""
+        ...
+
+    def __str__(self) -> str:
+        """Return its title."""
+        ...
+
+
 #: Types of every ``source`` argument.
-CheckpointSource: TypeAlias = "SourceLocation | Sequence[PathOrAddress] | OpenCheckpoint"
+CheckpointSource: TypeAlias = "SourceLocation | Sequence[PathOrAddress] | OpenCheckpoint | OpensItself"
 
 
 def _part(tree: object, key: str, path: str) -> object:

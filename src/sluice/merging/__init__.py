@@ -1,6 +1,7 @@
-"""Merges of several checkpoints: a merge is a checkpoint whose bytes are computed when they are read.
+"""Merges of several checkpoints, and deltas over one: checkpoints whose bytes are computed when they are read.
 
-In: a configuration in mergekit's YAML form, or weights by path. Out: an ``OpenCheckpoint`` for every other verb.
+In: a configuration in mergekit's YAML form, weights by path, or a base and deltas. Out: an ``OpenCheckpoint`` for every
+other verb.
 
-Entry function: ``opening.open_merge``.
+Entry points: ``opening.open_merge``, ``patched.Patched``, ``patches.write_patch``.
 """

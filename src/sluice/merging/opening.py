@@ -30,7 +30,7 @@ from sluice.merging.source import ALIGNMENT, MergeSource, PlacedTensor
 from sluice.records import Entry, FileRecord, Index, Storage, elements_of
 from sluice.records.geometry import contiguous_stride, round_up
 
-__all__ = ["open_merge"]
+__all__ = ["joined", "open_merge"]
 
 _LAYER = re.compile(r"(.*?)\.(\d+)\.(.+)")
 
@@ -87,26 +87,34 @@ def open_merge(
         yield OpenCheckpoint(title, *_index(source, tensors), joined.limits)
 
 
-def _joined(
-    paths: Sequence[str], checkpoints: Sequence[OpenCheckpoint], key: str | None
-) -> tuple[OpenCheckpoint, dict[str, _Input]]:
-    """Return all inputs as one checkpoint, and the tensors of each."""
+def joined(checkpoints: Sequence[OpenCheckpoint], title: str) -> tuple[OpenCheckpoint, tuple[int, ...]]:
+    """Return several checkpoints as one without names, and the position of the first storage of each in it."""
     files: list[OpenFile] = []
     records: list[FileRecord] = []
     storages: list[Storage] = []
-    inputs = {}
-    for path, checkpoint in zip(paths, checkpoints, strict=True):
-        index = checkpoint.index
-        chosen = subtree(index.tree, only_state_dict(index.tree, checkpoint.path) if key is None else key)
-        own = flatten(chosen, checkpoint.limits)
-        dense = {name: moved(entry, by=len(storages)) for name, entry in own.items() if entry.composite is None}
-        inputs[path] = _Input(path=checkpoint.path, entries=dense)
-        shift = len(storages)
+    shifts = []
+    for checkpoint in checkpoints:
+        index, shift = checkpoint.index, len(storages)
+        shifts.append(shift)
         storages += [replace(storage, file=storage.file + len(files)) for storage in index.storages]
         records += index.files
         files += [replace(file, first_storage=file.first_storage + shift) for file in checkpoint.open_files]
     index = Index(format="inputs", files=tuple(records), storages=tuple(storages), tree={})
-    return OpenCheckpoint("the inputs of the merge", index, tuple(files), checkpoints[0].limits), inputs
+    return OpenCheckpoint(title, index, tuple(files), checkpoints[0].limits), tuple(shifts)
+
+
+def _joined(
+    paths: Sequence[str], checkpoints: Sequence[OpenCheckpoint], key: str | None
+) -> tuple[OpenCheckpoint, dict[str, _Input]]:
+    """Return all inputs as one checkpoint, and the tensors of each."""
+    whole, shifts = joined(checkpoints, "the inputs of the merge")
+    inputs = {}
+    for path, checkpoint, shift in zip(paths, checkpoints, shifts, strict=True):
+        tree = checkpoint.index.tree
+        own = flatten(subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key), checkpoint.limits)
+        dense = {name: moved(entry, by=shift) for name, entry in own.items() if entry.composite is None}
+        inputs[path] = _Input(path=checkpoint.path, entries=dense)
+    return whole, inputs
 
 
 def _outputs(recipe: Recipe, inputs: Mapping[str, _Input]) -> list[_Output]:

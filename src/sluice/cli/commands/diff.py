@@ -22,6 +22,8 @@ __all__ = ["diff_command"]
 @click.option("--key-b", metavar="KEY", help="Compare only this part of B.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Absolute tolerance.")
+@click.option("--patch", metavar="DIR", help="Also write what makes B of A, for sluice.Patched, to a new directory.")
+@click.option("--sparse", is_flag=True, help="Make the patch a .safetensors file of indices and values.")
 @encoding_option
 @output_options("Print nothing but errors; the exit code is the answer.")
 def diff_command(
@@ -32,6 +34,8 @@ def diff_command(
     key_b: str | None,
     rtol: float,
     atol: float,
+    patch: str | None,
+    sparse: bool,
     encoding: str,
     as_json: bool,
     quiet: bool,
@@ -51,6 +55,7 @@ def diff_command(
     Examples:
       sluice diff train.pt converted.safetensors
       sluice diff before.pt after.pt --json | jq -r '.differences[].name'
+      sluice diff step_6 step_7 --patch weight_v000007
       sluice diff run.pt exported --key-a model_state_dict --rtol 1e-3 --quiet
 
     \b
@@ -87,6 +92,8 @@ def diff_command(
             other_key=key_b,
             rtol=rtol,
             atol=atol,
+            patch=patch,
+            sparse=sparse,
             encoding=encoding,
             progress=progress_wanted(quiet=quiet),
         )

@@ -1,0 +1,232 @@
+"""Checkpoints under deltas: equal to the new checkpoint, bit for bit; hostile deltas are refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import sluice
+
+packs = pytest.mark.skipif(find_spec("zstandard") is None, reason="packed deltas need sluice[delta]")
+if find_spec("zstandard"):
+    import zstandard
+
+State = dict[str, torch.Tensor]
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+def states(random: Random, steps: int) -> list[State]:
+    """Return the states of a training: some elements of some tensors change in each step."""
+    torch.manual_seed(random.randrange(1 << 30))
+    first: State = {"norm": torch.ones(7), "steps": torch.tensor(3), "empty": torch.empty(0, 4)}
+    for number in range(random.randrange(3, 9)):
+        shape = [random.randrange(1, 40) for _ in range(random.randrange(4))]
+        first[f"layers.{number}.weight"] = torch.randint(-9, 9, shape).to(random.choice(DTYPES))
+    found = [first]
+    for step in range(steps):
+        state = {name: tensor.clone() for name, tensor in found[-1].items()}
+        state["steps"] += 1
+        for tensor in random.sample(list(state.values()), len(state) // 2):
+            flat = tensor.view(-1)
+            if len(flat):
+                places = torch.randint(len(flat), (max(1, len(flat) // 5),))
+                flat[places] = torch.randint(-50, 50, places.shape).add(step).to(flat.dtype)
+        found.append(state)
+    return found
+
+
+def same(a: Any, b: State) -> bool:
+    return sorted(a) == sorted(b) and all(
+        a[name].dtype == b[name].dtype
+        and torch.equal(a[name].contiguous().reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8))
+        for name in b
+    )
+
+
+def saved(state: State, path: Path, random: Random) -> str:
+    kind = random.choice(["one", "shards", "pth", "nested"])
+    if kind == "one":
+        save_file(state, path.with_suffix(".safetensors"))
+        return str(path.with_suffix(".safetensors"))
+    if kind == "shards":
+        sluice.save(state, path, max_shard_size="2KB")
+        return str(path)
+    torch.save({"model": state, "epoch": 1} if kind == "nested" else state, path.with_suffix(".pth"))
+    return str(path.with_suffix(".pth"))
+
+
+def packed(folder: Path, old: State, new: State, version: int, *, encoding: str = "xor", **changes: Any) -> str:
+    """Write a delta as slime's update_weight_from_disk_delta does: two files, with a checksum of each new tensor."""
+    path = folder / f"weight_v{version:06d}"
+    path.mkdir()
+    files: list[tuple[State, dict[str, str]]] = [({}, {}), ({}, {})]
+    for number, name in enumerate(name for name in new if not torch.equal(old[name], new[name])):
+        one, other = (bytes(each[name].reshape(-1).view(torch.uint8).numpy()) for each in (old, new))
+        content = bytes(x ^ y for x, y in zip(one, other, strict=True))
+        if encoding == "overwrite":
+            places = [place for place, byte in enumerate(content) if byte]
+            content = b"".join(place.to_bytes(4, "little") for place in (len(places), *places))
+            content += bytes(other[place] for place in places)
+        content = changes.get("change", bytes)(content)
+        frame = changes.get("pack", zstandard.ZstdCompressor(level=1).compress)(content)
+        tensors, checksums = files[number % 2]
+        tensors[name] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        checksums[name] = f"{zlib.adler32(other):08x}"
+    weight_map = {}
+    for number, (tensors, checksums) in enumerate(files):
+        if tensors:
+            name = f"model-{number:05d}-of-00002.safetensors"
+            save_file(tensors, path / name, metadata=changes.get("checksums", checksums))
+            weight_map.update(dict.fromkeys(tensors, name))
+    metadata = {"version": f"{version:06d}", "base_version": f"{version - 1:06d}", "delta_encoding": encoding}
+    metadata |= {"compression_format": "zstd", "checksum_format": "adler32", **changes.get("metadata", {})}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}))
+    return str(path)
+
+
+@packs
+@pytest.mark.parametrize("seed", range(12))
+def test_a_chain_of_deltas_equals_the_last_checkpoint(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    found = states(random, 3)
+    base = saved(found[0], tmp_path / "base", random)
+    deltas = []
+    for version in range(1, 4):
+        old, new = found[version - 1 : version + 1]
+        if random.random() < 0.5:
+            deltas.append(packed(tmp_path, old, new, version, encoding=random.choice(["xor", "overwrite"])))
+            continue
+        sparse = random.random() < 0.5
+        one, other = tmp_path / f"from-{version - 1}.safetensors", tmp_path / f"to-{version}.safetensors"
+        save_file(old, one)
+        save_file(new, other)
+        deltas.append(str(tmp_path / (f"step_{version}.safetensors" if sparse else f"weight_v{version:06d}")))
+        assert not sluice.diff(one, other, patch=deltas[-1], sparse=sparse).same
+    patched = sluice.Patched(base, *deltas)
+    assert same(sluice.load_state_dict(patched), found[-1])
+    sluice.diff(patched, patched, patch=tmp_path / "weight_v000004")  # nothing changed
+    assert same(sluice.load_state_dict(sluice.Patched(patched, tmp_path / "weight_v000004")), found[-1])
+
+
+@packs
+def test_the_written_patch_is_applied_as_slime_does(tmp_path: Path) -> None:
+    old, new = states(Random(5), 1)
+    save_file(old, tmp_path / "a.safetensors")
+    save_file(new, tmp_path / "b.safetensors")
+    sluice.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", patch=tmp_path / "weight_v000001")
+    for name, frame in load_file(tmp_path / "weight_v000001/model-00000-of-00001.safetensors").items():
+        change = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(frame.numpy().tobytes())).read()
+        old[name].view(-1).view(torch.uint8).bitwise_xor_(torch.frombuffer(bytearray(change), dtype=torch.uint8))
+    assert same(old, new)
+
+
+def tied() -> torch.nn.Sequential:
+    model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 30))
+    model.get_submodule("1").weight = model.get_submodule("0").weight
+    return model
+
+
+@packs
+def test_every_verb_takes_it(tmp_path: Path) -> None:
+    model, other = tied(), tied()
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        model.get_parameter("0.weight")[3] += 1
+    torch.save(model.state_dict(), tmp_path / "b.pth")
+    sluice.diff(tmp_path / "a.pth", tmp_path / "b.pth", patch=tmp_path / "weight_v000002")
+    patched = sluice.Patched(tmp_path / "a.pth", tmp_path / "weight_v000002")
+    assert sluice.diff(patched, tmp_path / "b.pth").same
+    assert sluice.verify(patched).ok
+    sluice.refresh(other, patched)
+    assert same(other.state_dict(), model.state_dict())
+    sluice.convert(patched, tmp_path / "c.safetensors")
+    assert sluice.diff(tmp_path / "c.safetensors", tmp_path / "b.pth").same
+    other = tied()
+    with sluice.stream(other, patched, device="cpu"):
+        x = torch.randn(2, 30)
+        assert torch.equal(other(x), model(x))
+
+
+def bomb(_: bytes) -> bytes:
+    return bytes(zstandard.ZstdCompressor(level=1).compress(bytes(1 << 26)))
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a flipped byte": ({"change": lambda c: bytes([c[0] ^ 1]) + c[1:]}, sluice.IntegrityError, "checksum"),
+    "a bomb": ({"pack": bomb}, sluice.FormatError, "more bytes"),
+    "too short": ({"change": lambda content: content[:-1]}, sluice.FormatError, "too early"),
+    "no zstd": ({"pack": lambda _: b"plain"}, sluice.FormatError, "damaged"),
+    "too many": ({"encoding": "overwrite", "change": lambda c: b"\xff" * 4 + c[4:]}, sluice.FormatError, "more bytes"),
+    "outside": (
+        {"encoding": "overwrite", "change": lambda c: c[:4] + b"\xff" * 4 + c[8:]},
+        sluice.FormatError,
+        "outside",
+    ),
+    "encoding": ({"metadata": {"delta_encoding": "bsdiff"}}, sluice.UnsupportedError, "bsdiff"),
+    "compression": ({"metadata": {"compression_format": "lz4"}}, sluice.UnsupportedError, "lz4"),
+    "checksum": ({"metadata": {"checksum_format": "md5"}}, sluice.UnsupportedError, "md5"),
+    "no checksums": ({"checksums": {"format": "pt"}}, sluice.FormatError, "checksum"),
+    "newer": ({"metadata": {"base_version": "7", "version": "8"}}, sluice.MismatchError, "version before"),
+    "a cycle": ({"metadata": {"base_version": "1", "version": "1"}}, sluice.MismatchError, "version before"),
+}
+
+
+@packs
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_delta_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    changes, kind, message = HOSTILE[case]
+    first, second = {"w": torch.arange(3000)}, {"w": torch.arange(3000) + (torch.arange(3000) % 7 == 0)}
+    save_file(first, tmp_path / "a.safetensors")
+    one = packed(tmp_path, first, second, 1)
+    two = packed(tmp_path, second, first, 2, **changes)
+    with pytest.raises(kind, match=message) as found:
+        sluice.load_state_dict(sluice.Patched(tmp_path / "a.safetensors", one, two))
+    assert "weight_v000002" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d | {"w.indices": torch.tensor([5, 99], dtype=torch.int32)}, "outside"),
+        (lambda d: d | {"w.indices": torch.tensor([5, 5], dtype=torch.int32)}, "ascend"),
+        (lambda d: d | {"w.indices": torch.tensor([-1, 5], dtype=torch.int32)}, "outside"),
+        (lambda d: d | {"w.values": d["w.values"].double()}, "float64"),
+        (lambda d: d | {"w.values": d["w.values"][:1]}, "as many"),
+        (lambda d: {"w.values": d["w.values"]}, "its indices"),
+    ],
+)
+def test_damaged_indices_are_refused(tmp_path: Path, change: Callable[[State], State], message: str) -> None:
+    save_file({"w": torch.zeros(8)}, tmp_path / "a.safetensors")
+    delta = {"w.indices": torch.tensor([2, 5], dtype=torch.int32), "w.values": torch.ones(2)}
+    save_file(change(delta), tmp_path / "step_1.safetensors", metadata={"sparse": "True", "model_version": "1"})
+    with pytest.raises(sluice.FormatError, match=message):
+        sluice.load_state_dict(sluice.Patched(tmp_path / "a.safetensors", tmp_path / "step_1.safetensors"))
+
+
+@packs
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    first, second = states(Random(2), 1)
+    delta = packed(tmp_path, first, second, 1)
+    save_file(second, tmp_path / "b.safetensors")
+    with pytest.raises(sluice.IntegrityError, match="checksum"):
+        sluice.load_state_dict(sluice.Patched(tmp_path / "b.safetensors", delta))
+    assert not sluice.verify(sluice.Patched(tmp_path / "b.safetensors", delta)).ok
+    save_file({"other": torch.ones(2)}, tmp_path / "c.safetensors")
+    with pytest.raises(sluice.MismatchError, match="does not have"):
+        sluice.open(sluice.Patched(tmp_path / "c.safetensors", delta))
+    with pytest.raises(sluice.UnsupportedError, match="not a delta"):
+        sluice.open(sluice.Patched(tmp_path / "b.safetensors", tmp_path / "c.safetensors"))
+    with pytest.raises(sluice.MismatchError, match="only one has"):
+        sluice.diff(tmp_path / "b.safetensors", tmp_path / "c.safetensors", patch=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
