@@ -20,7 +20,7 @@ import sluice
 from sluice._dtypes import torch_dtype
 from sluice.writing.durable.replacement import NewFile
 from sluice.writing.pickle_walk import walk_object
-from sluice.writing.save_formats import SaveFormat
+from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import Geometry, dense
 from sluice.writing.torch_zip import TorchZipWriter
@@ -32,7 +32,7 @@ class Form(NamedTuple):
     """A form of a checkpoint."""
 
     name: str
-    format: SaveFormat
+    format: ConvertFormat
     shard_bytes: int | None = None
 
     def save(self, state: Any, path: Path, **how: Any) -> None:
@@ -203,7 +203,7 @@ def test_metadata_under_the_name_of_a_tied_tensor(tmp_path: Path) -> None:
         ("f.safetensors", "huggingface"),
     ],
 )
-def test_a_format_that_contradicts_the_suffix(tmp_path: Path, name: str, form: SaveFormat) -> None:
+def test_a_format_that_contradicts_the_suffix(tmp_path: Path, name: str, form: ConvertFormat) -> None:
     torch.save(state(), tmp_path / "in")
     with pytest.raises(ValueError, match=f"format='{form}' contradicts the suffix"):
         sluice.save(state(), tmp_path / name, format=form)

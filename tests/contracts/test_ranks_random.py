@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ranks
 FORMATS: Mapping[str, dict[str, Any]] = {
     ".safetensors": {},
     "-shards": {"max_shard_size": 2000},
+    "-dcp": {"format": "dcp"},
 }
 
 #: Names and sizes of meshes of four ranks. The name says what it does; each stage of ``pp`` has some of the layers.

@@ -25,10 +25,9 @@ def network() -> nn.Sequential:
 @pytest.mark.parametrize("name", ["m.pth", "m.safetensors", "dcp", "shards"])
 def test_any_format_fills_a_state_dict(tmp_path: Path, name: str) -> None:
     saved, filled = network(), network()
-    if name == "dcp":
-        save(saved.state_dict(), checkpoint_id=tmp_path / name, no_dist=True)
-    else:
-        sluice.save(saved, tmp_path / name, max_shard_size=100 if name == "shards" else None)
+    known: dict[str, Any] = {"dcp": {"format": "dcp"}, "shards": {"max_shard_size": 100}}
+    options = known.get(name, {})
+    sluice.save(saved, tmp_path / name, **options)
     state = filled.state_dict()
     load(state, storage_reader=SluiceReader(tmp_path / name), no_dist=True)
     assert all(torch.equal(value, saved.state_dict()[key]) for key, value in filled.state_dict().items())

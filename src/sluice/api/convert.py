@@ -24,7 +24,7 @@ from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.sources.remote.location import Remote
 from sluice.writing.manifest import manifest_writer
-from sluice.writing.save_formats import SaveFormat, choose_format
+from sluice.writing.save_formats import CONVERT_FORMATS, ConvertFormat, choose_format
 from sluice.writing.save_job import SaveJob
 from sluice.writing.uploads import Upload
 
@@ -38,7 +38,7 @@ def convert(
     destination: str | os.PathLike[str] | Remote,
     *,
     key: str | None = None,
-    format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
+    format: ConvertFormat | None = None,  # noqa: A002  (the name that every library has for it)
     dtype: DType | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
@@ -110,7 +110,7 @@ def convert(
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
     merged = adapter_list(adapters)
-    chosen = choose_format(Path(place.name), format, max_shard_size)
+    chosen = choose_format(Path(place.name), format, max_shard_size, CONVERT_FORMATS)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(borrow(source, limits=limits, encoding=encoding))
         if isinstance(place, Upload):

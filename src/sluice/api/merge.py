@@ -24,7 +24,7 @@ from sluice.merging.opening import open_merge
 from sluice.merging.recipe import recipe_of
 from sluice.reports.load import LoadReport
 from sluice.reports.save import SaveReport
-from sluice.writing.save_formats import SaveFormat, choose_format
+from sluice.writing.save_formats import CONVERT_FORMATS, ConvertFormat, choose_format
 
 if TYPE_CHECKING:
     from sluice.sources.remote.location import Remote
@@ -52,7 +52,7 @@ def merge(
     parameters: Mapping[str, Any] | None = None,
     key: str | None = None,
     dtype: DType | None = None,
-    format: SaveFormat | None = None,  # noqa: A002  (as in ``convert``)
+    format: ConvertFormat | None = None,  # noqa: A002  (as in ``convert``)
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     seed: int = 0,
@@ -114,7 +114,7 @@ def merge(
         with open_merge(recipe, title=title, key=key, limits=limits, seed=seed) as checkpoint:
             return load_into(path_or_into, checkpoint, dtype=wanted, memory=memory, progress=progress)
     place = save_destination(path_or_into, "path_or_into")
-    chosen = choose_format(Path(place.name), format, max_shard_size)
+    chosen = choose_format(Path(place.name), format, max_shard_size, CONVERT_FORMATS)
 
     def check(checkpoint: OpenCheckpoint) -> None:
         if isinstance(place, Path):

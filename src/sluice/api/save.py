@@ -24,7 +24,7 @@ from sluice.sources.remote.location import Remote
 from sluice.writing.formats import write_contents
 from sluice.writing.held_object import HeldObject
 from sluice.writing.manifest import manifest_writer
-from sluice.writing.save_formats import SaveFormat, choose_format
+from sluice.writing.save_formats import SAVE_FORMATS, SaveFormat, choose_format
 from sluice.writing.save_job import SaveJob
 from sluice.writing.uploads import Upload, upload_to
 
@@ -52,9 +52,8 @@ def save(
     file is written next to its final name, synced and renamed, so that a crash leaves the old file or the new one.
 
     If ``obj`` has DTensors, every rank of their device mesh calls this function with the same arguments. Each writes
-    the bytes that it holds; no tensor is gathered. Plain tensors have to be the same on all ranks, and values of other
-    kinds are refused. The files are put in place once, for all ranks, or not at all. Not with ``manifest`` or
-    ``"torch"``.
+    the bytes that it holds; no tensor is gathered. Plain tensors and other values have to be the same on all ranks. The
+    files are put in place once, for all ranks, or not at all. Not with ``manifest`` or ``"torch"``.
 
     Args:
         obj: A module or an optimizer (its ``state_dict()`` is saved), a state dict, or a nested training state.
@@ -62,9 +61,9 @@ def save(
             store (``s3://``, ``gs://``, ``az://``), or a ``Remote`` with such an address and settings, gets the bytes
             while they are made, in uploads of several parts; no object is visible before it is complete.
         format: ``"torch"`` (``torch.load(weights_only=True)`` reads it), ``"safetensors"``, ``"huggingface"`` (a
-            directory with ``model.safetensors``, or shards and an index). None chooses by the suffix: ``.safetensors``;
-            ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging
-            Face directory. ``torch.distributed.checkpoint.save`` writes its directories, which sluice reads.
+            directory with ``model.safetensors``, or shards and an index) or ``"dcp"`` (a directory that
+            ``torch.distributed.checkpoint`` reads). None chooses by the suffix: ``.safetensors``; ``.pt``, ``.pth``,
+            ``.bin`` and ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging Face directory.
         dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
             None keeps each dtype.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"`` (5 * 1000**3); only for ``"huggingface"``.
@@ -94,9 +93,9 @@ def save(
     state = state_to_save(obj, path)
     check_load(progress=progress)
     destination = save_destination(path)
-    chosen = choose_format(Path(destination.name), format, max_shard_size)
+    chosen = choose_format(Path(destination.name), format, max_shard_size, SAVE_FORMATS)
     check_save(metadata, chosen)
-    by_ranks = _is_divided(state)
+    by_ranks = _is_divided(state, chosen)
     if by_ranks and isinstance(destination, Upload):
         advice = "Save to a file system that all ranks share, and copy the files."
         raise SaveError("ranks cannot save together to an object store", file=destination.url, advice=advice)
@@ -153,13 +152,13 @@ def save_destination(path: str | os.PathLike[str] | Remote, name: str = "path") 
     return Path(refuse_url(path_argument(path, name), advice=UPLOAD_ADVICE))
 
 
-def _is_divided(state: object) -> bool:
-    """Return whether ranks save together, because each has a part of the state."""
-    if "torch.distributed.tensor" not in sys.modules:  # then there is no DTensor
+def _is_divided(state: object, save_format: SaveFormat) -> bool:
+    """Return whether ranks save together: each has a part of the state or, with ``"dcp"``, a file."""
+    if save_format != "dcp" and "torch.distributed.tensor" not in sys.modules:  # then there is no DTensor
         return False
     from sluice.writing.ranks.held import dtensors_in
 
-    return bool(dtensors_in(state))
+    return save_format == "dcp" or bool(dtensors_in(state))
 
 
 def _flattened(state: object, dtype: DType | None) -> tuple[object, dict[str, str]]:

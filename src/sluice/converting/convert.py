@@ -27,7 +27,7 @@ from sluice.records import Entry
 from sluice.reports.save import SaveReport
 from sluice.writing.chunks import Staging
 from sluice.writing.formats import write_contents
-from sluice.writing.save_formats import SaveFormat
+from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.save_job import SaveJob
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ __all__ = ["check_destination", "convert_checkpoint"]
 
 def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
     checkpoint: OpenCheckpoint,
-    save_format: SaveFormat,
+    save_format: ConvertFormat,
     job: SaveJob,
     *,
     key: str | None,

@@ -31,11 +31,14 @@ class WalkedObject(Struct, frozen=True):
     places: int
 
 
-def walk_object(obj: object, attributes_of: Callable[[Any], Mapping[str, object] | None]) -> WalkedObject:
+def walk_object(
+    obj: object, attributes_of: Callable[[Any], Mapping[str, object] | None], *, by_value: bool = False
+) -> WalkedObject:
     """Walk an object once, in pickle order.
 
     Args:
         obj: The object.
+        by_value: Whether no string counts as repeated. Which equal strings are one object differs between processes.
         attributes_of: Called with each value that is not a built-in container, number or string. Returns the Python
             attributes of a value that represents a tensor, possibly empty, and None for any other picklable value.
 
@@ -66,7 +69,7 @@ def walk_object(obj: object, attributes_of: Callable[[Any], Mapping[str, object]
             waiting.pop()
     own = set(map(id, tensors)) if again else set()
     places = len(tensors) + sum(address in own for address in again)
-    return WalkedObject(tensors, frozenset({*again, *_twice(texts)}), places)
+    return WalkedObject(tensors, frozenset(again if by_value else {*again, *_twice(texts)}), places)
 
 
 def elements(value: set[Any]) -> list[Any]:

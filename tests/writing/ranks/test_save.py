@@ -13,13 +13,15 @@ import torch
 
 import sluice
 from support import fresh_process
-from support.divided_models import LAYOUTS, Net
+from support.distributed import torch_loaded
+from support.divided_models import LAYOUTS, Net, locals_of
 from support.ranks import Ranks
 
 #: A file or directory for each format, and its arguments of ``save``.
 FORMATS: dict[str, dict[str, Any]] = {
     "model.safetensors": {},
     "model": {"max_shard_size": 300},
+    "dcp": {"format": "dcp"},
 }
 
 
@@ -63,12 +65,62 @@ def test_every_layout_in_every_format(
     for shard in sorted((tmp_path / "model").glob("*.safetensors")):
         shards |= safetensors.torch.load_file(shard)
     check_equal(shards, expected, but="head.weight")
+    check_equal(torch_loaded(tmp_path / "dcp"), expected)
     for path in FORMATS:
         check_equal(sluice.load_state_dict(tmp_path / path), expected)
     for own in zip(*reports, strict=True):
         assert len({(report.files, report.file_bytes, report.written_by_rank) for report in own}) == 1
         assert sum(own[0].written_by_rank) == own[0].nbytes
-    assert list(tmp_path.rglob(".*")) == []
+    assert list(tmp_path.rglob(".*")) == [tmp_path / "dcp" / ".metadata"]
+
+
+def loaded_by_torch(layout: str, directory: Path) -> list[str]:
+    """Load a distributed checkpoint into a divided model of other values; return what differs on this rank."""
+    import torch.distributed.checkpoint as dcp
+
+    expected = locals_of(divided_model(layout))
+    torch.manual_seed(8)
+    model = Net()
+    LAYOUTS[layout](model)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=directory)  # type: ignore[attr-defined]
+    model.load_state_dict(state)
+    found = locals_of(model)
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp-tp"])
+def test_torch_loads_the_distributed_checkpoint_into_the_same_layout(
+    four_ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    four_ranks.run(saved_everywhere, layout, tmp_path, {})
+    assert four_ranks.run(loaded_by_torch, layout, tmp_path / "dcp") == [[]] * 4
+
+
+def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
+    state = {"model": expected_state(), "steps": [1, 2.5], "optimizer": {"state": [{"step": torch.ones(())}]}}
+    report = sluice.save(state, tmp_path / "dcp", format="dcp")
+    loaded = torch_loaded(tmp_path / "dcp")
+    check_equal(loaded.pop("model"), expected_state())
+    assert loaded == {"steps": [1, 2.5], "optimizer": {"state": [{"step": torch.ones(())}]}}
+    with sluice.open(tmp_path / "dcp") as checkpoint:
+        assert checkpoint.tree["steps"] == [1, 2.5]
+    assert (report.format, report.written_by_rank) == ("dcp", (report.nbytes,))
+    with pytest.raises(sluice.SaveError, match="already contains a checkpoint"):
+        sluice.save({}, tmp_path / "dcp", format="dcp")
+    sluice.save({"w": torch.ones(2, 0)}, tmp_path / "dcp", format="dcp", overwrite=True)
+    assert torch_loaded(tmp_path / "dcp")["w"].shape == (2, 0)
+    assert len(list((tmp_path / "dcp").iterdir())) == 2
+
+
+def test_contradictions_of_the_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contradicts the suffix"):
+        sluice.save({}, tmp_path / "a.pth", format="dcp")
+    with pytest.raises(ValueError, match="max_shard_size"):
+        sluice.save({}, tmp_path / "a", format="dcp", max_shard_size=5)
+    with pytest.raises(sluice.SaveError, match="can only hold a state dict"):
+        sluice.save(torch.ones(2), tmp_path / "a", format="dcp")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dtensors_of_ranks_that_are_gone(fresh_processes: None, tmp_path: Path) -> None:
@@ -90,6 +142,49 @@ def test_dtensors_of_ranks_that_are_gone(fresh_processes: None, tmp_path: Path) 
     assert "there is no process group of them" in result.stdout, result.stderr
 
 
+def training_state(directory: Path) -> list[str]:
+    """Train a divided model for a step, save all of its state, and load it; return what differs on this rank."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": 1}
+    sluice.save(state, directory / "dcp", format="dcp")
+    if not torch.distributed.get_rank():
+        sluice.convert(directory / "dcp", directory / "state.pth")
+    torch.distributed.barrier()
+
+    problems = []
+    own: Any = state["optim"]
+    moments: dict[str, DTensor] = {name: each["exp_avg_sq"] for name, each in own["state"].items()}
+    by_name = torch.load(directory / "state.pth", weights_only=True)["optim"]["state"]
+    for name, moment in moments.items():
+        whole = moment.full_tensor()
+        if not torch.equal(by_name[name]["exp_avg_sq"], whole) or by_name[name]["step"] != 1:
+            problems.append(f"state.pth: {name}")
+    before = {name: moment.to_local().clone() for name, moment in moments.items()}
+    for moment in moments.values():
+        moment.to_local().zero_()
+    loaded: dict[str, Any] = {
+        "optim": {"state": {name: {"exp_avg_sq": moment} for name, moment in moments.items()}},
+        "step": 0,
+    }
+    dcp.load(loaded, checkpoint_id=directory / "dcp")  # type: ignore[attr-defined]
+    problems += [f"dcp: {name}" for name, moment in moments.items() if not torch.equal(moment.to_local(), before[name])]
+    return problems + ["dcp: step"] * (loaded["step"] != 1)
+
+
+def test_the_state_of_an_optimizer(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(training_state, tmp_path) == [[], []]
+
+
 def stages(directory: Path) -> None:
     """Save a layer of this rank: each stage of a pipeline is on a mesh of its own, cut from one mesh of all ranks."""
     import torch.distributed as dist
@@ -101,6 +196,7 @@ def stages(directory: Path) -> None:
     layer = distribute_tensor(torch.arange(15.0).reshape(5, 3) + 100 * stage, mesh, [Shard(0)])
     state = {f"layers.{stage}": layer, "scale": torch.tensor([2.0])}
     sluice.save(state, directory / "model", max_shard_size=50)
+    sluice.save({"model": state, f"stage {stage}": stage, "step": 7}, directory / "dcp", format="dcp")
 
 
 def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path: Path) -> None:
@@ -109,6 +205,11 @@ def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path
     expected["scale"] = torch.tensor([2.0])
     check_equal(dict(sluice.load_state_dict(tmp_path / "model")), expected)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == 3
+    loaded = torch_loaded(tmp_path / "dcp")
+    check_equal(loaded.pop("model"), expected)
+    assert loaded == {"stage 0": 0, "stage 1": 1, "step": 7}
+    with sluice.open(tmp_path / "dcp") as checkpoint:
+        assert checkpoint.tree["stage 1"] == 1
 
 
 def of_part_of_the_ranks(path: Path) -> str:
@@ -137,6 +238,7 @@ def refused(directory: Path) -> list[str]:
     summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     longer = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
     calls: list[tuple[object, str, dict[str, Any]]] = [
+        ({"w": weight, "seed": rank}, "a", {"format": "dcp"}),
         ({"w": weight if rank else longer}, "a.safetensors", {}),
         ({"w": weight}, "a.safetensors", {"dtype": "bf16" if rank else None}),
         ({"w": weight, "x": summand}, "a.safetensors", {}),
@@ -158,6 +260,7 @@ def test_what_ranks_do_not_agree_on_is_refused(two_ranks: Ranks, tmp_path: Path)
     texts = two_ranks.run(refused, tmp_path)
     assert texts[0] == texts[1]
     expected = [
+        "ranks 0 and 1 have different values in the object",
         "ranks 0 and 1 hold different tensors under one name; expected float32 [5, 2]; found float32 [4, 2]",
         "ranks 0 and 1 were called with different arguments",
         "tensor 'x': the tensor is a DTensor with the placement",

@@ -15,7 +15,7 @@ from sluice.writing.durable import direct
 from support.divided_models import Net
 from support.ranks import Ranks
 
-FORMATS = {"model.safetensors": None, "model": "huggingface"}
+FORMATS = {"model.safetensors": None, "model": "huggingface", "dcp": "dcp"}
 
 
 def saved(path: Path, seed: int, *, rank: int = -1, write: int = -1, fault: str = "") -> str:
@@ -110,7 +110,7 @@ def test_a_failed_rename_fails_every_rank(four_ranks: Ranks, tmp_path: Path, nam
 
 
 #: The rank that is killed in the CI profile: the lead, which creates the files, or the other one.
-KILLED = {"model.safetensors": 1, "model": 0}
+KILLED = {"model.safetensors": 1, "model": 0, "dcp": 1}
 
 
 @pytest.mark.usefixtures("four_ranks")  # its server starts the processes: outside of a fixture it would count as a leak

@@ -44,12 +44,13 @@ def prepare(directory: Path) -> None:
     _STATE["rows"] = divided(
         numbered(range(2050 * rank, min(2050 * (rank + 1), 4099)), range(1023), 1023), 0, 4099, 1023
     )
-    sluice.save({"small": _STATE["small"]}, directory / "a.safetensors")
+    for path, form in (("a.safetensors", None), ("a", "dcp")):
+        sluice.save({"small": _STATE["small"]}, directory / path, format=form)  # type: ignore[arg-type]
 
 
 def save(path: Path, dtype: torch.dtype | None) -> None:
     state = {name: tensor for name, tensor in _STATE.items() if name != "small"}
-    sluice.save(state, path, dtype=dtype)
+    sluice.save(state, path, format=None if path.suffix else "dcp", dtype=dtype)
 
 
 def forget() -> None:

@@ -24,7 +24,7 @@ from sluice.cli.remote_options import remote_options, with_settings
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import output_options, show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
-from sluice.writing.save_formats import FORMATS, choose_format
+from sluice.writing.save_formats import CONVERT_FORMATS, choose_format
 
 __all__ = ["convert_command"]
 
@@ -40,7 +40,7 @@ def _adapters(_context: click.Context, _option: click.Parameter, texts: tuple[st
 @click.argument("destination", type=click.Path())
 @remote_options
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
-@click.option("--format", type=click.Choice(FORMATS), help="Default: by the suffix of DESTINATION.")
+@click.option("--format", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
 @changes_options
 @click.option(
@@ -131,7 +131,7 @@ def _check(
 ) -> None:
     """Refuse options that contradict each other."""
     try:
-        choose_format(Path(destination), kind, max_shard_size)
+        choose_format(Path(destination), kind, max_shard_size, CONVERT_FORMATS)
         if manifest is not None:
             new_hash(algorithm)
     except ValueError as error:

@@ -11,7 +11,7 @@ from sluice.cli.options import DTypeName, Size
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import output_options, show_report
 from sluice.merging.recipe import METHODS
-from sluice.writing.save_formats import FORMATS
+from sluice.writing.save_formats import CONVERT_FORMATS
 
 __all__ = ["merge_command"]
 
@@ -24,7 +24,7 @@ __all__ = ["merge_command"]
 @click.option("--parameter", "-p", "parameters", multiple=True, metavar="NAME=VALUE", help="Such as density=0.5.")
 @click.option("--key", help="Part of each input, such as model_state_dict. Default: the only state dict in it.")
 @click.option("--dtype", type=DTypeName(), help="Dtype of the result. Default: auto, that of the inputs.")
-@click.option("--format", type=click.Choice(FORMATS), help="Default: by the suffix of DESTINATION.")
+@click.option("--format", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Where random draws begin.")
 @click.option("--memory", type=Size(), help="Most memory that the merge may take, such as 200MiB.")

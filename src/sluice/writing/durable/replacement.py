@@ -261,6 +261,10 @@ class Replacement(NewFile):
         """The current path of the file, under which other processes write to it."""
         return self._hidden
 
+    def hand_over(self) -> None:
+        """Close the file of a set, which another process writes to and seals under its hidden path."""
+        self._close()
+
     @property
     def is_published(self) -> bool:
         """Whether the sealed file has its final name."""

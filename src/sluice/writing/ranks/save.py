@@ -9,11 +9,15 @@ A rank that fails in any step fails the save on every rank, and what existed is 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -34,7 +38,9 @@ from sluice.writing.items import tensor_items
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
 from sluice.writing.ranks.group import LEAD, RankGroup, together
 from sluice.writing.ranks.held import dtensors_in, held_tensors
-from sluice.writing.ranks.shared_writes import RankWriter, check_equal
+from sluice.writing.ranks.item_files import write_item_files
+from sluice.writing.ranks.items import flatten, lay_out_items, value_item
+from sluice.writing.ranks.shared_writes import RankWriter, check_equal, disagreement
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
@@ -42,7 +48,7 @@ from sluice.writing.shards import Model
 
 __all__ = ["save_by_ranks"]
 
-_NO_TORCH = "Nothing was written. Save as safetensors; torch.distributed.checkpoint.save writes nested states of ranks."
+_NO_TORCH = 'Nothing was written. Save with format="dcp"; convert(directory, "state.pth") makes one file of it.'
 _NO_MANIFEST = "Nothing was written. Save without manifest=; convert(path, copy, manifest=...) writes one."
 
 
@@ -55,6 +61,10 @@ class _Contribution(Struct, frozen=True, kw_only=True):
     arguments: dict[str, str]
     #: Its tensors, by name.
     held: dict[str, HeldTensor]
+    #: Digest and size in bytes of the item of each of its other values, by flat name.
+    values: dict[str, tuple[str, int]] = {}
+    #: Path of each tensor and value in its object, by flat name.
+    paths: dict[str, list[str | int]] = {}
 
 
 class _Division(Struct, frozen=True, kw_only=True):
@@ -68,10 +78,22 @@ class _Division(Struct, frozen=True, kw_only=True):
     ties: dict[str, str]
     #: Bytes that each rank writes.
     written: tuple[int, ...]
+    #: The messages of all ranks.
+    ranks: list[_Contribution]
 
     def outlines(self) -> dict[str, TensorOutline]:
         """Return dtype and shape of each stored tensor."""
         return {name: TensorOutline(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+
+    @property
+    def destination(self) -> Path:
+        assert isinstance(self.job.destination, Path)  # ranks save to file systems
+        return self.job.destination
+
+    def saved(self, files: Iterable[str | Path], tensors: int) -> SavedFiles:
+        """Return what was written; the sizes of the files are not known yet."""
+        sizes = {str(file): 0 for file in files}
+        return SavedFiles(files=sizes, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
 
 
 def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
@@ -82,8 +104,9 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
         RankError: A rank failed. Its cause on that rank is a ``SaveError`` if the format cannot hold the state, or if
             the ranks hold parts that do not fit together.
     """
-    if save_format == "torch":
-        raise SaveError("this format cannot hold DTensors", found=save_format, advice=_NO_TORCH)
+    if save_format not in _WRITERS:
+        expected = f"one of {', '.join(_WRITERS)}"
+        raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format, advice=_NO_TORCH)
     if job.manifest:
         raise SaveError("a manifest of DTensors cannot be written", advice=_NO_MANIFEST)
     dtensors = dtensors_in(state)
@@ -106,49 +129,93 @@ def _check_alone(dtensors: Sequence[Any]) -> None:
 
 
 def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
-    divisions: list[_Division] = []
+    saved: list[SavedFiles] = []
 
     def work() -> bytes:
-        held: dict[str, torch.Tensor] = {}
-        division = _divided(job, state, held, group)
-        divisions.append(division)
-        return msgspec.json.encode(_write(division, held, group, save_format))
+        saved.append(_WRITERS[save_format](job, state, group))
+        is_lead = group.position == LEAD
+        return msgspec.json.encode({file: os.path.getsize(file) for file in saved[0].files} if is_lead else {})
 
     files = msgspec.json.decode(together(group, work), type=dict[str, int])
-    (division,) = divisions
-    return SavedFiles(
-        files=files,
-        tensors=len(division.tensors) + len(division.ties),
-        nbytes=sum(division.written),
-        tied=division.ties,
-        ranks=division.written,
-    )
+    return replace(saved[0], files=files)
 
 
-def _write(
-    division: _Division, held: Mapping[str, torch.Tensor], group: RankGroup, save_format: SaveFormat
-) -> dict[str, int]:
-    """Write the part of this rank; return the size of each file on the lead, and nothing on other ranks."""
-    job = division.job
-    outlines = division.outlines()
-    model = Model(tensors=outlines, ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
+def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+    held, division = _flat(job, state, group)
+    model = Model(tensors=division.outlines(), ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
+    files: Iterable[str] = ()
     with _rank_writer(division, held, group) as ranks:
         if group.position == LEAD:
             files, _ = write_model(job, save_format, model, ranks.write)
-            return files
-        for layout in model.layouts():
-            ranks.write(layout, None)
-        return {}
+        else:
+            for layout in model.layouts():
+                ranks.write(layout, None)
+    return division.saved(files, len(division.tensors) + len(division.ties))
 
 
-def _divided(job: SaveJob, state: object, held: dict[str, torch.Tensor], group: RankGroup) -> _Division:
+def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+    flat, paths = flatten(state)
+    held = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    values = {name: value_item(value, name) for name, value in flat.items() if name not in held}
+    division = _divided(job, partial(held_tensors, held, job.dtype), group, tied=False, values=values, paths=paths)
+    layout = lay_out_items(division.tensors, _agreed_values(division))
+    every_path = {name: path for rank in division.ranks for name, path in rank.paths.items()}
+    with _rank_writer(division, held, group) as ranks:
+        files = write_item_files(ranks, layout, values, every_path, division.destination, overwrite=job.overwrite)
+    return division.saved(files, len(division.tensors))
+
+
+def _agreed_values(division: _Division) -> dict[str, tuple[int, int]]:
+    """Return the first rank that has each value, and the size of its item; ranks may have different values.
+
+    Raises:
+        SaveError: Ranks have different values under one name.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(division.ranks):
+        for name, (digest, nbytes) in each.values.items():
+            first, _ = found.setdefault(name, (rank, nbytes))
+            if name in division.tensors or division.ranks[first].values[name][0] != digest:
+                raise disagreement(first, rank, "have different values in the object", name)
+    return found
+
+
+_WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] = {
+    "safetensors": partial(_save_flat, "safetensors"),
+    "huggingface": partial(_save_flat, "huggingface"),
+    "dcp": _save_distributed,
+}
+
+
+def _flat(job: SaveJob, state: object, group: RankGroup) -> tuple[dict[str, torch.Tensor], _Division]:
+    """Return the tensors of a flat state dict, and what all ranks hold."""
+    held: dict[str, torch.Tensor] = {}
+
+    def describe() -> dict[str, HeldTensor]:
+        held.update(tensor_items(state))
+        return held_tensors(held, job.dtype)
+
+    return held, _divided(job, describe, group)
+
+
+def _divided(
+    job: SaveJob,
+    describe: Callable[[], dict[str, HeldTensor]],
+    group: RankGroup,
+    *,
+    tied: bool = True,
+    values: Mapping[str, bytes] = MappingProxyType({}),
+    paths: Mapping[str, Sequence[str | int]] = MappingProxyType({}),
+) -> _Division:
     """Tell all ranks what this one holds, and return what all hold.
 
     Args:
         job: The arguments.
-        state: A flat state dict.
-        held: Filled with its tensors, by name.
+        describe: Returns what this rank holds.
         group: The ranks.
+        tied: Whether a tensor with several names is stored once.
+        values: Items of values that are not tensors, by name.
+        paths: Path of each tensor and value in the object, by name.
 
     Raises:
         RankError: A rank cannot describe what it holds.
@@ -157,8 +224,13 @@ def _divided(job: SaveJob, state: object, held: dict[str, torch.Tensor], group: 
     host = this_process().host
 
     def contribute() -> bytes:
-        held.update(tensor_items(state))
-        own = _Contribution(host=host, arguments=_arguments(job), held=held_tensors(held, job.dtype))
+        own = _Contribution(
+            host=host,
+            arguments=_arguments(job),
+            held=describe(),
+            values={name: (hashlib.sha256(item).hexdigest(), len(item)) for name, item in values.items()},
+            paths={name: list(path) for name, path in paths.items()},
+        )
         return zlib.compress(msgspec.msgpack.encode(own), 1)  # regions of layers are alike: a tenth of the size
 
     decode = msgspec.msgpack.Decoder(_Contribution).decode
@@ -167,11 +239,14 @@ def _divided(job: SaveJob, state: object, held: dict[str, torch.Tensor], group: 
         given = [rank.arguments[name] for rank in ranks]
         other = next((value for value in given if value != given[0]), "")
         check_equal(given, f"were called with different arguments: {name}={given[0]} and {name}={other}")
-    ties = agreed_ties([rank.held for rank in ranks])
-    tensors = divide([{name: each for name, each in rank.held.items() if name not in ties} for rank in ranks])
-    staging = Staging.make(defaults.SAVE_STAGING_BYTES // sum(rank.host == host for rank in ranks))
+    held = [rank.held for rank in ranks]
+    ties = agreed_ties(held) if tied else {}
+    stored = [{name: each for name, each in own.items() if name not in ties} for own in held]
+    tensors = divide(stored)
+    local = sum(rank.host == host for rank in ranks)
+    staging = Staging.make(defaults.SAVE_STAGING_BYTES // local)
     written = _written(tensors, group.size)
-    return _Division(job=replace(job, staging=staging), tensors=tensors, ties=ties, written=written)
+    return _Division(job=replace(job, staging=staging), tensors=tensors, ties=ties, written=written, ranks=ranks)
 
 
 def _arguments(job: SaveJob) -> dict[str, str]:

@@ -11,9 +11,10 @@ tensors are, and every exchange is one more step in which ranks wait for each ot
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+import msgspec
 import torch
 from msgspec import Struct
 
@@ -29,9 +30,12 @@ from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.ranks.group import LEAD, RankGroup
 from sluice.writing.safetensors import SafetensorsLayout
 from sluice.writing.uploads import UploadedFile
-from sluice.writing.write_queue import write_queue
+from sluice.writing.write_queue import WriteQueue, write_queue
 
-__all__ = ["RankWriter", "check_equal"]
+__all__ = ["Fill", "RankWriter", "check_equal", "disagreement"]
+
+#: Queues the bytes of this rank in a file.
+Fill = Callable[[SharedFile, WriteQueue], None]
 
 
 class RankWriter(Struct, frozen=True, kw_only=True):
@@ -62,29 +66,46 @@ class RankWriter(Struct, frozen=True, kw_only=True):
         parts = {name: self.tensors[name].of(self.group.position) for name in starts}
         own = {name: region for name, region in parts.items() if region is not None}
 
-        def create() -> bytes:
+        def create() -> dict[int, str]:
             if out is None:
-                return b""
+                return {}
             assert isinstance(out, Replacement)  # ranks save to file systems
             out.reserve(layout.nbytes)
             out.write_at(0, layout.header)
-            return os.fsencode(out.hidden)
+            return dict.fromkeys(range(self.group.size), out.hidden)
 
-        def fill() -> bytes:
-            if own:
-                with SharedFile(path) as file:
-                    file.reserve(layout.nbytes, self.staging.pool)
-                    with write_queue(layout.nbytes, self.staging, self.wrote) as queue:
-                        for name, region in own.items():
-                            tensor = self.tensors[name]
-                            part = _Part(file, tensor, region, starts[name])
-                            queue.write(local_of(self.held[name]), tensor.dtype, part.first, part.put)
-                    file.seal()
-            return b""
+        def fill(file: SharedFile, queue: WriteQueue) -> None:
+            for name, region in own.items():
+                tensor = self.tensors[name]
+                part = _Part(file, tensor, region, starts[name])
+                queue.write(local_of(self.held[name]), tensor.dtype, part.first, part.put)
 
-        path = os.fsdecode(self.group.exchange(create)[LEAD])
-        self.group.hidden.append(path)
-        self.group.exchange(fill)
+        self.write_files(create, layout.nbytes, fill if own else None)
+
+    def write_files(self, create: Callable[[], dict[int, str]], nbytes: int, fill: Fill | None) -> None:
+        """Have every rank write to its file.
+
+        Args:
+            create: Returns the hidden path of the file of each rank, on the lead.
+            nbytes: Size of the file of this rank, in bytes.
+            fill: Queues what this rank writes; None if that is nothing.
+
+        Raises:
+            RankError: A rank failed.
+        """
+        created = self.group.exchange(lambda: msgspec.json.encode(create()))
+        paths = msgspec.json.decode(created[LEAD], type=dict[int, str])
+        self.group.hidden.extend(set(paths.values()))
+        self.group.exchange(partial(self._write, paths.get(self.group.position, ""), nbytes, fill))
+
+    def _write(self, path: str, nbytes: int, fill: Fill | None) -> bytes:
+        if fill is not None:
+            with SharedFile(path) as file:
+                file.reserve(nbytes, self.staging.pool)
+                with write_queue(nbytes, self.staging, self.wrote) as queue:
+                    fill(file, queue)
+                file.seal()
+        return b""
 
 
 class _Part:
@@ -117,5 +138,14 @@ def check_equal(values: Sequence[object], problem: str) -> None:
     """
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
-        advice = "Existing files are intact. Call save with the same arguments on every rank."
-        raise SaveError(f"ranks 0 and {other} {problem}", advice=advice)
+        raise disagreement(0, other, problem)
+
+
+def disagreement(rank: int, other: int, problem: str, name: str | None = None) -> SaveError:
+    """Return the error of two ranks whose objects do not fit together; ``name`` is that of a value in them."""
+    return SaveError(
+        f"ranks {rank} and {other} {problem}",
+        tensor=name,
+        advice="Existing files are intact. Call save with the same arguments on every rank, and keep values that "
+        "differ between ranks, such as random states, in files of their own.",
+    )

@@ -1,0 +1,177 @@
+"""The items of a distributed checkpoint: which chunks and values each rank stores, and where in its file.
+
+An item is a ``torch.save`` file of one chunk or of one value. The region of a rank is one chunk for each of its boxes,
+because a chunk is contiguous in the tensor. A value that is not a tensor is the same on every rank that has it; the
+first of them stores it. All sizes are known beforehand, so that every rank knows the places of all items. Tensors are
+described, not held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from msgspec import Struct
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import SaveError
+from sluice.records.geometry import contiguous_stride, round_up
+from sluice.writing.pickle_walk import walk_object
+from sluice.writing.ranks.division import Box, DividedTensor, boxes
+from sluice.writing.ranks.group import LEAD
+from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
+from sluice.writing.torch_tensors import Geometry, dense
+from sluice.writing.torch_zip import TorchZipWriter
+
+__all__ = ["ItemLayout", "OwnChunk", "RankItem", "chunk_writer", "flatten", "lay_out_items", "value_item"]
+
+_Path = tuple[str | int, ...]
+
+#: Alignment of items, in bytes: that of the data in a zip record.
+_ALIGNMENT_BYTES = 64
+
+
+class OwnChunk(Struct, frozen=True, kw_only=True):
+    """A chunk that a rank writes."""
+
+    #: Name of the tensor.
+    name: str
+    #: The chunk as a box of what the rank holds of the tensor.
+    box: Box
+    #: First byte of the item in the file of the rank.
+    offset: int
+
+
+class RankItem(NamedTuple):
+    """Where an item is stored."""
+
+    #: The rank that writes the file.
+    rank: int
+    #: First byte of the item in the file.
+    offset: int
+    #: Size of the item, in bytes.
+    nbytes: int
+
+
+class ItemLayout(Struct, frozen=True, kw_only=True):
+    """The items of all ranks."""
+
+    #: Size of the file of each rank that stores anything, in bytes.
+    sizes: dict[int, int]
+    #: Chunks of each rank.
+    chunks: dict[int, list[OwnChunk]]
+    #: Place of each value.
+    values: dict[str, RankItem]
+    #: Start and shape of each chunk of a tensor, and its place.
+    stored: dict[str, list[tuple[Box, RankItem]]]
+
+
+def lay_out_items(tensors: Mapping[str, DividedTensor], values: Mapping[str, tuple[int, int]]) -> ItemLayout:
+    """Return the place of each item.
+
+    Args:
+        tensors: The tensors of all ranks.
+        values: The rank that stores each value, and the size of its item in bytes.
+    """
+    layout = ItemLayout(sizes={}, chunks={}, values={}, stored={name: [] for name in tensors})
+
+    def take(rank: int, nbytes: int) -> RankItem:
+        offset = round_up(layout.sizes.get(rank, 0), _ALIGNMENT_BYTES)
+        layout.sizes[rank] = offset + nbytes
+        return RankItem(rank, offset, nbytes)
+
+    for name, (rank, nbytes) in values.items():
+        layout.values[name] = take(rank, nbytes)
+    for name, tensor in tensors.items():
+        parts = [
+            (rank, box, own)
+            for region, rank in zip(tensor.regions, tensor.writers, strict=True)
+            for box, own in zip(boxes(region), boxes(_local(region)), strict=True)
+        ]
+        whole = (0,) * len(tensor.shape), tensor.shape
+        for rank, box, own in parts or [(LEAD, whole, whole)]:  # readers expect an item of every tensor
+            place = take(rank, _item_bytes(tensor.dtype, box[1]))
+            layout.chunks.setdefault(rank, []).append(OwnChunk(name=name, box=own, offset=place.offset))
+            layout.stored[name].append((box, place))
+    return layout
+
+
+def _local(region: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the intervals of a region as intervals of the tensor that holds its elements."""
+    local = []
+    for intervals in region:
+        at, own = 0, []
+        for start, stop in intervals:
+            own.append((at, at + stop - start))
+            at += stop - start
+        local.append(tuple(own))
+    return tuple(local)
+
+
+def chunk_writer(dtype: str, shape: tuple[int, ...]) -> TorchZipWriter:
+    """Return a writer of the item of a chunk, whose data is storage 0."""
+    return TorchZipWriter(_chunk_pickle(dtype, shape), [prod(shape) * ITEM_BYTES[dtype]])
+
+
+@lru_cache(maxsize=4096)
+def _chunk_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
+    chunk = object()  # described, not held
+    geometry = Geometry(
+        storage=0, elements=prod(shape), dtype=dtype, start=0, shape=shape, stride=contiguous_stride(shape)
+    )
+    walked = walk_object(chunk, lambda _: {})
+    return bytes(pickle_object(chunk, walked, [dense(geometry)]))
+
+
+@lru_cache(maxsize=4096)
+def _item_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return chunk_writer(dtype, shape).file_bytes
+
+
+def value_item(value: object, name: str) -> bytes:
+    """Return the item of a value that is not a tensor.
+
+    Raises:
+        SaveError: It contains something that ``torch.load(weights_only=True)`` would refuse, or a tensor.
+    """
+
+    def attributes(inside: object) -> None:
+        if isinstance(inside, torch.Tensor):
+            raise SaveError("a tensor in a tuple or a set cannot be saved in this format", tensor=name)
+        if not is_plain(inside):
+            raise refusal(inside)
+
+    walked = walk_object(value, attributes, by_value=True)
+    writer = TorchZipWriter(pickle_object(value, walked, []), [])
+    out = _Memory(writer.file_bytes)
+    writer.finish(out)
+    return bytes(out.content)
+
+
+class _Memory:
+    def __init__(self, nbytes: int) -> None:
+        self.content = bytearray(nbytes)
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        self.content[offset : offset + len(data)] = data
+
+
+def flatten(state: object) -> tuple[dict[str, object], dict[str, _Path]]:
+    """Return the values of a nested state dict by flat name, and their paths, as torch.distributed.checkpoint does.
+
+    Dicts are always flattened, lists only if they contain tensors or dicts.
+
+    Raises:
+        SaveError: It is not a mapping, or two values have one name.
+    """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # torch's own planner calls it
+
+    if not isinstance(state, Mapping):
+        raise SaveError("this format can only hold a state dict", found=type(state).__name__)
+    try:
+        return flatten_state_dict(dict(state))
+    except ValueError as error:
+        raise SaveError("two values have the same flat name", found=str(error)) from error
