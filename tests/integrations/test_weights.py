@@ -1,10 +1,12 @@
-"""Weights of files in order and in bounded memory; the loader of vLLM over stubs of its base classes."""
+"""Weights of files in order and in bounded memory; loaders of inference engines over stubs of their base classes."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import sys
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -58,8 +60,20 @@ class DefaultModelLoader:
         self.local_expert_ids: set[int] | None = None
 
     def _prepare_weights(self, path: str, *_: object) -> tuple[str, list[str], bool, str]:
-        assert self.load_config.load_format == "hf"
+        assert self.load_config.load_format in ("hf", "auto")
         return path, [str(file) for file in sorted(Path(path).glob("*.safetensors"), reverse=True)], True, "index"
+
+
+class SglangDefaultModelLoader(DefaultModelLoader):
+    def _prepare_weights(self, *arguments: Any) -> Any:
+        return super()._prepare_weights(*arguments)[:3]
+
+    def _filter_mtp_weights(self, found: Any, prefix: str, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"{prefix}{index}.{name}", tensor) for name, tensor in found)
+
+
+class LoadFormat(StrEnum):
+    AUTO = "auto"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
@@ -108,13 +122,45 @@ def test_the_load_format_of_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [name for name, _ in few] == ["p.b"]
 
 
-#: Methods that the loaders override or call, and their parameters, as found in vllm 0.33.0.
+def test_the_class_for_sglang(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sluice.integrations.sglang", raising=False)
+    added = {"maybe_add_mtp_safetensors": lambda files, _folder, _index, config: files[:config]}
+    modules: dict[str, dict[str, Any]] = {
+        "sglang.srt.configs.load_config": {"LoadFormat": LoadFormat},
+        "sglang.srt.model_loader.weight_utils": added,
+        "sglang.srt.model_loader.loader": {"DefaultModelLoader": SglangDefaultModelLoader},
+    }
+    install(monkeypatch, modules)
+    from sluice.integrations.sglang import SluiceModelLoader
+
+    monkeypatch.delitem(sys.modules, "sluice.integrations.sglang")
+    config = SimpleNamespace(load_format=SluiceModelLoader, draft_model_idx=None)
+    loader = SluiceModelLoader(config)
+    of_model = source(folder, model_config=SimpleNamespace(hf_config=1))
+    assert [name for name, _ in loader._get_weights_iterator(of_model)] == ["p.c"]
+    resolved = SimpleNamespace(weight_files=(str(folder / "1.safetensors"),))
+    found = loader._get_weights_iterator(of_model, resolved_source=resolved, startup_prefetch_started=True)
+    assert [name for name, _ in found] == ["p.a", "p.b"]
+    loader.load_config.draft_model_idx = 3
+    assert next(loader._get_weights_iterator(source(folder, model_config=None)))[0] == "p.3.c"
+
+
+#: Methods that the loaders override or call, and their parameters, as found in vllm 0.33.0 and sglang 0.5.23.
 METHODS = {
     "vllm/model_executor/model_loader/default_loader.py": {
         "_get_weights_iterator": ["self", "source"],
         "_prepare_weights": [
             "self", "model_name_or_path", "subfolder", "revision", "fall_back_to_pt", "allow_patterns_overrides",
         ],
+    },
+    "sglang/srt/model_loader/loader.py": {
+        "_get_weights_iterator": [
+            "self", "source", "resolved_source", "startup_prefetch_started", "startup_prefetch_active",
+        ],
+        "_prepare_weights": [
+            "self", "model_name_or_path", "revision", "fall_back_to_pt", "allow_patterns_overrides",
+        ],
+        "_filter_mtp_weights": ["cls", "weights_iterator", "prefix", "draft_model_idx"],
     },
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from sluice._arguments import check_load, path_argument
 from sluice._options import TEXT_ENCODING, Limits
@@ -13,14 +14,18 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.verify import VerifyReport
 
+if TYPE_CHECKING:
+    from torch import nn
+
 __all__ = ["verify"]
 
 
 @public()
 @explain_keywords
 def verify(
-    source: CheckpointSource,
+    source: CheckpointSource | None = None,
     *,
+    model: nn.Module | None = None,
     key: str | None = None,
     manifest: str | os.PathLike[str] | None = None,
     hashes: HashAlgorithm | None = None,
@@ -37,7 +42,9 @@ def verify(
     tensor, in any format.
 
     Args:
-        source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
+        source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``. None
+            with ``model``.
+        model: Instead of a source, a model whose live weights are compared with ``manifest``, by their names.
         key: Part whose tensors ``manifest``, ``hashes`` and ``nan`` are about, by their names in it; every byte of the
             files is read and checked in any case. None is the whole checkpoint or, if the manifest has none of its
             names, the state dict with some of them: ``run.pt`` is verified with the manifest of a file that was
@@ -58,6 +65,7 @@ def verify(
         MismatchError: ``key`` does not exist.
         ReadError: The file cannot be opened.
         SourceChangedError: The file changed during verification.
+        TypeError: There is neither a source nor a model with a manifest, or both a source and a model.
         ImportError: The hash needs a library that is not installed.
 
     Example:
@@ -66,6 +74,15 @@ def verify(
         True
     """
     check_load(key=key, limits=limits, progress=progress)
+    if model is not None:
+        if source is not None or manifest is None:
+            raise TypeError("verify(model=model, manifest=path) takes no source, and needs a manifest")
+        # Here, not above: it imports torch.
+        from sluice.checking.live import verify_model
+
+        return verify_model(model, path_argument(manifest, "manifest"), limits=limits)
+    if source is None:
+        raise TypeError("verify(source) needs a checkpoint, or model= and manifest=")
     return verify_checkpoint(
         source,
         key=key,

@@ -28,7 +28,7 @@ def wrong_checksum(checksum: Checksum, found: int, file: str) -> VerifyProblem:
 def compare(
     manifest: Manifest,
     hashes: Mapping[str, TensorHash],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, Entry | TensorHash],
     *,
     ties: Mapping[str, str],
     unread: Collection[str],
@@ -38,7 +38,7 @@ def compare(
     Args:
         manifest: The expected tensors.
         hashes: The hashes of the tensors that could be read.
-        entries: Every tensor, by name.
+        entries: Every tensor, by name; or the hash of each, if they are not in a file.
         ties: Stored name of each alias.
         unread: Names of tensors of kinds that sluice does not read.
     """
@@ -72,7 +72,7 @@ def compare(
         yield VerifyProblem(kind="extra", problem="not in the manifest", tensor=name)
 
 
-def _mismatch(name: str, expected: TensorHash, entry: Entry) -> VerifyProblem | None:
+def _mismatch(name: str, expected: TensorHash, entry: Entry | TensorHash) -> VerifyProblem | None:
     """Return the difference in dtype, shape or layout, which implies a different hash."""
     pairs: tuple[tuple[ProblemKind, str, str], ...] = (
         ("dtype", expected.dtype, entry.dtype),

@@ -32,6 +32,11 @@ def test_a_copy_is_built_found_listed_and_dropped(path: str) -> None:
     assert run_command("share", "--drop", key).exit_code == 1
 
 
-@pytest.mark.parametrize("arguments", [(), ("--list", "--drop", "x")])
+def test_keep_holds_and_then_drops(path: str, tmp_path: Path) -> None:
+    done = run_command("share", path, "--keep", "0s")
+    assert (done.exit_code, list((tmp_path / "store").iterdir())) == (0, [])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--list", "--drop", "x"), ("m.pth", "--keep", "soon")])
 def test_wrong_command_lines(arguments: tuple[str, ...]) -> None:
     assert run_command("share", *arguments).exit_code == 2

@@ -1,7 +1,8 @@
-"""``sluice share``: build, list or drop the copies that all processes of a host share."""
+"""``sluice share``: build and hold, list or drop the copies that all processes of a host share."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,20 @@ from sluice.sharing import store
 
 __all__ = ["share_command"]
 
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class Duration(click.ParamType[float]):
+    """A duration such as ``90s``, ``10m``, ``2h`` or ``7d``, converted to seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = re.fullmatch(r"(\d+)([smhd])", str(value))
+        if found is None:
+            self.fail(f"{value!r} is not a duration such as 90s, 10m, 2h or 7d", param, ctx)
+        return float(int(found[1]) * _UNITS[found[2]])
+
 
 @click.command("share")
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
@@ -33,6 +48,7 @@ __all__ = ["share_command"]
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: the only state dict.")
 @click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
 @changes_options
+@click.option("--keep", type=Duration(), help="Hold the copy this long, such as 10m; then drop it unless it is used.")
 @click.option("--max-bytes", type=Size(), help="Most bytes of all copies. Default: half of the file system.")
 @click.option("--directory", type=click.Path(), help="Where copies are. Default: SLUICE_SHARED_DIR, or /dev/shm.")
 @click.option("--list", "listing", is_flag=True, help="List the copies.")
@@ -44,6 +60,7 @@ def share_command(
     paths: tuple[str, ...],
     *,
     directory: str | None,
+    keep: float | None,
     listing: bool,
     drop: str | None,
     quiet: bool,
@@ -51,12 +68,13 @@ def share_command(
 ) -> None:
     """Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.
 
-    ``sluice.load_into(model, PATH, place="shared")`` with the same arguments finds it, and maps its pages. The
-    copy stays until it is dropped or another one needs its room.
+    ``sluice.load_into(model, PATH, place="shared")`` with the same arguments finds it, and maps its pages. Without
+    --keep the command ends at once, and the copy stays until it is dropped or another one needs its room.
 
     \b
     Examples:
       sluice share model.pth --dtype bf16
+      sluice share model.pth --dtype bf16 --keep 7d
       sluice share --list
       sluice share --drop 5096b1f873d4b910b2cc40b5f6d8ee52
 
@@ -77,6 +95,12 @@ def share_command(
     copy = sluice.shared(source_of(paths), directory=directory, progress=progress, **keywords_of(options))
     if not quiet:
         click.echo(f"{copy.key} {'built' if copy.built else 'found'}, {format_bytes(copy.nbytes)}: {copy.path}")
+    if keep is not None:
+        try:
+            time.sleep(keep)
+        finally:
+            copy.close()
+            store.drop(store.open_store(directory), copy.key)
 
 
 def _list_or_drop(directory: Path, key: str | None) -> None:

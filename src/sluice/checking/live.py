@@ -1,0 +1,61 @@
+"""Verification of the live weights of a model against a manifest: what is in memory is what was written."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from sluice._defaults import SAVE_STAGING_BYTES
+from sluice._dtypes import dtype_name
+from sluice._errors import UnsupportedError
+from sluice._options import Limits
+from sluice.checking.problems import compare
+from sluice.entries.slicing import boxes
+from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
+from sluice.reports.verify import VerifyReport
+from sluice.sharding.dtensors import is_dtensor
+
+__all__ = ["verify_model"]
+
+
+def verify_model(model: nn.Module, manifest: str, *, limits: Limits | None) -> VerifyReport:
+    """Hash the state dict of a model piece by piece, and compare it with a manifest.
+
+    Raises:
+        CheckpointError: The manifest does not exist or is not valid.
+        UnsupportedError: A tensor has no values here: it is on meta, or a rank holds only a part of it.
+    """
+    started = time.perf_counter()
+    expected = read_manifest(manifest, limits or Limits())
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    found = {name: _hash(name, value.detach(), expected.algorithm) for name, value in state.items()}
+    problems = tuple(compare(expected, found, found, ties={}, unread=()))
+    return VerifyReport(
+        source=type(model).__name__,
+        format="live weights",
+        problems=problems,
+        tensors=len(found),
+        total=len(found),
+        named=len(found),
+        nbytes=sum(value.nbytes for value in state.values()),
+        seconds=time.perf_counter() - started,
+        algorithm=expected.algorithm,
+        hashes=found,
+    )
+
+
+def _hash(name: str, tensor: torch.Tensor, algorithm: HashAlgorithm) -> TensorHash:
+    if tensor.is_meta or is_dtensor(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnsupportedError(
+            "only dense tensors that are in memory as a whole are hashed",
+            tensor=name,
+            found=f"{type(tensor).__name__} on {tensor.device}",
+            advice="Load the model first; of a divided one, verify the files.",
+        )
+    hasher, shape = new_hash(algorithm), tuple(tensor.shape)
+    for box in boxes(shape, SAVE_STAGING_BYTES // max(1, tensor.element_size())):
+        piece = tensor[box].resolve_conj().resolve_neg().contiguous().cpu()
+        hasher.update(piece.view(-1).view(torch.uint8).numpy().data)
+    return TensorHash(dtype=dtype_name(tensor.dtype), shape=shape, hash=hasher.hexdigest())
