@@ -215,6 +215,26 @@ def test_damaged_indices_are_refused(tmp_path: Path, change: Callable[[State], S
 
 
 @packs
+@pytest.mark.parametrize("seed", range(20))
+def test_flipped_bytes_never_change_the_result(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    old, new = states(random, 1)
+    save_file(old, tmp_path / "a.safetensors")
+    delta = Path(packed(tmp_path, old, new, 1, encoding=random.choice(["xor", "overwrite"])))
+    for file in [path for path in delta.iterdir() for _ in range(8)]:
+        content = file.read_bytes()
+        at = random.randrange(len(content))
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << random.randrange(8)]) + content[at + 1 :])
+        try:
+            found = sluice.load_state_dict(sluice.Patched(tmp_path / "a.safetensors", delta))
+        except sluice.SluiceError:
+            pass
+        else:
+            assert same(found, new), (file.name, at)
+        file.write_bytes(content)
+
+
+@packs
 def test_another_base_is_refused(tmp_path: Path) -> None:
     first, second = states(Random(2), 1)
     delta = packed(tmp_path, first, second, 1)

@@ -9,8 +9,8 @@ checksums of the new tensors; that of the index has ``version``, ``base_version`
 A file of TRL has ``NAME.indices`` and ``NAME.values``: positions in the flat tensor, ascending, and the new elements;
 its metadata has ``sparse`` and ``model_version``. It has no checksums.
 
-Refused: data that unpacks to more than the tensor has room for, indices outside it or out of order, values of another
-dtype, and results without the named checksum.
+Refused: data that unpacks to more than the tensor has room for, indices outside it or out of order, values of a
+different dtype, and results without the named checksum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class DeltaStep(Struct, frozen=True, kw_only=True, eq=False):
-    """What one delta does to one tensor."""
+    """Change of one tensor by one delta."""
 
     #: The delta, for messages.
     path: str
@@ -96,7 +96,7 @@ class Delta(Struct, frozen=True, kw_only=True, eq=False):
     base_version: str
     #: None if it changes nothing.
     checkpoint: OpenCheckpoint | None
-    #: What it does, by the name of the tensor.
+    #: Changes by the name of the tensor.
     steps: Mapping[str, DeltaStep]
 
 
@@ -114,10 +114,7 @@ class _Unpacked:
         """Return the next bytes, exactly as many."""
         found = bytearray()
         while len(found) < nbytes:
-            try:
-                more = self._reader.read(min(_CHUNK_BYTES, nbytes - len(found)))
-            except zstd().ZstdError as error:
-                raise _DamagedError(str(error)) from error
+            more = self._next(min(_CHUNK_BYTES, nbytes - len(found)))
             if not more:
                 raise _DamagedError("it ends too early")
             found += more
@@ -125,8 +122,15 @@ class _Unpacked:
 
     def end(self) -> None:
         """Refuse further bytes."""
-        if self._reader.read(1):
+        if self._next(1):
             raise _DamagedError("it unpacks to more bytes than the tensor has")
+
+    def _next(self, nbytes: int) -> bytes:
+        try:
+            more: bytes = self._reader.read(nbytes)
+        except (zstd().ZstdError, MemoryError) as error:
+            raise _DamagedError(str(error)) from error
+        return more
 
 
 def _xor(content: torch.Tensor, unpacked: _Unpacked) -> None:
@@ -199,14 +203,14 @@ def new_checksum(algorithm: str) -> Hasher:
 class _IndexFile(Struct, frozen=True):
     """The members of an index file."""
 
+    weight_map: dict[str, str]
     metadata: dict[str, Any] = {}
-    weight_map: dict[str, str] = {}
 
 
 def open_delta(where: PathOrAddress, limits: Limits) -> Delta:
     """Open a delta; see ``Patched`` for errors."""
     index = _index_file(where, limits)
-    if index is not None and not index.weight_map:  # nothing changed
+    if index is not None and not index.weight_map and "delta_encoding" in index.metadata:  # nothing changed
         return _delta(find_place(where).title, index.metadata, {}, None)
     checkpoint = OpenCheckpoint.open(where, limits=limits, encoding=TEXT_ENCODING)
     try:

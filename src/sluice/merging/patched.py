@@ -77,7 +77,7 @@ class Patched:
 
         Raises:
             FormatError: A delta is damaged.
-            MismatchError: A delta is over another base, or changes tensors that the base does not have.
+            MismatchError: A delta is over a different base, or changes tensors that the base does not have.
             UnsupportedError: A delta is of an unknown format, encoding or checksum.
         """
         with ExitStack() as stack:
@@ -104,7 +104,7 @@ class _Changed(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def _patched(base: OpenCheckpoint, deltas: Sequence[Delta]) -> OpenCheckpoint:
-    """Return a checkpoint of the base in which changed tensors are those of another file."""
+    """Return a checkpoint of the base in which changed tensors are those of a computed file."""
     opened = [delta.checkpoint for delta in deltas if delta.checkpoint is not None]
     inputs, shifts = joined([base, *opened], "the base and its deltas")
     deltas = [delta for delta in deltas if delta.checkpoint is not None]
