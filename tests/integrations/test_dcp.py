@@ -1,4 +1,4 @@
-"""dcp.load reads any checkpoint, on one rank and on several."""
+"""dcp.load reads any checkpoint, and dcp.save writes ordinary ones, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import sluice
-from sluice.integrations.dcp import SluiceReader
+from sluice.integrations.dcp import SluiceReader, SluiceWriter
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -45,8 +48,33 @@ def test_nested_states_and_values(tmp_path: Path) -> None:
     assert torch.equal(part["0.bias"], saved.get_parameter("0.bias"))
 
 
-def divided(path: Path) -> bool:
-    """Load a file into DTensors with dcp; on each rank."""
+def test_saves_are_ordinary_files(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": network().state_dict(), "step": 4}
+    save(state, storage_writer=SluiceWriter(tmp_path / "run.pt"), no_dist=True)
+    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert loaded["step"] == 4
+    assert torch.equal(loaded["model"]["0.weight"], state["model"]["0.weight"])
+    with pytest.raises(CheckpointException, match="DefaultSavePlanner"):
+        save(state, storage_writer=SluiceWriter(tmp_path / "x.pt"), planner=_Planner(), no_dist=True)
+
+
+class _Planner(SavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
+
+    def create_local_plan(self) -> Any:
+        return SavePlan([])
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return new_plan
+
+    def resolve_data(self, write_item: Any) -> Any: ...
+
+
+def divided(path: Path, out: Path) -> bool:
+    """Load a file into DTensors with dcp, and save them; on each rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -56,10 +84,14 @@ def divided(path: Path) -> bool:
     state = model.state_dict()
     load(state, storage_reader=SluiceReader(path))
     expected = torch.load(path, weights_only=True)
-    return all(torch.equal(value.full_tensor(), expected[name]) for name, value in state.items())
+    equal = all(torch.equal(value.full_tensor(), expected[name]) for name, value in state.items())
+    save(state, storage_writer=SluiceWriter(out))
+    return equal
 
 
 @pytest.mark.ranks
-def test_ranks_read_their_shards(tmp_path: Path, two_ranks: Ranks) -> None:
+def test_ranks_read_and_write_their_shards(tmp_path: Path, two_ranks: Ranks) -> None:
     torch.save(network().state_dict(), tmp_path / "m.pth")
-    assert all(two_ranks.run(divided, tmp_path / "m.pth"))
+    assert all(two_ranks.run(divided, tmp_path / "m.pth", tmp_path / "out.safetensors"))
+    written = sluice.load_state_dict(tmp_path / "out.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in torch.load(tmp_path / "m.pth").items())

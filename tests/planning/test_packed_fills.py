@@ -71,4 +71,4 @@ def test_a_view_of_rows_counts_packs() -> None:
 def test_parts_of_packs_are_refused(key: slice) -> None:
     with pytest.raises(UnsupportedError, match="parts of packs of 4 elements") as caught:
         packed_fill(slice_entry(entry((6, 16)), (slice(None), key)), 0, (11, 1), 0, 0)
-    assert "sluice.convert" in caught.value.advice
+    assert "convert the file" in caught.value.advice

@@ -1,16 +1,19 @@
-"""``SluiceReader``: any checkpoint for ``torch.distributed.checkpoint``.
+"""``SluiceReader`` and ``SluiceWriter``: any checkpoint for ``torch.distributed.checkpoint``.
 
 ``dcp.load(state, storage_reader=SluiceReader("model.pth"))`` fills tensors and DTensors from every format and source
-that sluice reads; each rank reads the bytes of its shards. ``sluice.save`` writes ordinary files of what ranks hold.
+that sluice reads; each rank reads the bytes of its shards. With ``storage_writer=SluiceWriter("out.safetensors")``,
+``dcp.save`` writes the ordinary files of ``sluice.save``.
 """
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -18,21 +21,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from sluice._dtypes import torch_dtype
 from sluice._errors import UnsupportedError
 from sluice.api.checkpoint import Checkpoint
 from sluice.api.checkpoint import open as open_checkpoint
+from sluice.api.save import save
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.entries import tree as trees
 from sluice.entries.slicing import slice_entry
 from sluice.reading.tensor import read_into
 from sluice.records import Entry
+from sluice.sources.remote.location import Remote
 
-__all__ = ["SluiceReader"]
+__all__ = ["SluiceReader", "SluiceWriter"]
 
 # ruff: noqa: ARG002, ARG003, FBT001  the signatures are those of torch
 
@@ -130,3 +135,70 @@ def _as_bytes(value: object, name: str, file: str) -> io.BytesIO:
     torch.save(value, stream)
     stream.seek(0)
     return stream
+
+
+def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
+    """Return the nested state that the planner has flattened; positions in lists become names."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = (str(part) for part in paths.get(name, (name,)))
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return nested
+
+
+class SluiceWriter(StorageWriter):
+    """Writes what ``dcp.save`` is given with ``sluice.save``: ordinary files, complete or not at all.
+
+    Args:
+        path: A path or address of ``sluice.save``.
+        options: Keyword arguments of ``sluice.save``, such as ``dtype`` or ``max_shard_size``.
+
+    Every rank writes the bytes that it holds. The planner has to be torch's default one.
+
+    Example:
+        >>> dcp.save(model.state_dict(), storage_writer=SluiceWriter("model.safetensors"))
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Remote, **options: Any) -> None:
+        self._path = path
+        self._options = {"overwrite": True, **options}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Write to another path from now on, if one is named."""
+        self._path = checkpoint_id or self._path
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing has to be prepared."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans unchanged."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save the state that the planner has; every rank takes part.
+
+        Raises:
+            SaveError: The format cannot hold it, or the operating system failed.
+            TypeError: The planner is not a ``DefaultSavePlanner``.
+        """
+        if not isinstance(planner, DefaultSavePlanner):
+            raise TypeError(f"{type(planner).__name__} is not a DefaultSavePlanner, whose state is saved")
+        save(_nested(planner.state_dict, planner.mappings), self._path, **self._options)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing is left to do: the save has committed its files."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a writer is always passed explicitly."""
+        return False
