@@ -47,7 +47,7 @@ def _mergekit(method: str, paths: Sequence[Path], out: Path) -> None:
     own = files if method == "linear" else files[1:]
     values = {name: PerInputValues([(id(file), value) for file in own]) for name, value in each.items()}
     merge, merged = merge_methods.get(method), {}
-    for name in files[0].keys():  # noqa: SIM118  it is no mapping
+    for name in files[0].keys():  # noqa: SIM118  it cannot be iterated
         tensors = [(file, file.get_tensor(name)) for file in files]
         entries = tuple(TensorEntry(id=id(file), tensor=tensor, is_base=file not in own) for file, tensor in tensors)
         [merged[name]] = merge([TensorGroup(entries=entries)], parameters={**shared, **values})

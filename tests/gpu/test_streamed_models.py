@@ -58,14 +58,14 @@ with plugged_in() as sim:
     loss = lambda model: model(ids).logsumexp(-1).mean()
     model = empty(make).requires_grad_(False)
     sluice.load_into(model, path, device="sim")
-    want = train(adapt(model, ["0"]).to("sim"), loss, steps=3)
+    expected = train(adapt(model, ["0"]).to("sim"), loss, steps=3)
     del model
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     running, memory = empty(make).requires_grad_(False), sluice.MemoryLimits(device=4 * block_bytes())
     with sluice.stream(running, path, memory=memory, device="sim", train=True) as stream:
         adapt(running, ["0"]).to("sim")  # moves the adapters; the streamed weights are there already
-        assert same(train(running, loss, steps=3), want)
+        assert same(train(running, loss, steps=3), expected)
         assert stream.report.call_bytes
         assert torch.accelerator.max_memory_allocated() - before < stream.report.weights_bytes / 2
 """

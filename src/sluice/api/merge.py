@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["merge"]
 
-#: What ``sluice.merge`` merges: a configuration or its file, weights by path, or paths.
+#: Inputs of ``sluice.merge``: a configuration or its file, weights by path, or paths.
 MergeConfig: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]"
 
 #: Names that only a configuration has.

@@ -113,7 +113,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
     new: RefreshState
     #: Held while live tensors change.
     lock: Lock
-    #: What ``install`` has changed, with the old values.
+    #: Changes of ``install``, with the old values.
     exchanges: list[Exchange] = field(default_factory=list)
 
     @property

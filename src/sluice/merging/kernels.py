@@ -306,7 +306,7 @@ class _Rank(Struct, frozen=True):
 
 
 def _ranks(merged: MergedTensor, number: int, each: Mapping[str, Any]) -> tuple[_Rank | None, _Rank | None]:
-    """Return the ranks of the first kept element, None if none is kept, and of the first one that is too large."""
+    """Return the ranks of the first kept element, None if nothing is kept, and of the first one that is too large."""
     density, count = each["density"], merged.numel
     if density >= 1 or not count:
         return None, None
@@ -321,7 +321,7 @@ def _ranks(merged: MergedTensor, number: int, each: Mapping[str, Any]) -> tuple[
 
 
 def _rescaled(merged: MergedTensor, kept: _Kept, number: int, read: Reader) -> _Kept:
-    """Return what is kept with the factor that gives back the sum of magnitudes."""
+    """Return what is kept with the factor that restores the sum of magnitudes."""
     before = after = 0.0
     for first, differences in _differences(merged, read, [number]):
         difference = differences[number]

@@ -1,4 +1,4 @@
-"""What is merged: configurations in mergekit's form and their parameters by tensor. No torch.
+"""Recipes of merges: configurations in mergekit's form and their parameters by tensor. No torch.
 
 The form is that of mergekit 0.1 (https://github.com/arcee-ai/mergekit, docs/merge_methods.md): ``models``, ``slices``
 or ``modules``, ``base_model``, ``dtype``, ``out_dtype`` and ``parameters``, whose values may depend on a part of a
@@ -23,9 +23,9 @@ _Settings = Mapping[str, Any] | None
 class MergeMethod(Struct, frozen=True, kw_only=True):
     """Parameters of a method with their defaults (``...`` for those without), and the inputs that it takes."""
 
-    #: Of the merge.
+    #: Parameters of the merge.
     shared: Mapping[str, Any] = {}
-    #: Of each input, without the base unless ``base`` is "input".
+    #: Parameters of each input, without the base unless ``base`` is "input".
     each: Mapping[str, Any] = {}
     #: "input": like the others; "required"; "optional".
     base: str = "input"
