@@ -148,7 +148,8 @@ def test_every_verb_takes_it(tmp_path: Path) -> None:
     patched = sluice.Patched(tmp_path / "a.pth", tmp_path / "weight_v000002")
     assert sluice.diff(patched, tmp_path / "b.pth").same
     assert sluice.verify(patched).ok
-    sluice.refresh(other, patched)
+    state = sluice.refresh(other, patched)
+    assert state.version == "000002"
     assert same(other.state_dict(), model.state_dict())
     sluice.convert(patched, tmp_path / "c.safetensors")
     assert sluice.diff(tmp_path / "c.safetensors", tmp_path / "b.pth").same

@@ -107,11 +107,11 @@ def _patched(base: OpenCheckpoint, deltas: Sequence[Delta]) -> OpenCheckpoint:
     """Return a checkpoint of the base in which changed tensors are those of a computed file."""
     opened = [delta.checkpoint for delta in deltas if delta.checkpoint is not None]
     inputs, shifts = joined([base, *opened], "the base and its deltas")
-    deltas = [delta for delta in deltas if delta.checkpoint is not None]
+    changing = [delta for delta in deltas if delta.checkpoint is not None]
     named = _named(base, deltas)
     steps: dict[Entry, list[DeltaStep]] = {}
     names: dict[Entry, str] = {}
-    for delta, shift in zip(deltas, shifts[1:], strict=True):
+    for delta, shift in zip(changing, shifts[1:], strict=True):
         for name, step in delta.steps.items():
             entry = named[name]
             if entry.composite is not None:
@@ -124,7 +124,8 @@ def _patched(base: OpenCheckpoint, deltas: Sequence[Delta]) -> OpenCheckpoint:
     for entry, own_steps in steps.items():
         changed.append(_Changed(name=names[entry], entry=entry, steps=tuple(own_steps), first_byte=at))
         at = round_up(at + entry.nbytes, ALIGNMENT)
-    return _with(base, changed, _PatchSource(f"{base.path}, patched", inputs, changed, opened))
+    source = _PatchSource(f"{base.path}, patched", inputs, changed, opened)
+    return _with(base, changed, source, next((each.version for each in reversed(deltas) if each.version), ""))
 
 
 def _named(base: OpenCheckpoint, deltas: Sequence[Delta]) -> Mapping[str, Entry]:
@@ -142,8 +143,9 @@ def _named(base: OpenCheckpoint, deltas: Sequence[Delta]) -> Mapping[str, Entry]
     return named
 
 
-def _with(base: OpenCheckpoint, changed: Sequence[_Changed], source: _PatchSource) -> OpenCheckpoint:
+def _with(base: OpenCheckpoint, changed: Sequence[_Changed], source: _PatchSource, version: str) -> OpenCheckpoint:
     index = base.index
+    metadata = {} if index.zipped else dict(index.metadata)
     made = {
         each.entry: replace(
             each.entry,
@@ -168,7 +170,7 @@ def _with(base: OpenCheckpoint, changed: Sequence[_Changed], source: _PatchSourc
         storages=(*index.storages, *storages),
         tree=map_leaves(index.tree, lambda entry: made.get(entry, entry)),
         crcs=[*index.crcs, *(0 for _ in changed)] if index.crcs else (),
-        metadata={} if index.zipped else index.metadata,
+        metadata={**metadata, "model_version": version} if version else metadata,
         notes=(*index.notes, note),
         end=None,
     )

@@ -94,3 +94,13 @@ def test_the_option_that_chooses_a_part_is_named(paths: tuple[Path, Path], tmp_p
     assert "other_key='model' (--key-b model): 2 tensors" in done.stderr
     assert "other_key='my ema' (--key-b 'my ema'): 2 tensors" in done.stderr
     assert "key='model' (--key-a model): 2 tensors" in run(tmp_path / "two.pt", paths[1]).stderr
+
+
+def test_a_patch_is_written_once(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run(*paths, "--patch", tmp_path / "step_2.safetensors", "--sparse")
+    assert done.exit_code == 0, done.output
+    assert sluice.diff(sluice.Patched(paths[0], tmp_path / "step_2.safetensors"), paths[1]).same
+    again = run(*paths, "--patch", tmp_path / "step_2.safetensors", "--sparse")
+    assert again.exit_code == 2
+    assert "already exists" in again.output
+    assert run(*paths, "--sparse").exit_code == 2

@@ -84,6 +84,8 @@ def diff_command(
       tied         names that only one has, for tensors with a common name
       nbytes, seconds
     """
+    if sparse and patch is None:
+        raise click.UsageError("--sparse is for --patch")
     with unreadable():
         report = sluice.diff(
             with_settings(a),
