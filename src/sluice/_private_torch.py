@@ -94,7 +94,6 @@ PRIVATE_NAMES: tuple[tuple[str, str, Any], ...] = (
     ("torch", "_foreach_copy_", _copy_each),
     ("torch.Tensor", "_make_subclass", _make_subclass),
     ("torch.Tensor", "_use_count", _unknown_count),
-    ("torch._C._autograd", "_top_saved_tensors_default_hooks", _no_hooks),
     ("torch._C", "_are_functorch_transforms_active", bool),
     ("torch._C", "_storage_address", _storage_address),
     ("torch._C", "_swap_tensor_impl", _swap_contents),
@@ -140,6 +139,9 @@ transforms_are_active: Callable[[], bool] = _OBJECTS["_are_functorch_transforms_
 EXTRA_STATE_KEY: str = _OBJECTS["_EXTRA_STATE_KEY_SUFFIX"]
 IncompatibleKeys: Callable[[list[str], list[str]], Any] = _OBJECTS["_IncompatibleKeys"]
 
+#: Not in the table of names, because torch 2.6, which is not warned of, has none.
+_innermost_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _no_hooks)
+
 #: torch's own ``_load_from_state_dict``: of modules, of batch norms and of instance norms. Their only
 #: effect is described by ``Slot.added_in``.
 KNOWN_LOADERS = tuple(kind._load_from_state_dict for kind in (nn.Module, nn.BatchNorm1d, nn.InstanceNorm1d))
@@ -151,7 +153,7 @@ NORM_BASE: Any = next(kind for kind in nn.BatchNorm1d.__mro__ if "_load_from_sta
 def saved_tensors_hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Return the functions of the innermost ``torch.autograd.graph.saved_tensors_hooks`` that is active."""
     found: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
-    found = _OBJECTS["_top_saved_tensors_default_hooks"](False)
+    found = _innermost_hooks(False)
     return found
 
 

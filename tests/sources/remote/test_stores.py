@@ -62,8 +62,15 @@ def opened(bucket: Bucket, key: str) -> Source:
 
 def test_an_object_keeps_the_protocol_of_sources(bucket: Bucket) -> None:
     bucket.put("protocol.bin", CONTENT)
-    replace = partial(bucket.put, "protocol.bin", CONTENT[::-1])
-    check_source(lambda: opened(bucket, "protocol.bin"), CONTENT, change=replace, pinned=True)
+    check_source(lambda: opened(bucket, "protocol.bin"), CONTENT)
+
+
+def test_an_object_that_was_replaced_has_changed(bucket: Bucket) -> None:
+    bucket.put("replaced.bin", CONTENT)
+    source = opened(bucket, "replaced.bin")
+    bucket.put("replaced.bin", CONTENT[::-1])
+    with pytest.raises(SourceChangedError, match="replaced"):
+        source.read_at(100_000, 10)
 
 
 def test_shards_below_a_prefix_are_read_bit_for_bit(bucket: Bucket, tmp_path: Path) -> None:
