@@ -43,7 +43,7 @@ def test_a_second_small_load_opens_few_system_files_and_starts_no_thread(
     assert [path for path in opened if path.endswith(".pth")] == [str(tmp_path / "f.pth")]
 
 
-@pytest.mark.parametrize(("suffix", "files", "functions"), [(".safetensors", 83, 474), (".pth", 93, 564)])
+@pytest.mark.parametrize(("suffix", "files", "functions"), [(".safetensors", 84, 474), (".pth", 93, 564)])
 def test_a_second_load_of_eight_tensors_enters_few_functions(
     tmp_path: Path, suffix: str, files: int, functions: int
 ) -> None:
@@ -55,7 +55,8 @@ def test_a_second_load_of_eight_tensors_enters_few_functions(
     gc.collect()  # not within: finalizers of other tests enter functions, too
     with functions_entered(Path(sluice.__file__).parent) as entered:
         sluice.load_into(model, path)
-    assert len({file for file, _ in entered}) <= files
+    found = sorted({file for file, _ in entered})
+    assert len(found) <= files, found
     assert len(entered) <= functions
 
 

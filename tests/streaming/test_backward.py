@@ -170,7 +170,10 @@ def test_a_backward_pass_holds_no_weights_and_may_be_repeated(file: Path, *, aut
             loss.backward()  # type: ignore[no-untyped-call]
             gradients.append([parameter.grad for parameter in each.parameters() if parameter.grad is not None])
         assert WIDTH * WIDTH not in {shape.numel() for shape in held}
-        assert 4 * WIDTH in {shape.numel() for shape in held}  # hooks around the model get the activations
+        # Hooks around the model get the activations, but for torch 2.6.
+        assert 4 * WIDTH in {shape.numel() for shape in held} or not hasattr(
+            torch._C._autograd, "_top_saved_tensors_default_hooks"
+        )
     assert all(map(torch.equal, *gradients))
 
 
@@ -257,6 +260,7 @@ print(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) -
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel keeps no record of the peak")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="that torch starts threads when it is imported")
 @pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("how", ["plain", "autocast"])
 def test_steps_take_no_more_memory_than_the_first(file: Path, how: str) -> None:

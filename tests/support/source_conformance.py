@@ -197,7 +197,7 @@ def _unchanged(source: Source, _: bytes) -> None:
 
 def _close(source: Source, content: bytes) -> None:
     source.close()  # it was never read
-    source.read_at(0, 1)
+    source.read_at(0, 2)  # s3rver takes a range of one byte at 0 for no range
     source.close()
     source.close()
     assert source.read_at(3, 5) == content[3:8], "a closed source reopens when it is read"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +108,11 @@ def test_frozen_programs_are_refused_by_name(tmp_path: Path) -> None:
 def test_damaged_code_is_found_by_verify(tmp_path: Path) -> None:
     script(tmp_path / "m.pt", traced=False)
     content = bytearray((tmp_path / "m.pt").read_bytes())
-    at = content.index(b"/linear.py") + 60
-    content[at : at + 4] = b"\xff\0\xff\0"
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        record = next(each for each in archive.infolist() if each.filename.endswith("/linear.py"))
+    name, extra = struct.unpack_from("<HH", content, record.header_offset + 26)
+    at = record.header_offset + 30 + name + extra + record.compress_size // 2
+    content[at : at + 4] = bytes(byte ^ 0xFF for byte in content[at : at + 4])
     (tmp_path / "m.pt").write_bytes(content)
     with pytest.raises(CheckpointError):
         sluice.open(tmp_path / "m.pt")
