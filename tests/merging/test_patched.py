@@ -151,6 +151,10 @@ def test_every_verb_takes_it(tmp_path: Path) -> None:
     state = sluice.refresh(other, patched)
     assert state.version == "000002"
     assert same(other.state_dict(), model.state_dict())
+    host = [sluice.plan(other, source).predicted.anon_bytes for source in (patched, tmp_path / "a.pth")]
+    assert host[0] - host[1] > 30 * 30 * 4  # the tensor that is patched
+    with pytest.raises(sluice.BudgetError):
+        sluice.load_into(other, patched, memory=host[1])
     sluice.convert(patched, tmp_path / "c.safetensors")
     assert sluice.diff(tmp_path / "c.safetensors", tmp_path / "b.pth").same
     other = tied()

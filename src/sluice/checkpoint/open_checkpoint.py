@@ -121,6 +121,11 @@ class OpenCheckpoint:
         return sum(storage.nbytes for storage in self.index.storages)
 
     @property
+    def working_bytes(self) -> int:
+        """Host memory in which files of it are computed when they are read, in bytes."""
+        return sum(getattr(file.source, "working_bytes", 0) for file in self._files)
+
+    @property
     def metadata(self) -> Mapping[str, str]:
         """Metadata strings of the file; of several files, those that all of them share."""
         return self.index.metadata

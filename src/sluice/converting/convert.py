@@ -68,10 +68,10 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
         check_destination(checkpoint, job.destination, save_format)
     read = whole_contents if save_format == "torch" else flat_contents
     contents = read(checkpoint, key=key, rename={} if adapters and rename is None else rename, rules=rules)
-    notes, working_bytes = checkpoint.index.notes, 0
+    notes, working_bytes = checkpoint.index.notes, checkpoint.working_bytes
     if adapters:
         merged = _merged(checkpoint, contents.tree, job.dtype, adapters)
-        checkpoint, working_bytes = merged.checkpoint, merged.working_bytes
+        checkpoint, working_bytes = merged.checkpoint, working_bytes + merged.working_bytes
         notes += tuple(each.describe() for each in merged.adapters)
     if "safetensors" in checkpoint.format:
         job = replace(job, metadata={**job.metadata, **checkpoint.metadata})

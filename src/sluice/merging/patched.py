@@ -13,6 +13,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
+from sluice._defaults import SCAN_STAGING_BYTES
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import listed, type_of
 from sluice._options import Limits
@@ -187,6 +188,9 @@ class _PatchSource(ComputedSource):
     ) -> None:
         super().__init__(path, inputs, tensors[-1].first_byte + tensors[-1].entry.nbytes if tensors else 0)
         self._tensors, self._deltas = tensors, deltas
+        packed = max((one.nbytes for tensor in tensors for step in tensor.steps for one in step.inputs), default=0)
+        largest = max((tensor.entry.nbytes for tensor in tensors), default=0)
+        self.working_bytes = largest + 2 * packed + SCAN_STAGING_BYTES if tensors else 0
         self._starts = [tensor.first_byte for tensor in tensors]
         self._lock = threading.Lock()
         self._reader = CheckpointReader(inputs)

@@ -99,7 +99,8 @@ def plan_transfer(
     )
     if later_copies:
         plan = with_later_growth(plan, growth_of_copies(later_copies))
-    return Prepared(plan=plan, views=views, computed=computed_views)
+    prepared = Prepared(plan=plan, views=views, computed=computed_views)
+    return with_more(prepared, {"cpu": checkpoint.working_bytes}) if checkpoint.working_bytes else prepared
 
 
 def with_more(prepared: Prepared, more: Mapping[str, int]) -> Prepared:

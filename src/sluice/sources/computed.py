@@ -22,6 +22,8 @@ class ComputedSource(ABC):
 
     #: Ranges that are computed at once.
     at_once: ClassVar[int] = 1
+    #: Host memory of the computation, in bytes.
+    working_bytes: int = 0
 
     def __init__(self, path: str, inputs: OpenCheckpoint, nbytes: int) -> None:
         """Compute nothing yet; ``path`` is a name for messages."""
