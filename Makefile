@@ -28,6 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet 'pip>=25.1,<27'  # the first that knows dependency groups
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench,hf,hash,remote,hub,quantize,gguf,merge,delta]' --group dev --group docs
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps mergekit  # an oracle of tests, whose own pins exclude ours
 	touch $@
 
 demo: install
