@@ -6,6 +6,8 @@ import sys
 import time
 from contextlib import AbstractContextManager
 
+import torch
+
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadRequest, decide, load_report, run
@@ -30,8 +32,9 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
         RankError: Several ranks load together, and one of them failed.
     """
     started = time.perf_counter()
-    # Without this module no tensor is divided.
-    group = group_of(request.tensors()) if "torch.distributed.tensor" in sys.modules else None
+    # Other libraries import this module: without a process group the tensors of a model need not be looked at.
+    divided = "torch.distributed.tensor" in sys.modules and torch.distributed.is_initialized()
+    group = group_of(request.tensors()) if divided else None
     if group is not None:
         # Here, not above: most loads are those of one process.
         from sluice.loading.joint import load_together
