@@ -228,16 +228,6 @@ def test_the_identity_is_that_of_the_system(source: LocalFile, path: Path) -> No
     )
 
 
-def test_an_expected_identity_is_checked(path: Path) -> None:
-    with closing(LocalFile(path)) as first:
-        identity = first.identity
-    LocalFile(path, expected=identity).close()
-    replace(path)
-    with pytest.raises(SourceChangedError) as caught:
-        LocalFile(path, expected=identity)
-    assert str(identity.inode) in str(caught.value.expected)
-
-
 @pytest.fixture
 def aligned() -> Iterator[memoryview]:
     with mmap.mmap(-1, 8 * 4096) as mapping, memoryview(mapping) as view:

@@ -12,7 +12,7 @@ from sluice.records import FileIdentity
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import MappableSource, Source
-from sluice.sources.short_reads import too_early
+from sluice.sources.ranges import too_early
 
 __all__ = ["FaultySource", "MemorySource"]
 

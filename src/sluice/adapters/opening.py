@@ -26,7 +26,7 @@ from sluice.reading.tensor import read_tensor
 from sluice.records import Entry, FileRecord, Storage, elements_of
 from sluice.records.geometry import contiguous_stride
 from sluice.reports.load_figures import MergedAdapter
-from sluice.sources.computed import ComputedSource
+from sluice.sources.ranges import ComputedSource
 
 __all__ = ["AdaptedCheckpoint", "open_adapted"]
 
@@ -62,8 +62,8 @@ class _AdaptedSource(ComputedSource):
         #: Position and bytes of the tensor that is being read.
         self._held: tuple[int, memoryview] | None = None
 
-    def compute(self, offset: int, buffer: memoryview) -> None:
-        """See ``ComputedSource``."""
+    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
+        """See ``RangedSource``."""
         end = offset + len(buffer)
         with self._lock:
             for position in range(bisect_right(self.starts, offset) - 1, bisect_left(self.starts, end)):

@@ -31,7 +31,7 @@ from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Read
 from sluice.records.geometry import round_down, round_up
 from sluice.sources.protocol import DirectIOUnavailable, Source, joins_reads
-from sluice.sources.short_reads import too_early
+from sluice.sources.ranges import too_early
 
 __all__ = ["Session"]
 

@@ -33,8 +33,8 @@ from sluice.merging.source import ALIGNMENT
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry, FileRecord, Storage, elements_of
 from sluice.records.geometry import contiguous_stride, round_up
-from sluice.sources.computed import ComputedSource
 from sluice.sources.opening import find_place
+from sluice.sources.ranges import ComputedSource
 
 if TYPE_CHECKING:
     from sluice.sources.opening import PathOrAddress
@@ -197,8 +197,8 @@ class _PatchSource(ComputedSource):
         #: Position and bytes of the tensor that was read last.
         self._held: tuple[int, memoryview] | None = None
 
-    def compute(self, offset: int, buffer: memoryview) -> None:
-        """See ``ComputedSource``."""
+    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
+        """See ``RangedSource``."""
         end = offset + len(buffer)
         with self._lock:
             for position in range(max(0, bisect_right(self._starts, offset) - 1), bisect_left(self._starts, end)):

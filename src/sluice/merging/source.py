@@ -21,7 +21,7 @@ from sluice.merging.kernels import MergedTensor, compute, survey
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry
 from sluice.records.geometry import contiguous_stride
-from sluice.sources.computed import ComputedSource
+from sluice.sources.ranges import ComputedSource
 
 __all__ = ["ALIGNMENT", "MergeSource", "PlacedTensor"]
 
@@ -76,8 +76,8 @@ class MergeSource(ComputedSource):
         self._lock = threading.Lock()
         self._known: OrderedDict[int, tuple[threading.Lock, list[Any]]] = OrderedDict()
 
-    def compute(self, offset: int, buffer: memoryview) -> None:
-        """See ``ComputedSource``."""
+    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
+        """See ``RangedSource``."""
         with self._turn, self._reader() as reader:
             for batch in self._batches(offset, offset + len(buffer)):
                 self._fill(reader, batch, offset, buffer)

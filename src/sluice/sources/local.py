@@ -32,7 +32,7 @@ from sluice.sources.descriptors import DESCRIPTORS, OwnedFile
 from sluice.sources.file_watch import FileWatch
 from sluice.sources.mapping import map_privately
 from sluice.sources.protocol import DirectIOUnavailable
-from sluice.sources.short_reads import too_early
+from sluice.sources.ranges import RangedSource, too_early
 
 __all__ = ["LocalFile"]
 
@@ -46,32 +46,34 @@ _PAUSES_SECONDS = (0.001, 0.01, 0.1)
 _REFUSED_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
-class LocalFile:
+class LocalFile(RangedSource):
     """A regular file; see ``Source``."""
 
     #: Replaced first: an interrupt may end the constructor.
     _key: object = None
 
     def __init__(
-        self, path: str | os.PathLike[str], *, expected: FileIdentity | None = None, trailer_bytes: int = 0
+        self, path: str | os.PathLike[str], *, shown: str = "", note: str | None = None, trailer_bytes: int = 0
     ) -> None:
         """Examine the file without reading it.
 
         Args:
             path: The file.
-            expected: The identity of the file when it was indexed; None if it was not.
+            shown: The address in messages if the file is a copy of a remote one.
+            note: Remark on the file for the report of a load, as a clause.
             trailer_bytes: Bytes at its end that are not part of the source.
 
         Raises:
             CheckpointError: It does not exist, is empty, or is not a regular file.
             ReadError: It cannot be examined.
-            SourceChangedError: Its identity differs from ``expected``.
         """
-        self._path, self._trailer_bytes = os.fspath(path), trailer_bytes
+        #: Path in the file system, and in messages.
+        self.local_path = os.fspath(path)
+        self.path, self.note, self._trailer_bytes = shown or self.local_path, note, trailer_bytes
         self._key = object()
         self._lock = threading.Lock()
         try:
-            status = os.stat(self._path)
+            status = os.stat(self.local_path)
         except FileNotFoundError as error:
             raise MissingFileError("the file does not exist", file=self.path) from error
         except ValueError as error:
@@ -87,9 +89,7 @@ class LocalFile:
             refusal = UnsupportedError(problem, file=self.path, advice=advice)
             refusal.foreign = True
             raise refusal
-        self._identity = expected or self._identified(status)
-        if self._identified(status) != self._identity:
-            raise self._changed(self._identified(status))
+        self.identity = self._identified(status)
         if status.st_size == 0:
             raise TruncatedError("the file is empty", file=self.path)
 
@@ -103,36 +103,13 @@ class LocalFile:
         )
 
     @property
-    def path(self) -> str:
-        return self._path
-
-    @property
-    def local_path(self) -> str:
-        """Path in the file system; ``path`` is the address if the file is a copy of a remote one."""
-        return self._path
-
-    @property
-    def identity(self) -> FileIdentity:
-        return self._identity
-
-    @property
     def access(self) -> AccessFacts:
         return local_access()
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
-            raise too_early(self.path, offset, nbytes, self._identity.nbytes - offset)
-        data = bytearray(nbytes)
-        found = self.read_into(offset, memoryview(data))
-        if found != nbytes:
-            self.check_unchanged()
-            raise too_early(self.path, offset, nbytes, found)
-        return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if offset < 0:
             raise too_early(self.path, offset, len(buffer), 0)
-        left = self._identity.nbytes - offset
+        left = self.identity.nbytes - offset
         if left <= 0 or not buffer:  # the system refuses offsets of 64 bits
             return 0
         with self.lend(direct=direct) as descriptor:
@@ -145,15 +122,15 @@ class LocalFile:
                 found = self._read_some(descriptor, buffer[done:], offset + done)
             except OSError as error:
                 if direct and error.errno in _REFUSED_DIRECT:
-                    raise DirectIOUnavailable(self._path) from error
+                    raise DirectIOUnavailable(self.local_path) from error
                 raise read_error("reading failed", error, file=self.path, offset=offset + done) from error
             if found == 0:
                 break
             done += found
             if direct and done % BLOCK_BYTES:
                 # Only the last block of a file may read short: a retry elsewhere would start inside a block.
-                if offset + done < self._identity.nbytes:
-                    raise DirectIOUnavailable(self._path)
+                if offset + done < self.identity.nbytes:
+                    raise DirectIOUnavailable(self.local_path)
                 break
         return done
 
@@ -194,15 +171,15 @@ class LocalFile:
 
     def _open(self, *, direct: bool) -> OwnedFile:
         if direct and not hasattr(os, "O_DIRECT"):
-            raise DirectIOUnavailable(self._path)
+            raise DirectIOUnavailable(self.local_path)
         try:
-            opened = OwnedFile.open(self._path, os.O_DIRECT if direct else 0)
+            opened = OwnedFile.open(self.local_path, os.O_DIRECT if direct else 0)
         except OSError as error:
             if direct and error.errno in _REFUSED_DIRECT:
-                raise DirectIOUnavailable(self._path) from error
+                raise DirectIOUnavailable(self.local_path) from error
             raise
         found = self._identified(os.fstat(opened.fileno()))
-        if found != self._identity:
+        if found != self.identity:
             opened.close()
             raise self._changed(found)
         return opened
@@ -210,7 +187,7 @@ class LocalFile:
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         with self.lend() as descriptor:
             found = self._identified(os.fstat(descriptor))
-            if found != self._identity:
+            if found != self.identity:
                 raise self._changed(found)
             try:
                 return map_privately(descriptor, offset, nbytes)
@@ -226,7 +203,7 @@ class LocalFile:
                 raise read_error(problem, error, file=self.path, offset=offset) from error
 
     def watch(self) -> FileWatch | None:
-        return FileWatch.open(self._path)
+        return FileWatch.open(self.local_path)
 
     def forget(self, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -235,10 +212,10 @@ class LocalFile:
 
     def check_unchanged(self) -> None:
         try:
-            found = self._identified(os.stat(self._path))
+            found = self._identified(os.stat(self.local_path))
         except OSError as error:
             raise SourceChangedError(f"the file is no longer accessible: {error.strerror}", file=self.path) from error
-        if found != self._identity:
+        if found != self.identity:
             raise self._changed(found)
 
     def close(self) -> None:
@@ -252,12 +229,11 @@ class LocalFile:
             for direct in (False, True):
                 DESCRIPTORS.drop((self._key, direct))
 
-    def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
+    def _changed(self, found: FileIdentity) -> SourceChangedError:
         return SourceChangedError(
             "the file changed since it was indexed",
             file=self.path,
-            offset=offset,
-            expected=self._identity.describe(),
+            expected=self.identity.describe(),
             found=found.describe(),
         )
 

@@ -10,6 +10,7 @@ from sluice._errors import TruncatedError
 from sluice.records import FileIdentity
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import Source
+from sluice.sources.ranges import too_early
 
 __all__ = ["Section"]
 
@@ -59,10 +60,5 @@ class Section(ForwardingSource):
         """Do nothing: the section does not own the source."""
 
     def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
-        return TruncatedError(
-            "a file inside this file ends too early",
-            file=self.path,
-            offset=offset,
-            expected=f"{nbytes} bytes",
-            found=f"{max(0, self._identity.nbytes - offset)} bytes",
-        )
+        problem = "a file inside this file ends too early"
+        return too_early(self.path, offset, nbytes, self._identity.nbytes - offset, problem)

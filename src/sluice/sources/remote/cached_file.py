@@ -32,8 +32,6 @@ _BUFFER_BYTES = 256 << 10
 class CompleteFile(LocalFile):
     """A remote file of which all bytes are cached: a local file with the address of the remote one; see ``Source``."""
 
-    note = "read from the cache"
-
     def __init__(self, cached: CacheFile, address: str, traffic: Traffic) -> None:
         """Use a complete file.
 
@@ -45,16 +43,13 @@ class CompleteFile(LocalFile):
         Raises:
             SluiceError: The file cannot be examined.
         """
-        self._address, self.traffic = address, traffic
+        self.traffic = traffic
         self._cached: CacheFile | None = cached
-        super().__init__(cached.path, trailer_bytes=cached.entry.record_bytes)
+        note = "read from the cache"
+        super().__init__(cached.path, shown=address, note=note, trailer_bytes=cached.entry.record_bytes)
 
     def _identified(self, status: os.stat_result) -> FileIdentity:
         return replace(super()._identified(status), ctime_ns=0)  # that of the last use by any process
-
-    @property
-    def path(self) -> str:
-        return self._address
 
     def close(self) -> None:
         super().close()

@@ -16,13 +16,13 @@ from sluice._errors import SourceChangedError, TruncatedError
 from sluice.records import AccessFacts, FileIdentity, RequestRecord, Traffic
 from sluice.records.geometry import round_up
 from sluice.sources.coalesced import read_ranges
-from sluice.sources.protocol import DirectIOUnavailable, Source
+from sluice.sources.protocol import Source
+from sluice.sources.ranges import RangedSource
 from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.requests import OpenRequest
 from sluice.sources.remote.retries import Attempts, Speed, wait
 from sluice.sources.remote.servers import server_of
-from sluice.sources.short_reads import too_early
 
 __all__ = ["RemoteFile", "remote_access"]
 
@@ -39,7 +39,7 @@ _NO_VERSION = "the server names no version (ETag or Last-Modified): only both en
 _KEPT_RECORDS = 4
 
 
-class RemoteFile:
+class RemoteFile(RangedSource):
     """An object of a server; see ``Source``.
 
     A body that ends early is resumed at the byte that was reached. Reads are independent of each other, so any number
@@ -71,8 +71,8 @@ class RemoteFile:
             UnsupportedError: The server does not answer ranges.
             RemoteError: The server does not answer.
         """
-        self.remote, self._sleep, self.clock = remote, sleep, clock
-        self._traffic, self._counting = Traffic(), threading.Lock()
+        self.remote, self.path, self._sleep, self.clock = remote, remote.path, sleep, clock
+        self.traffic, self._counting = Traffic(), threading.Lock()
         self.server = server_of(remote.path)
         self._requests: list[RequestRecord] = []
         self._observer: Callable[[RequestRecord], object] | None = None
@@ -102,31 +102,9 @@ class RemoteFile:
         if not facts.pinnable and facts.nbytes > _SAMPLE_BYTES:
             self._samples |= self._sample(facts.nbytes - _SAMPLE_BYTES)
 
-    @property
-    def path(self) -> str:
-        return self.remote.path
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._traffic
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.identity.nbytes:
-            raise too_early(self.path, offset, nbytes, self.identity.nbytes - offset)
-        data = bytearray(nbytes)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        if direct:
-            raise DirectIOUnavailable(self.path)
-        if offset < 0:
-            raise too_early(self.path, offset, len(buffer), 0)
-        total = max(0, min(len(buffer), self.identity.nbytes - offset))
-        if total:
-            with self.request(offset, total) as opened:
-                opened.read_into(offset, buffer[:total])
-        return total
+    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
+        with self.request(offset, len(buffer)) as opened:
+            opened.read_into(offset, buffer)
 
     @contextmanager
     def request(self, offset: int, nbytes: int) -> Iterator[Source]:
@@ -140,9 +118,6 @@ class RemoteFile:
 
     def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
         self.expected.add(offset, nbytes, data_bytes, check)
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Do nothing: the few bytes that are kept are those of the header."""
 
     def _sample(self, offset: int) -> dict[int, bytes]:
         """Request bytes of the file again, also those that are kept."""
@@ -201,7 +176,7 @@ class RemoteFile:
     def count(self, nbytes: int, seconds: float, status: int | None) -> None:
         """Count a request with the bytes that it brought, its seconds, and its status if known."""
         with self._counting:
-            self._traffic = Traffic(self._traffic.requests + 1, self._traffic.nbytes + nbytes)
+            self.traffic = Traffic(self.traffic.requests + 1, self.traffic.nbytes + nbytes)
         record = RequestRecord("GET", self.path, nbytes, seconds, status)
         if self._observer is not None:
             self._observer(record)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from fsspec.core import url_to_fs
@@ -23,7 +23,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import ObjectFacts, RequestFailedError
+from sluice.sources.remote.protocol import ObjectFacts, PieceBody, RequestFailedError
 from sluice.sources.remote_names import without_credentials
 
 __all__ = ["FilesystemFile", "open_directory", "open_source"]
@@ -155,22 +155,28 @@ class _FilesystemObject:
             raise UnsupportedError(problem, file=self.path, advice="Download the checkpoint first.")
         return ObjectFacts(nbytes=size, version=_first(info, _VERSIONS), modified=_first(info, _TIMES))
 
-    def open_first(self, nbytes: int) -> tuple[ObjectFacts, _Body]:
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, PieceBody]:
         facts = self.facts()
-        return facts, _Body(self, 0, min(nbytes, facts.nbytes))
+        return facts, self._body(0, min(nbytes, facts.nbytes))
 
-    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> _Body:  # noqa: ARG002  (checked at the end)
-        return _Body(self, offset, offset + nbytes)
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> PieceBody:  # noqa: ARG002  (checked at the end)
+        return self._body(offset, offset + nbytes)
 
     def close(self) -> None:
         """Do nothing: file systems belong to fsspec, which keeps one for each set of options."""
 
-    def piece(self, start: int, end: int) -> bytes:
-        """Return a range of the file."""
-        data = self._call(self._filesystem.cat_file, self._path, start=start, end=end)
-        if not isinstance(data, bytes) or len(data) > end - start:
-            raise RequestFailedError("the file system returned other bytes than the range", temporary=False)
-        return data
+    def _body(self, start: int, end: int) -> PieceBody:
+        def pieces() -> Iterator[bytes]:
+            at = start
+            while at < end:
+                until = min(end, at + defaults.FSSPEC_READ_BYTES)
+                data = self._call(self._filesystem.cat_file, self._path, start=at, end=until)
+                if not isinstance(data, bytes) or len(data) > until - at:
+                    raise RequestFailedError("the file system returned other bytes than the range", temporary=False)
+                at += len(data)
+                yield data
+
+        return PieceBody(pieces())
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -182,28 +188,6 @@ class _FilesystemObject:
             raise MissingFileError("there is no such file", file=self.path, advice="Check the address.") from error
         except Exception as error:  # noqa: BLE001  (each file system has errors of its own)
             raise _failure(error) from None
-
-
-class _Body:
-    """A range that is read in pieces; see ``Body``."""
-
-    def __init__(self, remote: _FilesystemObject, start: int, end: int) -> None:
-        self._remote, self._position, self._end = remote, start, end
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end = self._position
-
-    def readinto(self, buffer: memoryview) -> int:
-        count = min(len(buffer), self._end - self._position, defaults.FSSPEC_READ_BYTES)
-        if not count:
-            return 0
-        data = self._remote.piece(self._position, self._position + count)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
 
 
 def _resolved(remote: Remote) -> tuple[Any, str, str]:

@@ -221,10 +221,10 @@ class _Commit:
             raise MissingFileError("the model has no such file", file=shown, advice=advice) from FileNotFoundError(path)
         if self._cached is not None:
             note = f"commit {self.revision[:12]} in the cache of huggingface_hub: {self._cached.why}"
-            return _CachedFile(os.path.join(self._cached.folder, path), note)
+            return LocalFile(os.path.join(self._cached.folder, path), note=note)
         cached = huggingface_hub.try_to_load_from_cache(self.address.repository, path, revision=self.revision)
         if isinstance(cached, str):
-            return _CachedFile(cached, "read from the cache of huggingface_hub")
+            return LocalFile(cached, note="read from the cache of huggingface_hub")
         url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self.revision, endpoint=_endpoint())
         return RemoteFile(http.HttpObject(_with_token(url, self._remote), shown=shown))
 
@@ -236,14 +236,6 @@ class _Cached(Struct, frozen=True, kw_only=True):
     folder: str
     #: Why the hub is not asked, as a clause.
     why: str
-
-
-class _CachedFile(LocalFile):
-    """A file of the local cache of huggingface_hub, with a remark for the report."""
-
-    def __init__(self, path: str, note: str) -> None:
-        super().__init__(path)
-        self.note = note
 
 
 _LOGIN = "A private or gated model needs a token: `hf auth login`, or the variable HF_TOKEN."

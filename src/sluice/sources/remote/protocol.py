@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, Self
 
 from msgspec import Struct
 
-__all__ = ["Body", "ObjectFacts", "RemoteObject", "RequestFailedError", "WrongResponseError"]
+__all__ = ["Body", "ObjectFacts", "PieceBody", "RemoteObject", "RequestFailedError", "WrongResponseError"]
 
 
 class RequestFailedError(Exception):
@@ -80,6 +81,26 @@ class Body(Protocol):
             RequestFailedError: The connection failed, or no byte arrived within the timeout.
         """
         ...
+
+
+class PieceBody:
+    """A body that arrives as bytes objects; see ``Body``. Leaving the block ends the request."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces, self._rest = iter(()), memoryview(b"")
+
+    def readinto(self, buffer: memoryview) -> int:
+        self._rest = self._rest or memoryview(next(self._pieces, b""))
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
 
 class RemoteObject(Protocol):

@@ -8,7 +8,7 @@ the condition.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 from sluice import _defaults as defaults
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError
@@ -19,6 +19,7 @@ from sluice.sources.remote.file import RemoteFile, remote_access
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import (
     ObjectFacts,
+    PieceBody,
     RemoteObject,
     RequestFailedError,
     WrongResponseError,
@@ -90,16 +91,16 @@ class StoredObject:
         self._store, self._key = store, key
         self.path = shown(root, key)
 
-    def open_first(self, nbytes: int) -> tuple[ObjectFacts, _Body]:
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, PieceBody]:
         try:
             result = self._get({"range": (0, nbytes)}, pinned=False)
         except _EmptyObjectError as empty:
-            return empty.facts, _Body(iter(()), self.path)
+            return empty.facts, PieceBody(iter(()))
         facts = _facts(result.meta)
         self._check_range(result, 0, min(nbytes, facts.nbytes))
-        return facts, self._body(result)
+        return facts, PieceBody(_pieces(result, self.path))
 
-    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> _Body:
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> PieceBody:
         wanted: dict[str, Any] = {"range": (offset, offset + nbytes)}
         if facts.version:
             wanted["if_match"] = facts.version
@@ -113,7 +114,7 @@ class StoredObject:
                 found=found.describe(),
             )
         self._check_range(result, offset, offset + nbytes)
-        return self._body(result)
+        return PieceBody(_pieces(result, self.path))
 
     def close(self) -> None:
         """Do nothing: connections are closed with the client, when its last object is collected."""
@@ -136,9 +137,6 @@ class StoredObject:
         except _signals(library) as error:
             raise translated(error, self.path, pinned=False) from None
 
-    def _body(self, result: Any) -> _Body:
-        return _Body(iter(result.stream(min_chunk_size=defaults.REMOTE_PIECE_BYTES)), self.path)
-
     def _check_range(self, result: Any, start: int, end: int) -> None:
         if tuple(result.range) != (start, end):
             raise WrongResponseError("the store answered with another range than requested")
@@ -152,32 +150,11 @@ class _EmptyObjectError(Exception):
         self.facts = facts
 
 
-class _Body:
-    """The pieces of one answer; see ``Body``. Leaving the block ends the request."""
-
-    def __init__(self, pieces: Iterator[bytes], path: str) -> None:
-        self._pieces, self._path = pieces, path
-        self._rest = memoryview(b"")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pieces, self._rest = iter(()), memoryview(b"")
-
-    def readinto(self, buffer: memoryview) -> int:
-        while not self._rest:
-            try:
-                piece = next(self._pieces, None)
-            except _signals(obstore_library(self._path)) as error:
-                raise translated(error, self._path, pinned=True) from None
-            if piece is None:
-                return 0
-            self._rest = memoryview(piece)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
+def _pieces(result: Any, path: str) -> Iterator[bytes]:
+    try:
+        yield from result.stream(min_chunk_size=defaults.REMOTE_PIECE_BYTES)
+    except _signals(obstore_library(path)) as error:
+        raise translated(error, path, pinned=True) from None
 
 
 def _facts(meta: Any) -> ObjectFacts:

@@ -1,0 +1,99 @@
+"""Reads of ranges that are held against the size of the source."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from msgspec.structs import replace
+
+from sluice._errors import TruncatedError
+from sluice.records import AccessFacts, FileIdentity, local_access
+from sluice.sources.protocol import DirectIOUnavailable
+
+if TYPE_CHECKING:
+    from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+
+__all__ = ["ComputedSource", "RangedSource", "too_early"]
+
+
+def too_early(
+    file: str, offset: int, nbytes: int, found: int, problem: str = "the file ends too early"
+) -> TruncatedError:
+    """Return the error for a read that the file cannot satisfy.
+
+    Args:
+        file: Path or address of the file.
+        offset: First byte of the read.
+        nbytes: Bytes of the read.
+        found: Bytes of it that are inside the file; negative numbers count as 0.
+        problem: What is wrong, as one clause.
+    """
+    expected, inside = f"{nbytes} bytes", f"{max(0, found)} bytes"
+    return TruncatedError(problem, file=file, offset=offset, expected=expected, found=inside)
+
+
+class RangedSource:
+    """See ``Source``; subclasses set ``path`` and ``identity``, and fill buffers with ranges inside of the source."""
+
+    path: str
+    identity: FileIdentity
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """See ``Source``."""
+        left = self.identity.nbytes - offset
+        if offset < 0 or not 0 <= nbytes <= left:
+            raise too_early(self.path, offset, nbytes, left)
+        data = bytearray(nbytes)
+        found = self.read_into(offset, memoryview(data))
+        if found != nbytes:
+            self.check_unchanged()
+            raise too_early(self.path, offset, nbytes, found)
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        """See ``Source``: there are no direct reads."""
+        if direct:
+            raise DirectIOUnavailable(self.path)
+        if offset < 0:
+            raise too_early(self.path, offset, len(buffer), 0)
+        nbytes = max(0, min(len(buffer), self.identity.nbytes - offset))
+        if nbytes:
+            self.fill_buffer(offset, buffer[:nbytes])
+        return nbytes
+
+    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer, which is not empty, with the bytes from ``offset`` on."""
+        raise NotImplementedError
+
+    def check_unchanged(self) -> None:
+        """See ``Source``."""
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Do nothing: no bytes are cached."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+class ComputedSource(RangedSource):
+    """See ``Source``; subclasses compute the bytes of buffers."""
+
+    #: Ranges that are computed at once.
+    at_once: ClassVar[int] = 1
+    #: Host memory of the computation, in bytes.
+    working_bytes: int = 0
+
+    def __init__(self, path: str, inputs: OpenCheckpoint, nbytes: int) -> None:
+        """Compute nothing yet; ``path`` is a name for messages."""
+        self.path, self.inputs = path, inputs
+        self.identity = FileIdentity(nbytes=nbytes)
+
+    @property
+    def access(self) -> AccessFacts:
+        """See ``Source``: each thread keeps freed memory of what it has computed, so that they are few."""
+        return replace(local_access(), parallel_requests=self.at_once)
+
+    def check_unchanged(self) -> None:
+        """See ``Source``: of all inputs."""
+        for source in self.inputs.sources:
+            source.check_unchanged()
