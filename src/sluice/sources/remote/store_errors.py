@@ -7,16 +7,22 @@ the error code of the store and the kind of failure are taken from it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sluice._errors import MissingFileError, SourceChangedError, UnsupportedError
 from sluice.sources.remote.protocol import RequestFailedError
+from sluice.sources.remote.store_clients import obstore_library
 
-__all__ = ["is_missing", "is_outside", "status_of", "translated"]
+__all__ = ["is_missing", "store_failures", "translated"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w{1,30})")
+
+#: Status if the object ends before the range begins.
+_OUTSIDE = 416
 
 #: Statuses below 500 after which the same request may succeed.
 _TEMPORARY = {408, 425, 429}
@@ -48,20 +54,20 @@ _CREDENTIALS = {
 _REGION = "Set AWS_REGION to the region of the bucket, and AWS_ENDPOINT_URL if it is not a bucket of AWS."
 
 
-def status_of(error: BaseException) -> int | None:
-    """Return the status of the answer that an error reports, or None."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
-
-
 def is_missing(error: BaseException) -> bool:
     """Return whether an error says that there is no such object or bucket."""
     return isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError"
 
 
-def is_outside(error: BaseException) -> bool:
-    """Return whether an error says that the object ends before the range begins."""
-    return status_of(error) == 416 or "StartTooLarge" in str(error)
+@contextmanager
+def store_failures(path: str, *, pinned: bool = False) -> Iterator[Any]:
+    """Lend obstore; its errors in the block become those of ``translated``."""
+    library = obstore_library(path)
+    try:
+        yield library
+    # Its own errors, and builtins for some of them, such as wrong keys.
+    except (library.exceptions.BaseError, OSError, NotImplementedError, ValueError) as error:
+        raise translated(error, path, pinned=pinned) from None
 
 
 def translated(error: BaseException, path: str, *, pinned: bool) -> Exception:
@@ -80,7 +86,7 @@ def translated(error: BaseException, path: str, *, pinned: bool) -> Exception:
         if pinned:
             return SourceChangedError("the object was removed while it was being read", file=path)
         return MissingFileError("there is no such object", file=path, advice="Check the bucket and the key.")
-    if type(error).__name__ == "PreconditionError" or (pinned and is_outside(error)):
+    if type(error).__name__ == "PreconditionError" or (pinned and _status_of(text) == _OUTSIDE):
         return SourceChangedError("the object was replaced while it was being read", file=path)
     if type(error).__name__ == "InvalidPathError" or (isinstance(error, ValueError) and "Could not parse path" in text):
         return MissingFileError("the store has no objects with such names", file=path)
@@ -92,7 +98,8 @@ def translated(error: BaseException, path: str, *, pinned: bool) -> Exception:
 
 def _failure(error: BaseException, path: str, code: str) -> RequestFailedError:
     """Return what the retries of ``RemoteFile`` judge."""
-    text, status = str(error), status_of(error)
+    text = str(error)
+    status = _status_of(text)
     advice: str | None = None
     scheme = path.partition("://")[0].lower()
     credentials = _CREDENTIALS.get({"s3a": "s3", "gs": "gs", "s3": "s3"}.get(scheme, "az"))
@@ -109,6 +116,14 @@ def _failure(error: BaseException, path: str, code: str) -> RequestFailedError:
         advice = _REGION
     problem = f"the store answered with an error{_in_brackets(status, code)}"
     return RequestFailedError(problem, temporary=status >= 500 or status in _TEMPORARY, status=status, advice=advice)
+
+
+def _status_of(text: str) -> int | None:
+    """Return the status of the answer that the text of an error reports, or None."""
+    if "StartTooLarge" in text:  # of stores without a server
+        return _OUTSIDE
+    found = _STATUS.search(text)
+    return int(found[1]) if found else None
 
 
 def _final(problem: str, status: int | None, advice: str | None) -> RequestFailedError:

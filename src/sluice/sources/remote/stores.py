@@ -8,6 +8,7 @@ the condition.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 from sluice import _defaults as defaults
@@ -24,8 +25,8 @@ from sluice.sources.remote.protocol import (
     RequestFailedError,
     WrongResponseError,
 )
-from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
-from sluice.sources.remote.store_errors import is_outside, translated
+from sluice.sources.remote.store_clients import make_store, parse_address, root_of, shown
+from sluice.sources.remote.store_errors import store_failures
 from sluice.sources.remote_names import names_a_file
 
 __all__ = ["StoredObject", "open_directory", "open_source"]
@@ -94,8 +95,15 @@ class StoredObject:
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, PieceBody]:
         try:
             result = self._get({"range": (0, nbytes)}, pinned=False)
-        except _EmptyObjectError as empty:
-            return empty.facts, PieceBody(iter(()))
+        except RequestFailedError as error:
+            if error.status != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                raise
+            # An empty object has no range at all.
+            with store_failures(self.path) as library:
+                facts = _facts(library.head(self._store, self._key))
+            if facts.nbytes:
+                raise
+            return facts, PieceBody(iter(()))
         facts = _facts(result.meta)
         self._check_range(result, 0, min(nbytes, facts.nbytes))
         return facts, PieceBody(_pieces(result, self.path))
@@ -120,41 +128,17 @@ class StoredObject:
         """Do nothing: connections are closed with the client, when its last object is collected."""
 
     def _get(self, wanted: dict[str, Any], *, pinned: bool) -> Any:
-        library = obstore_library(self.path)
-        try:
+        with store_failures(self.path, pinned=pinned) as library:
             return library.get(self._store, self._key, options=wanted)
-        except _signals(library) as error:
-            if not pinned and is_outside(error):
-                # An empty object has no range at all.
-                facts = self._head(library)
-                if not facts.nbytes:
-                    raise _EmptyObjectError(facts) from None
-            raise translated(error, self.path, pinned=pinned) from None
-
-    def _head(self, library: Any) -> ObjectFacts:
-        try:
-            return _facts(library.head(self._store, self._key))
-        except _signals(library) as error:
-            raise translated(error, self.path, pinned=False) from None
 
     def _check_range(self, result: Any, start: int, end: int) -> None:
         if tuple(result.range) != (start, end):
             raise WrongResponseError("the store answered with another range than requested")
 
 
-class _EmptyObjectError(Exception):
-    """The object has no bytes; a signal inside this module."""
-
-    def __init__(self, facts: ObjectFacts) -> None:
-        super().__init__()
-        self.facts = facts
-
-
 def _pieces(result: Any, path: str) -> Iterator[bytes]:
-    try:
+    with store_failures(path, pinned=True):
         yield from result.stream(min_chunk_size=defaults.REMOTE_PIECE_BYTES)
-    except _signals(obstore_library(path)) as error:
-        raise translated(error, path, pinned=True) from None
 
 
 def _facts(meta: Any) -> ObjectFacts:
@@ -166,11 +150,6 @@ def _facts(meta: Any) -> ObjectFacts:
         weak_version=tag if weak else None,
         modified=None if modified is None else modified.isoformat(),
     )
-
-
-def _signals(library: Any) -> tuple[type[Exception], ...]:
-    """Return the errors that calls of obstore raise: its own, and builtins for some of them, such as wrong keys."""
-    return (library.exceptions.BaseError, OSError, NotImplementedError, ValueError)
 
 
 def _listed(store: Any, key: str, root: str, *, lister: Any) -> RemoteDirectory | None:
@@ -187,11 +166,8 @@ def _listed(store: Any, key: str, root: str, *, lister: Any) -> RemoteDirectory 
 
 
 def _listing(lister: Any, prefix: str, path: str) -> Any:
-    library = obstore_library(path)
     try:
-        return library.list_with_delimiter(lister, prefix or None)
-    except _signals(library) as error:
-        failure = translated(error, path, pinned=False)
-        if isinstance(failure, RequestFailedError):
-            raise RemoteError(failure.problem, file=path, advice=failure.advice) from None
-        raise failure from None
+        with store_failures(path) as library:
+            return library.list_with_delimiter(lister, prefix or None)
+    except RequestFailedError as failure:
+        raise RemoteError(failure.problem, file=path, advice=failure.advice) from None
