@@ -28,6 +28,12 @@ __all__ = [
 _RANGE = re.compile(r"bytes +(\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.IGNORECASE)
 _EMPTY_RANGE = re.compile(r"bytes +\*/(\d{1,19})", re.IGNORECASE)
 
+#: Most characters of a header that are shown.
+_SHOWN = 200
+
+#: Statuses of objects that do not exist.
+_MISSING = {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}
+
 #: Names under which servers send the number by which their operators find a request.
 _REQUEST_IDS = ("x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "x-request-id", "cf-ray")
 _REQUEST_ID = re.compile(r"[\w.:=+/-]{1,128}")
@@ -51,6 +57,11 @@ class ResponseHead(Struct, frozen=True, kw_only=True):
     #: Whether the address carries a signature.
     signed: bool = False
 
+    @property
+    def content_range(self) -> str:
+        """The header ``Content-Range``, not all of it if it is longer than any."""
+        return self.headers.get("Content-Range", "")[:_SHOWN]
+
 
 def conditions(facts: ObjectFacts) -> dict[str, str]:
     """Return the headers that make a server refuse a request for a different version of the object."""
@@ -66,33 +77,23 @@ def first_facts(head: ResponseHead, nbytes: int) -> ObjectFacts:
         SluiceError: There is no such object, or its server does not answer ranges.
         RequestFailedError: The request failed.
     """
-    if head.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-        empty = _EMPTY_RANGE.fullmatch(head.headers.get("Content-Range", ""))
-        if empty and not int(empty[1]):
-            return _object_facts(head, 0)
-        raise RequestFailedError(_described(head), temporary=False, status=head.status)
-    if head.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}:
-        raise MissingFileError(f"{_described(head)}", file=head.path, advice="Check the address.")
+    if _size_outside(head) == 0:
+        return _object_facts(head, 0)
+    if head.status in _MISSING:
+        raise MissingFileError(_described(head), file=head.path, advice="Check the address.")
     check_status(head)
     if head.status == HTTPStatus.OK:
         total = _length(head)
         if total is None or total > nbytes:
-            raise _no_ranges(head)
+            size = f" of {format_bytes(total)}" if total else ""
+            problem = f"the server does not answer ranges: it sends the whole object{size}"
+            raise _unsupported(head, problem, expected="status 206", found=f"status {head.status}")
         return _object_facts(head, total)
     first, last, total = _content_range(head)
     if total is None:
-        problem = "the server does not tell the size of the file"
-        found = _printable(head.headers.get("Content-Range", ""))
-        raise UnsupportedError(
-            problem,
-            file=head.path,
-            expected="Content-Range: bytes FIRST-LAST/SIZE",
-            found=found,
-            advice=download_advice(head.path),
-        )
-    if first != 0 or last != min(nbytes, total) - 1:
-        raise _wrong_range(head, 0, min(nbytes, total))
-    _check_length(head, last + 1)
+        problem, expected = "the server does not tell the size of the file", "Content-Range: bytes FIRST-LAST/SIZE"
+        raise _unsupported(head, problem, expected=expected, found=head.content_range)
+    _check_parts(head, first, last, 0, min(nbytes, total))
     return _object_facts(head, total)
 
 
@@ -103,15 +104,12 @@ def check_range(head: ResponseHead, offset: int, nbytes: int, facts: ObjectFacts
         SluiceError: The object changed, or its server does not answer ranges.
         RequestFailedError: The request failed.
     """
-    if head.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}:
+    if head.status in _MISSING:
         raise _changed(head, offset, facts, "nothing: it was removed")
     if head.status == HTTPStatus.PRECONDITION_FAILED:
         raise _changed(head, offset, facts, "a different version")
-    if head.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-        empty = _EMPTY_RANGE.fullmatch(head.headers.get("Content-Range", ""))
-        if empty and int(empty[1]) != facts.nbytes:
-            raise _changed(head, offset, facts, f"{empty[1]} bytes")
-        raise RequestFailedError(_described(head), temporary=False, status=head.status)
+    if (size := _size_outside(head)) not in {None, facts.nbytes}:
+        raise _changed(head, offset, facts, f"{size} bytes")
     check_status(head)
     if head.status == HTTPStatus.OK:
         _check_same(head, offset, facts, _length(head))
@@ -123,9 +121,14 @@ def check_range(head: ResponseHead, offset: int, nbytes: int, facts: ObjectFacts
     if total is None:  # without it, a different object of a server without versions might not be noticed
         raise _unclear_range(head)
     _check_same(head, offset, facts, total)
-    if first != offset or last != offset + nbytes - 1:
-        raise _wrong_range(head, offset, nbytes)
-    _check_length(head, nbytes)
+    _check_parts(head, first, last, offset, nbytes)
+
+
+def _size_outside(head: ResponseHead) -> int | None:
+    """Return the size of the object if the answer says that the range is outside of it; None otherwise."""
+    outside = head.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    found = _EMPTY_RANGE.fullmatch(head.content_range) if outside else None
+    return int(found[1]) if found else None
 
 
 def _object_facts(head: ResponseHead, nbytes: int) -> ObjectFacts:
@@ -160,13 +163,10 @@ def check_status(head: ResponseHead) -> None:
     if status in {HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT}:
         encoding = head.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in {"", "identity"}:
-            raise UnsupportedError(
-                "the server compresses what it sends, so that ranges of the file cannot be read",
-                file=head.path,
-                expected="no Content-Encoding",
-                found=_printable(encoding),
-                advice=f"Switch compression off on the server. {download_advice(head.path)}",
-            )
+            problem = "the server compresses what it sends, so that ranges of the file cannot be read"
+            refusal = _unsupported(head, problem, expected="no Content-Encoding", found=encoding[:_SHOWN])
+            refusal.advice = f"Switch compression off on the server. {refusal.advice}"
+            raise refusal
         return
     advice = None
     if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.PROXY_AUTHENTICATION_REQUIRED}:
@@ -199,8 +199,7 @@ def _content_range(head: ResponseHead) -> tuple[int, int, int | None]:
     Raises:
         RequestFailedError: The response does not say them, or they contradict each other.
     """
-    text = head.headers.get("Content-Range", "")
-    parts = _RANGE.fullmatch(text.strip())
+    parts = _RANGE.fullmatch(head.content_range.strip())
     if parts is None:
         raise _unclear_range(head)
     first, last, total = parts.groups()
@@ -208,8 +207,7 @@ def _content_range(head: ResponseHead) -> tuple[int, int, int | None]:
 
 
 def _unclear_range(head: ResponseHead) -> RequestFailedError:
-    found = _printable(head.headers.get("Content-Range", ""))
-    problem = f"the answer does not say which bytes it has: Content-Range is {found!r}"
+    problem = f"the answer does not say which bytes it has: Content-Range is {head.content_range!r}"
     return WrongResponseError(problem, status=head.status)
 
 
@@ -221,7 +219,7 @@ def _length(head: ResponseHead) -> int | None:
     """
     text = head.headers.get("Content-Length", "").strip()
     if text and not re.fullmatch(r"\d{1,19}", text):
-        problem = f"the answer has an invalid size: Content-Length is {_printable(text)!r}"
+        problem = f"the answer has an invalid size: Content-Length is {text[:_SHOWN]!r}"
         raise RequestFailedError(problem, temporary=False, status=head.status)
     return int(text) if text else None
 
@@ -232,23 +230,16 @@ def _check_length(head: ResponseHead, nbytes: int) -> None:
         raise WrongResponseError(f"the answer has {length} bytes in place of {nbytes}", status=head.status)
 
 
-def _wrong_range(head: ResponseHead, offset: int, nbytes: int) -> RequestFailedError:
-    found = _printable(head.headers.get("Content-Range", ""))
-    problem = f"the server sent {found!r} in place of bytes {offset}-{offset + nbytes - 1}"
-    return WrongResponseError(problem, status=head.status)
+def _check_parts(head: ResponseHead, first: int, last: int, offset: int, nbytes: int) -> None:
+    if (first, last) != (offset, offset + nbytes - 1):
+        problem = f"the server sent {head.content_range!r} in place of bytes {offset}-{offset + nbytes - 1}"
+        raise WrongResponseError(problem, status=head.status)
+    _check_length(head, nbytes)
 
 
-def _no_ranges(head: ResponseHead) -> SluiceError:
-    """Return the error for a server that does not answer ranges."""
-    total = _length(head)
-    size = f" of {format_bytes(total)}" if total else ""
-    return UnsupportedError(
-        f"the server does not answer ranges: it sends the whole object{size}",
-        file=head.path,
-        expected="status 206",
-        found=f"status {head.status}",
-        advice=download_advice(head.path),
-    )
+def _unsupported(head: ResponseHead, problem: str, *, expected: str, found: str) -> UnsupportedError:
+    advice = download_advice(head.path)
+    return UnsupportedError(problem, file=head.path, expected=expected, found=found, advice=advice)
 
 
 def _changed(head: ResponseHead, offset: int, facts: ObjectFacts, found: str) -> SluiceError:
@@ -257,7 +248,7 @@ def _changed(head: ResponseHead, offset: int, facts: ObjectFacts, found: str) ->
         file=head.path,
         offset=offset,
         expected=facts.describe(),
-        found=_printable(found),
+        found=found[:_SHOWN],
         advice="Wait until its writer has finished, then load again.",
     )
 
@@ -273,7 +264,3 @@ def _described(head: ResponseHead) -> str:
         if _REQUEST_ID.fullmatch(number):
             return f"the server answered {head.status}{phrase} (request {number})"
     return f"the server answered {head.status}{phrase}"
-
-
-def _printable(text: str) -> str:
-    return text[:200]
