@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from sluice._errors import SluiceError
 from sluice._threads import Workers, stopping
-from sluice.records import FileIdentity, RequestRecord, Traffic
+from sluice.records import FileIdentity, Traffic
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
@@ -32,21 +32,11 @@ _BUFFER_BYTES = 256 << 10
 class CompleteFile(LocalFile):
     """A remote file of which all bytes are cached: a local file with the address of the remote one; see ``Source``."""
 
-    def __init__(self, cached: CacheFile, address: str, traffic: Traffic) -> None:
-        """Use a complete file.
-
-        Args:
-            cached: The file.
-            address: Address of the remote one, without credentials.
-            traffic: Requests that were made for it.
-
-        Raises:
-            SluiceError: The file cannot be examined.
-        """
-        self.traffic = traffic
+    def __init__(self, cached: CacheFile, address: str) -> None:
+        """Use a complete file, and the address of the remote one without credentials; raises as ``LocalFile`` does."""
         self._cached: CacheFile | None = cached
-        note = "read from the cache"
-        super().__init__(cached.path, shown=address, note=note, trailer_bytes=cached.entry.record_bytes)
+        note, record_bytes = "read from the cache", cached.entry.record_bytes
+        super().__init__(cached.path, shown=address, note=note, trailer_bytes=record_bytes)
 
     def _identified(self, status: os.stat_result) -> FileIdentity:
         return replace(super()._identified(status), ctime_ns=0)  # that of the last use by any process
@@ -80,10 +70,6 @@ class CachedFile(ForwardingSource):
     @property
     def traffic(self) -> Traffic:
         return self._source.traffic
-
-    def observe(self, observer: Callable[[RequestRecord], object]) -> None:
-        """Call a function after each request to the server."""
-        self._source.observe(observer)
 
     @property
     def _reads(self) -> Source:
@@ -136,7 +122,7 @@ class CachedFile(ForwardingSource):
                 found = self._cache.complete(self._entry)
                 if found is None:
                     raise FileNotFoundError(0, "the file was removed meanwhile")
-                self._local = CompleteFile(found, self.path, self.traffic)
+                self._local = CompleteFile(found, self.path)
                 self.cached_bytes = self._entry.nbytes
                 report()
             except SluiceError:  # some of them are errors of the system as well

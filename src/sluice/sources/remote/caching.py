@@ -61,7 +61,7 @@ def cached_source(source: Source, remote: Remote) -> Source:
         found = cache.complete(entry)
         if found is None:
             return CachedFile(source, cache, entry)
-        complete = CompleteFile(found, source.path, source.traffic)
+        complete = CompleteFile(found, source.path)
     except (OSError, SluiceError) as error:
         source.note = f"not cached: {getattr(error, 'strerror', None) or error}"
         return source

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,10 +64,8 @@ def open_source(remote: Remote) -> Source:
 def open_directory(remote: Remote) -> RemoteDirectory | None:
     """Return the directory at an address; None if there is a file, or nothing; raises as ``open_source`` does."""
     filesystem, path, shown = _resolved(remote)
-    try:
+    with _failures(shown):
         found = filesystem.isdir(path)
-    except Exception as error:  # noqa: BLE001  (each file system has errors of its own)
-        raise RemoteError(str(_failure(error)), file=shown) from None
     if not found:
         return None
     path, shown = path.rstrip("/"), shown.rstrip("/")
@@ -123,12 +122,7 @@ class FilesystemFile(RemoteFile):
         except RequestFailedError as error:
             raise RemoteError(error.problem, file=self.path) from error
         if found != self.facts:
-            raise SourceChangedError(
-                "the file was changed while it was being read",
-                file=self.path,
-                expected=self.facts.describe(),
-                found=found.describe(),
-            )
+            raise self.facts.replaced("the file was changed while it was being read", self.path, found)
 
 
 class _FilesystemObject:
@@ -137,7 +131,8 @@ class _FilesystemObject:
     def __init__(self, filesystem: Any, path: str, shown: str) -> None:
         self._filesystem, self._path = filesystem, path
         self.path = shown
-        self._lock = None if _is_parallel(filesystem) else _locks.setdefault(filesystem, threading.Lock())
+        parallel = _is_parallel(filesystem)
+        self._lock = nullcontext() if parallel else _locks.setdefault(filesystem, threading.Lock())
 
     def facts(self) -> ObjectFacts:
         """Return what the file system says about the file now.
@@ -180,8 +175,6 @@ class _FilesystemObject:
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if self._lock is None:
-                return function(*args, **kwargs)
             with self._lock:
                 return function(*args, **kwargs)
         except FileNotFoundError as error:
@@ -199,7 +192,8 @@ def _resolved(remote: Remote) -> tuple[Any, str, str]:
         problem = "headers=, verify=, cert= and timeout= are for http and object stores; fsspec reads this address"
         raise UnsupportedError(problem, file=shown, advice="Write them in options=, as the file system names them.")
     try:
-        filesystem, path = url_to_fs(url, **(remote.options or {}))
+        with _failures(shown, but=(ImportError, ValueError, FileNotFoundError)):  # some make a connection here
+            filesystem, path = url_to_fs(url, **(remote.options or {}))
     except ImportError as error:
         raise UnsupportedError("fsspec needs another package for it", file=shown, advice=f"{error}.") from error
     except ValueError as error:
@@ -209,20 +203,27 @@ def _resolved(remote: Remote) -> tuple[Any, str, str]:
         raise UnsupportedError(problem, file=shown, advice=advice) from error
     except FileNotFoundError as error:
         raise MissingFileError("there is no such file", file=shown, advice="Check the address.") from error
-    except Exception as error:  # noqa: BLE001  (some make a connection here)
-        raise RemoteError(str(_failure(error)), file=shown) from None
     return filesystem, path, shown
 
 
 def _listing(filesystem: Any, path: str, shown: str) -> Iterator[RemoteEntry]:
-    try:
+    with _failures(shown, "the directory cannot be listed: "):
         listing = filesystem.ls(path, detail=True)
-    except Exception as error:  # noqa: BLE001  (as above)
-        raise RemoteError(f"the directory cannot be listed: {_failure(error)}", file=shown) from None
     for info in listing:
         name = str(info["name"]).rstrip("/").rpartition("/")[2]
         if name:
             yield RemoteEntry(name, _KINDS.get(info.get("type", ""), "special"))
+
+
+@contextmanager
+def _failures(shown: str, what: str = "", *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn errors of a file system in the block into ``RemoteError``, but those of some classes."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:  # noqa: BLE001  (each file system has errors of its own)
+        raise RemoteError(f"{what}{_failure(error)}", file=shown) from None
 
 
 def _fresh_info(filesystem: Any, path: str) -> dict[str, Any]:

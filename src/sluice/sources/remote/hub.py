@@ -42,6 +42,8 @@ __all__ = ["HubAddress", "open_commit", "open_directory", "open_place", "open_so
 #: Most bytes of what the hub says about a model: names of 500,000 files.
 _MOST_INFORMATION_BYTES = 64 << 20
 
+_LOGIN = "A private or gated model needs a token: `hf auth login`, or the variable HF_TOKEN."
+
 _FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
 
 #: Suffixes that tell a file from the name of a model: ``hf://gpt2/model.safetensors`` has no owner.
@@ -145,7 +147,7 @@ class _Commit:
     """One commit of a model."""
 
     def __init__(
-        self, address: HubAddress, remote: Remote, revision: str, names: Sequence[str], cached: _Cached | None
+        self, address: HubAddress, remote: Remote, revision: str, names: Sequence[str], cached: tuple[str, str] | None
     ) -> None:
         """Keep what is known of a commit.
 
@@ -154,7 +156,8 @@ class _Commit:
             remote: Settings of requests.
             revision: The commit.
             names: Paths of its files.
-            cached: The cache with these files; None if they are on the hub, and perhaps in the cache too.
+            cached: Directory of these files in the cache, and why the hub is not asked, as a clause; None if they are
+                on the hub, and perhaps in the cache too.
         """
         self.address, self.names = address, names
         self.revision = revision
@@ -191,7 +194,7 @@ class _Commit:
             raise RemoteError(problem, file=str(address), advice="Check the connection.") from cause
         found = (os.path.join(where, name) for where, _, files in os.walk(folder) for name in files)
         names = [os.path.relpath(path, folder).replace(os.sep, "/") for path in found]
-        return cls(address, remote, os.path.basename(folder), names, _Cached(folder=folder, why=why))
+        return cls(address, remote, os.path.basename(folder), names, (folder, why))
 
     def directory(self) -> RemoteDirectory | None:
         """Return the directory at the address; None if that is a file, or nothing."""
@@ -211,38 +214,23 @@ class _Commit:
         Raises:
             MissingFileError: There is no such file.
         """
-        shown = str(HubAddress(repository=self.address.repository, revision=self.address.revision, path=path))
-        if path not in self.names and self._cached is not None:
-            problem = f"the file is not in the cache of huggingface_hub, and the hub is not asked: {self._cached.why}"
+        shown = str(replace(self.address, path=path))
+        if self._cached is not None:
+            folder, why = self._cached
+            if path in self.names:
+                note = f"commit {self.revision[:12]} in the cache of huggingface_hub: {why}"
+                return LocalFile(os.path.join(folder, path), note=note)
+            problem = f"the file is not in the cache of huggingface_hub, and the hub is not asked: {why}"
             raise RemoteError(problem, file=shown, advice="Check the connection, or download the whole model.")
         if path not in self.names:
             close = get_close_matches(path, self.names, n=1)
             advice = f"Did you mean {close[0]!r}?" if close else "Check the name of the file."
             raise MissingFileError("the model has no such file", file=shown, advice=advice) from FileNotFoundError(path)
-        if self._cached is not None:
-            note = f"commit {self.revision[:12]} in the cache of huggingface_hub: {self._cached.why}"
-            return LocalFile(os.path.join(self._cached.folder, path), note=note)
         cached = huggingface_hub.try_to_load_from_cache(self.address.repository, path, revision=self.revision)
         if isinstance(cached, str):
             return LocalFile(cached, note="read from the cache of huggingface_hub")
         url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self.revision, endpoint=_endpoint())
         return RemoteFile(http.HttpObject(_with_token(url, self._remote), shown=shown))
-
-
-class _Cached(Struct, frozen=True, kw_only=True):
-    """Files of a commit in the local cache, which are used because there is no connection."""
-
-    #: Directory of the files.
-    folder: str
-    #: Why the hub is not asked, as a clause.
-    why: str
-
-
-_LOGIN = "A private or gated model needs a token: `hf auth login`, or the variable HF_TOKEN."
-
-
-def _refused(address: HubAddress, problem: str) -> RemoteError:
-    return RemoteError(problem, file=str(address), advice=_LOGIN)
 
 
 def _endpoint() -> str:
@@ -275,22 +263,24 @@ def _model_info(address: HubAddress, remote: Remote) -> Mapping[str, Any]:
 
 
 def _information(address: HubAddress, answer: ResponseHead, body: bytes) -> Mapping[str, Any]:
-    code = answer.headers.get("X-Error-Code")
+    code, shown = answer.headers.get("X-Error-Code"), str(address)
     if code == "GatedRepo":
-        raise _refused(address, "access to the model needs the permission of its owner")
+        problem = "access to the model needs the permission of its owner"
+        raise RemoteError(problem, file=shown, advice=_LOGIN)
     if code == "RevisionNotFound":
         problem = f"the model has no revision {address.revision!r}"
-        raise MissingFileError(problem, file=str(address), advice="Check the revision.")
+        raise MissingFileError(problem, file=shown, advice="Check the revision.")
     # Without a token, the hub answers 401 for models that do not exist.
     hidden = answer.status == 401 and "invalid credentials" not in answer.headers.get("X-Error-Message", "").lower()
     if code == "RepoNotFound" or hidden:
         problem = "the hub has no such model, or it is private"
-        raise MissingFileError(problem, file=str(address), advice=f"Check the name. {_LOGIN}")
+        raise MissingFileError(problem, file=shown, advice=f"Check the name. {_LOGIN}")
     if answer.status in {401, 403}:
-        raise _refused(address, f"the hub refuses the request with status {answer.status}")
+        problem = f"the hub refuses the request with status {answer.status}"
+        raise RemoteError(problem, file=shown, advice=_LOGIN)
     check_status(answer)
     try:
         return cast("Mapping[str, Any]", msgspec.json.decode(body, type=dict[str, Any]))
     except msgspec.DecodeError as error:
         problem = "the answer of the hub is not JSON of a model"
-        raise RemoteError(problem, file=str(address), advice="Check HF_ENDPOINT and proxies.") from error
+        raise RemoteError(problem, file=shown, advice="Check HF_ENDPOINT and proxies.") from error

@@ -8,6 +8,8 @@ from typing import Protocol, Self
 
 from msgspec import Struct
 
+from sluice._errors import SourceChangedError
+
 __all__ = ["Body", "ObjectFacts", "PieceBody", "RemoteObject", "RequestFailedError", "WrongResponseError"]
 
 
@@ -69,6 +71,10 @@ class ObjectFacts(Struct, frozen=True, kw_only=True):
         version = self.version or self.weak_version
         known = (version and f"version {version!r}", self.modified and f"modified {self.modified}")
         return ", ".join([f"{self.nbytes} bytes", *filter(None, known)])
+
+    def replaced(self, problem: str, path: str, found: ObjectFacts) -> SourceChangedError:
+        """Return the error for other facts of the same object."""
+        return SourceChangedError(problem, file=path, expected=self.describe(), found=found.describe())
 
 
 class Body(Protocol):

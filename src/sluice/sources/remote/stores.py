@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sluice import _defaults as defaults
-from sluice._errors import MissingFileError, RemoteError, SourceChangedError
+from sluice._errors import MissingFileError, RemoteError
 from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
@@ -115,12 +115,7 @@ class StoredObject:
         result = self._get(wanted, pinned=True)
         found = _facts(result.meta)
         if found != facts:
-            raise SourceChangedError(
-                "the object was replaced while it was being read",
-                file=self.path,
-                expected=facts.describe(),
-                found=found.describe(),
-            )
+            raise facts.replaced("the object was replaced while it was being read", self.path, found)
         self._check_range(result, offset, offset + nbytes)
         return PieceBody(_pieces(result, self.path))
 
