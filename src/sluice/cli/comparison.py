@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from msgspec import Struct
 from rich.console import Console
 
 from sluice.benchmark import comparison as _comparison
@@ -28,7 +27,7 @@ from sluice.benchmark.subjects import is_builtin, main_dtype
 from sluice.benchmark.table import console_for_tables, print_section, section_of
 from sluice.cli.failures import Failure
 
-__all__ = ["END_SECONDS", "MethodComparison", "compare"]
+__all__ = ["END_SECONDS", "compare"]
 
 #: Time of the whole command after which a comparison of a chosen size starts no load: the machine became busier.
 END_SECONDS = 180.0
@@ -39,28 +38,12 @@ _NOT_REPEATED = {"size", "cold", "directory", "out", "as_json"}
 _PACKAGES = ("torch", "sluice", "safetensors", "accelerate")
 
 
-class MethodComparison(Struct, frozen=True, kw_only=True):
-    """Options of ``sluice bench``; its help describes them."""
-
-    checkpoint: Path | None
-    factory: str | None
-    model_args: str
-    key: str | None
-    size: str | None
-    methods: tuple[str, ...]
-    dtypes: tuple[Any, ...]
-    cold: bool | None
-    runs: int
-    device: str | None
-    ram_limit: int | None
-    timeout: float
-    directory: Path | None
-    out: Path
-    as_json: bool
-
-
-def compare(context: click.Context, options: MethodComparison) -> None:
+def compare(context: click.Context, options: Any) -> None:
     """Compare, print the tables and write the results.
+
+    Args:
+        context: Of the command.
+        options: Has the options as attributes.
 
     Raises:
         Failure: The disk is full, or weights are wrong.
@@ -103,7 +86,7 @@ def compare(context: click.Context, options: MethodComparison) -> None:
 
 
 def _subject(
-    console: Console, options: MethodComparison, folder: Path, device: str, states: int
+    console: Console, options: Any, folder: Path, device: str, states: int
 ) -> tuple[ComparedModel, Sequence[Precision], float]:
     """Return the compared model, the dtypes, and the seconds of the command after which no load starts."""
     precisions: Sequence[Precision] = options.dtypes or ("float32", "bfloat16")

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -19,7 +19,7 @@ from sluice._dtypes import parse_dtype
 from sluice._options import TEXT_ENCODING, MemoryLimits, PageCache
 from sluice._units import parse_bytes
 from sluice.cli.failures import Failure, describe
-from sluice.cli.remote_options import with_settings
+from sluice.cli.remote_options import Command, together, with_settings
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,6 @@ __all__ = [
     "source_of",
     "together",
 ]
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class DTypeName(click.ParamType[str]):
@@ -190,17 +188,6 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
             f"{spec} returned a {type(model).__name__}, not a torch.nn.Module", param_hint="--model"
         )
     return model
-
-
-def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Return a decorator that adds several options, which the help shows in this order."""
-
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
 
 
 def _encoding(ctx: click.Context, param: click.Parameter, value: str) -> str:

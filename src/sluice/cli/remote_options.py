@@ -12,19 +12,23 @@ from sluice._units import parse_bytes
 if TYPE_CHECKING:
     from sluice.sources.opening import Location
 
-__all__ = ["remote_options", "with_settings"]
+__all__ = ["Command", "remote_options", "together", "with_settings"]
 
 #: Key of the arguments of ``Remote`` in the context of a command.
 _SETTINGS = "sluice.remote"
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def remote_options(command: _Command) -> _Command:
-    """Add the options to a command. Their values stay in its context, from which ``with_settings`` takes them."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds several options, which the help shows in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 def with_settings(path: str) -> Location:
@@ -68,7 +72,8 @@ def _option(name: str, *, convert: Callable[[Any], Any] = lambda value: value, *
     return click.option(flag, expose_value=False, callback=keep, **settings)
 
 
-_OPTIONS = (
+#: Adds the options to a command. Their values stay in its context, from which ``with_settings`` takes them.
+remote_options = together(
     _option(
         "cache",
         metavar="DIR",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
+
+from sluice.entries.slicing import boxes
 
 __all__ = ["Exchange"]
 
@@ -25,7 +27,8 @@ class Exchange:
     def swap(self, position: int, live: torch.Tensor, new: torch.Tensor) -> None:
         """Exchange the values of two tensors of one shape and dtype."""
         self.begun.add(position)
-        for target, source in zip(_pieces(live), _pieces(new), strict=True):
+        for box in boxes(tuple(live.shape), _PIECE_BYTES // live.itemsize):
+            target, source = live[box], new[box]
             old = target.clone()
             self._pieces.append((target, old))  # until the memory of the new values has them
             target.copy_(source)
@@ -42,12 +45,3 @@ class Exchange:
                 target.copy_(old)
             self._pieces.pop()
         self.begun.clear()
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of a tensor along its first dimension."""
-    if tensor.nbytes <= _PIECE_BYTES:
-        yield tensor
-        return
-    rows = max(1, _PIECE_BYTES * tensor.shape[0] // tensor.nbytes)
-    yield from torch.split(tensor, rows)

@@ -17,7 +17,7 @@ from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.system_files import read_system_file, write_system_file
 from sluice.records import Peaks
 
-__all__ = ["MemorySample", "PeakMeter", "read_memory", "restart_peak"]
+__all__ = ["NO_MEMORY", "MemorySample", "PeakMeter", "read_memory", "restart_peak"]
 
 
 #: Fields of ``/proc/PID/status`` that a sample has, in KiB and in the kernel's order.
@@ -42,8 +42,18 @@ class MemorySample(Struct, frozen=True, kw_only=True):
         """The three kinds together: the resident set size."""
         return self.anon_bytes + self.file_bytes + self.shmem_bytes
 
+    def growth(self, start: MemorySample, total_bytes: int | None = None) -> Peaks:
+        """Return the growth since an earlier sample; ``total_bytes`` takes the place of the total."""
+        return Peaks(
+            anon_bytes=self.anon_bytes - start.anon_bytes,
+            file_bytes=self.file_bytes - start.file_bytes,
+            shmem_bytes=self.shmem_bytes - start.shmem_bytes,
+            total_bytes=(self.total_bytes if total_bytes is None else total_bytes) - start.total_bytes,
+        )
 
-_NOTHING = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)
+
+#: The sample of a process before it has any.
+NO_MEMORY = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)
 
 
 def read_memory(pid: int | None = None) -> MemorySample:
@@ -101,7 +111,7 @@ class PeakMeter:
         #: Held during the block: a sampler that waits for it wakes as soon as the block ends.
         self._stop = threading.Lock()
         self._samplers: list[Worker] = []
-        self._base = self._highest = _NOTHING
+        self._base = self._highest = NO_MEMORY
         self._exact = False
 
     def __enter__(self) -> Self:
@@ -129,13 +139,7 @@ class PeakMeter:
     @property
     def peaks(self) -> Peaks:
         """Growth from the start of the block to each peak, in bytes."""
-        base, high = self._base, self._highest
-        return Peaks(
-            anon_bytes=high.anon_bytes - base.anon_bytes,
-            file_bytes=high.file_bytes - base.file_bytes,
-            shmem_bytes=high.shmem_bytes - base.shmem_bytes,
-            total_bytes=max(0, high.peak_bytes - base.total_bytes),
-        )
+        return self._highest.growth(self._base, max(self._highest.peak_bytes, self._base.total_bytes))
 
     def _sample(self) -> None:
         while not self._stop.acquire(timeout=self._interval):

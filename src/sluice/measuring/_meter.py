@@ -18,7 +18,7 @@ from typing import ParamSpec, Self, TypeVar
 from sluice._public import public
 from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.cgroups import MemoryGroup, memory_groups, tightest
-from sluice.machine.peaks import MemorySample, read_memory, restart_peak
+from sluice.machine.peaks import NO_MEMORY, MemorySample, read_memory, restart_peak
 from sluice.measuring import _sampler
 from sluice.measuring._devices import DeviceMeter
 from sluice.measuring._report import CgroupReport, Mark, MemoryReport, Timeline
@@ -110,7 +110,7 @@ class Measurement:
             Mark(
                 name=name,
                 seconds=(time.monotonic_ns() - self._begin_ns) / 1e9,
-                growth=_growth(self._marked[-1], self._start),
+                growth=self._marked[-1].growth(self._start),
                 allocated_bytes=self._devices.allocated(),
             )
         )
@@ -140,26 +140,14 @@ class Measurement:
             seconds=(end_ns - self._begin_ns) / 1e9,
             interval_seconds=self._interval,
             separate_process=self._helper.separate,
-            start=_growth(start, _NOTHING),
+            start=start.growth(NO_MEMORY),
             peaks=_peaks(start, [*self._marked, end], columns, bisect_left(times, self._begin_ns)),
-            final=_growth(end, start),
+            final=end.growth(start),
             cgroup=_cgroup(self._group, columns),
             devices=self._devices.growth(),
             marks=tuple(self._marks),
             timeline=Timeline(seconds=array("d", [(t - self._begin_ns) / 1e9 for t in times]), columns=columns),
         )
-
-
-_NOTHING = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)
-
-
-def _growth(now: MemorySample, start: MemorySample) -> Peaks:
-    return Peaks(
-        anon_bytes=now.anon_bytes - start.anon_bytes,
-        file_bytes=now.file_bytes - start.file_bytes,
-        shmem_bytes=now.shmem_bytes - start.shmem_bytes,
-        total_bytes=now.total_bytes - start.total_bytes,
-    )
 
 
 def _peaks(start: MemorySample, readings: list[MemorySample], columns: dict[str, array[int]], first: int) -> Peaks:

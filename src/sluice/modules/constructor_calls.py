@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from sluice._errors import EmptyInitError
 from sluice.modules.emptied import EmptiedStorages, device_of, moved_to, remember_move
 from sluice.modules.leftovers import tensors_in
-from sluice.modules.swap import is_plain, swap_data
+from sluice.modules.swap import is_plain, swap_data, writes
 
 # Storages have no public identity, and torch passes private functions to modes.
 # ruff: noqa: SLF001
@@ -33,16 +33,10 @@ _T: Any = torch.Tensor
 #: The setter of ``tensor.data``, as torch function modes see it.
 SET_DATA = _T.data.__set__
 
-#: Operators that change the values of their first argument. The names of other functions that do end in ``_``.
-_IN_PLACE_OPERATORS = frozenset({
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
-    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
-})  # fmt: skip
-
-#: Functions with such a name that change more than values, or something else.
+#: Functions that write to a tensor, but change more than values, or something else.
 _NOT_VALUES = frozenset({
-    "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "resize_as_sparse_", "set_",
-    "share_memory_", "sparse_resize_", "sparse_resize_and_clear_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+    "__set__", "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "resize_as_sparse_",
+    "set_", "share_memory_", "sparse_resize_", "sparse_resize_and_clear_", "squeeze_", "swapaxes_", "swapdims_", "t_",
     "transpose_", "unsqueeze_",
 })  # fmt: skip
 
@@ -161,9 +155,7 @@ def changed_on_meta(func: _Function, args: tuple[Any, ...], options: dict[str, A
     wrappers that libraries put in their place are known by their names.
     """
     name = getattr(func, "__name__", "")
-    if not (
-        name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_VALUES)
-    ):
+    if not writes(name) or name in _NOT_VALUES:
         return None
     tensor = args[0] if args else options.get("tensor")  # functions of nn.init are called with keywords only
     return tensor if isinstance(tensor, torch.Tensor) and tensor.is_meta else None

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from sluice.modules.load_hooks import pre_hooks
-from sluice.modules.swap import is_plain, with_data
+from sluice.modules.swap import is_plain, with_data, writes
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values
 from sluice.records import Entry
 from sluice.sharding.dtensors import is_dtensor, local_of
@@ -35,10 +35,6 @@ __all__ = ["CopyRecorder", "MetaCopy", "NotFollowedError", "reason_of", "untouch
 
 # nn.Module documents these names for subclasses only; they have no public accessor.
 # ruff: noqa: SLF001
-
-#: Functions that write to a tensor and do not end in an underscore: setters of properties, and operators without a
-#: method.
-_WRITES = frozenset({"__set__", "__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
 
 #: Properties that a stand-in shows as a live tensor would, because code treats tensors on meta differently.
 _SHOWN = {torch.Tensor.device.__get__: torch.device("cpu"), torch.Tensor.is_meta.__get__: False}  # type: ignore[attr-defined]  # C descriptors
@@ -268,8 +264,7 @@ class CopyRecorder(TorchFunctionMode):
             return _SHOWN[func]
         if func is torch.Tensor.copy_ and len(args) > 1 and self._copies(*args[:2]):
             return args[0]
-        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
-        if is_write or "out" in (kwargs or {}):
+        if (writes(name) and name not in _HARMLESS) or "out" in (kwargs or {}):
             self._stop(f"writes to tensors with {name}")
         try:
             result = func(*args, **(kwargs or {}))

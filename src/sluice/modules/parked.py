@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from sluice._errors import StreamError
+from sluice.modules.swap import writes
 
 __all__ = ["Guard", "ParkedParameter", "is_guarded"]
 
@@ -96,22 +97,12 @@ class ParkedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
                 return func(*args, **(kwargs or {}))
         own = next(each for each in _leaves((args, kwargs)) if isinstance(each, cls))
-        if _changes(name) or (kwargs and kwargs.get("out") is not None):
+        if writes(name) or (kwargs and kwargs.get("out") is not None):
             own.refuse(f"change its weights, as {name} does")
         if name in _STORAGES:  # as libraries that save tensors do
             own.refuse("lend the storage of its weights")
         with ExitStack() as stack:
             return func(*_lent(args, stack), **_lent(kwargs or {}, stack))
-
-
-#: Operators that change a tensor.
-_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_CHANGES = frozenset({"__set__", "__setitem__", "__delitem__", *(f"__i{operator}__" for operator in _OPERATORS)})
-
-
-def _changes(name: str) -> bool:
-    """Return whether a function of torch changes a tensor."""
-    return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -17,7 +17,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from sluice._private_torch import make_subclass, swap_contents, use_count
 from sluice.sharding.dtensors import is_dtensor, local_of, with_local
 
-__all__ = ["is_plain", "swap_data", "with_data"]
+__all__ = ["is_plain", "swap_data", "with_data", "writes"]
+
+#: Operators that change their first argument. The names of other functions of torch that do end in ``_``.
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITING = frozenset({"__set__", "__setitem__", "__delitem__", *(f"__i{operator}__" for operator in _OPERATORS)})
+
+
+def writes(name: str) -> bool:
+    """Return whether a function of torch with this name changes its first argument, perhaps not its values."""
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from sluice import _defaults as defaults
 from sluice._dtypes import torch_dtype
 from sluice.engine.host_copies import copy_in_thread
 from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.entries.slicing import boxes
 from sluice.records.geometry import round_up
 from sluice.writing.durable.direct import block_bytes
 
@@ -92,21 +93,9 @@ def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[Chunk
             piece = whole[start : start + defaults.WRITE_BYTES]
             yield Chunk(len(piece), piece, tensor, finished)
         return
-    for elements in _pieces(tensor, max(1, staging.piece_bytes // finished.itemsize)):
+    for box in boxes(tuple(tensor.shape), max(1, staging.piece_bytes // finished.itemsize)):
+        elements = tensor[box]
         yield Chunk(elements.numel() * finished.itemsize, None, elements, finished)
-
-
-def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Split a tensor into runs of at most ``limit`` consecutive row-major elements."""
-    if tensor.numel() <= limit:
-        yield tensor
-        return
-    rows = limit // (tensor.numel() // tensor.shape[0])
-    if rows:
-        yield from torch.split(tensor, rows)
-        return
-    for row in tensor:
-        yield from _pieces(row, limit)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -89,10 +90,10 @@ def bench_command(ctx: click.Context, /, **options: Any) -> None:
     if options["ram_limit"] is not None and (refusal := memory_limit_refusal()):
         raise Failure(f"--ram-limit: {refusal}")
     # Here, not above: torch takes a second to import, and wrong options are refused before.
-    from sluice.cli.comparison import MethodComparison, compare
+    from sluice.cli.comparison import compare
 
     dtypes = tuple(_DTYPES[name] for name in dict.fromkeys(options.pop("dtypes")))
-    compare(ctx, MethodComparison(dtypes=dtypes, **options))
+    compare(ctx, SimpleNamespace(dtypes=dtypes, **options))
 
 
 def _check_options(checkpoint: Path | None, factory: str | None, model_args: str, size: str | None) -> None:

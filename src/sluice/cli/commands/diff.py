@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 import sluice
@@ -18,28 +20,15 @@ __all__ = ["diff_command"]
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
 @remote_options
-@click.option("--key-a", "--key", metavar="KEY", help="Compare only this part of A, such as model_state_dict.")
-@click.option("--key-b", metavar="KEY", help="Compare only this part of B.")
+@click.option("--key-a", "--key", "key", metavar="KEY", help="Compare only this part of A, such as model_state_dict.")
+@click.option("--key-b", "other_key", metavar="KEY", help="Compare only this part of B.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Absolute tolerance.")
 @click.option("--patch", metavar="DIR", help="Also write what makes B of A, for sluice.Patched, to a new directory.")
 @click.option("--sparse", is_flag=True, help="Make the patch a .safetensors file of indices and values.")
 @encoding_option
 @output_options("Print nothing but errors; the exit code is the answer.")
-def diff_command(
-    a: str,
-    b: str,
-    *,
-    key_a: str | None,
-    key_b: str | None,
-    rtol: float,
-    atol: float,
-    patch: str | None,
-    sparse: bool,
-    encoding: str,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def diff_command(a: str, b: str, *, as_json: bool, quiet: bool, **options: Any) -> None:
     """Compare presence, dtype, shape and values of the tensors of the checkpoints at A and B.
 
     A and B are files, directories, index files of shards or URLs of them, in any two formats. Tensors are compared by
@@ -84,21 +73,10 @@ def diff_command(
       tied         names that only one has, for tensors with a common name
       nbytes, seconds
     """
-    if sparse and patch is None:
+    if options["sparse"] and options["patch"] is None:
         raise click.UsageError("--sparse is for --patch")
     with unreadable():
-        report = sluice.diff(
-            with_settings(a),
-            with_settings(b),
-            key=key_a,
-            other_key=key_b,
-            rtol=rtol,
-            atol=atol,
-            patch=patch,
-            sparse=sparse,
-            encoding=encoding,
-            progress=progress_wanted(quiet=quiet),
-        )
+        report = sluice.diff(with_settings(a), with_settings(b), progress=progress_wanted(quiet=quiet), **options)
     show_report(report, as_json=as_json, quiet=quiet)
     if not report.same:
         raise click.exceptions.Exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -56,16 +56,13 @@ def unreadable() -> Iterator[None]:
 def verify_command(
     paths: tuple[str, ...],
     *,
-    key: str | None,
-    manifest: str | None,
     write_manifest: str | None,
     algorithm: HashAlgorithm | None,
     force: bool,
-    encoding: str,
-    nan: bool,
     strict: bool,
     as_json: bool,
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Read the checkpoint at PATH once and report what is damaged.
 
@@ -112,7 +109,7 @@ def verify_command(
       non_finite        {name: {nan, inf}}, with --nan
       unsupported       names of tensors that sluice does not read
     """
-    if manifest and write_manifest:
+    if options["manifest"] and write_manifest:
         raise click.UsageError("--manifest compares with a manifest, --write-manifest writes one: choose one of them")
     if algorithm and not write_manifest:
         raise click.UsageError("--hash needs --write-manifest; a manifest to compare with names its own hash")
@@ -123,12 +120,9 @@ def verify_command(
     with unreadable():
         report = sluice.verify(
             source_of(paths),
-            key=key,
-            manifest=manifest,
             hashes=(algorithm or "sha256") if write_manifest else None,
-            nan=nan,
-            encoding=encoding,
             progress=progress_wanted(quiet=quiet),
+            **options,
         )
         if write_manifest and report.ok:
             report.write_manifest(write_manifest, overwrite=force)
