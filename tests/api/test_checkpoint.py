@@ -1,13 +1,207 @@
+"""Open checkpoints: names, lazy tensors, and tensors that are not supported, an error only if they are needed."""
+
 from __future__ import annotations
 
+import json
 import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from click.testing import CliRunner
 
 import sluice
+from sluice.cli import main
+from support.distributed import item
+from support.distributed_metadata import chunk_metadata, distributed_metadata, index_key, place, tensor_metadata
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass."""
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are announced as a prototype
+        return torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)
+
+
+def packed() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so are quantized ones as deprecated
+        return torch.quantize_per_channel(torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
+
+
+#: A tensor of each kind, by the description of the kind.
+KINDS: Mapping[str, Callable[[], torch.Tensor]] = {
+    "a nested tensor": nested,
+    "a tensor subclass": lambda: torch.eye(3).as_subclass(Tagged),
+    "a tensor on the meta device": lambda: torch.empty(3, device="meta"),
+    "elements smaller than a byte": packed,
+}
+
+
+def state(odd: torch.Tensor) -> dict[str, Any]:
+    return {"weight": torch.arange(6.0).view(2, 3), "odd": odd, "bias": torch.arange(2.0)}
+
+
+def saved(path: Path, value: object, *, legacy: bool = False) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(value, path, _use_new_zipfile_serialization=not legacy)
+    return path
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_others_are_read(tmp_path: Path, kind: str, legacy: bool) -> None:
+    value = state(KINDS[kind]())
+    with sluice.open(saved(tmp_path / "x.pt", value, legacy=legacy)) as checkpoint:
+        assert list(checkpoint) == ["weight", "bias"]
+        assert torch.equal(checkpoint["bias"].read(), value["bias"])
+        assert "odd" not in checkpoint
+        leaf = checkpoint.tree["odd"]
+        assert isinstance(leaf, sluice.UnsupportedValue)
+        assert kind in leaf.reason
+        for ask in (
+            lambda: checkpoint["odd"],
+            lambda: checkpoint.get("odd"),
+            lambda: sluice.open(checkpoint, key="odd"),
+            lambda: sluice.load_state_dict(checkpoint),
+        ):
+            with pytest.raises(sluice.UnsupportedError, match=kind) as caught:
+                ask()
+            assert (caught.value.tensor, caught.value.found) == ("odd", leaf.qualified_name)
+            assert caught.value.file == str(tmp_path / "x.pt")
+        with pytest.raises(KeyError):
+            checkpoint["nothing"]
+
+
+def test_a_part_without_it_is_loaded(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"model": {"w": torch.ones(3)}, "extra": {"odd": nested()}})
+    assert list(sluice.load_state_dict(path)) == ["w"]
+    with pytest.raises(sluice.UnsupportedError, match="nested"):
+        sluice.load_state_dict(path, key="extra")
+
+
+def test_a_module_that_needs_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"module.weight": nested(), "module.bias": torch.arange(2.0)})
+    for strict in (True, False):
+        model = torch.nn.Linear(3, 2)
+        before = model.bias.detach().clone()
+        with pytest.raises(sluice.UnsupportedError, match="nested") as caught:
+            sluice.load_into(model, path, strict=strict)
+        assert caught.value.tensor == "module.weight"
+        assert torch.equal(model.bias, before)
+    other = saved(tmp_path / "y.pt", {"old": nested(), "bias": torch.arange(2.0)})
+    with pytest.raises(sluice.UnsupportedError, match="nested"):  # also needed under its new name
+        sluice.load_into(torch.nn.Linear(3, 2), other, rename={"old": "weight"}, strict=False)
+
+
+def test_a_module_that_does_not_need_it(tmp_path: Path) -> None:
+    value = state(nested())
+    path = saved(tmp_path / "x.pt", value)
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(sluice.UnsupportedError, match="nested"):  # strict: the module has no tensor of this name
+        sluice.load_into(model, path)
+    sluice.load_into(model, path, strict=False)
+    assert torch.equal(model.weight, value["weight"])
+
+
+def test_what_is_made_of_it(tmp_path: Path) -> None:
+    value = {"p": torch.nn.Parameter(torch.eye(2).as_subclass(Tagged)), "w": torch.ones(2)}
+    with sluice.open(saved(tmp_path / "x.pt", value)) as checkpoint:
+        assert list(checkpoint) == ["w"]
+        assert isinstance(checkpoint.tree["p"], sluice.UnsupportedValue)
+
+
+def test_a_file_of_nothing_else(tmp_path: Path) -> None:
+    with sluice.open(saved(tmp_path / "x.pt", nested())) as checkpoint:
+        assert len(checkpoint) == 0
+        with pytest.raises(sluice.UnsupportedError, match="nested"):
+            checkpoint[""]
+
+
+def test_one_file_for_each_parameter(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pt", torch.ones(2))
+    saved(tmp_path / "b.pt", nested())
+    with sluice.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["a"]
+        with pytest.raises(sluice.UnsupportedError, match="nested") as caught:
+            checkpoint["b"]
+    assert caught.value.file == str(tmp_path / "b.pt")
+
+
+def test_shards_and_their_total_size(tmp_path: Path) -> None:
+    saved(tmp_path / "pytorch_model-1.bin", {"a": torch.ones(2), "odd": nested()})
+    saved(tmp_path / "pytorch_model-2.bin", {"b": torch.ones(2)})
+    places = {"a": "pytorch_model-1.bin", "odd": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}
+    index = {"metadata": {"total_size": 24}, "weight_map": places}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with sluice.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["a", "b"]
+        assert not checkpoint.index.notes
+        assert isinstance(checkpoint.tree["odd"], sluice.UnsupportedValue)
+
+
+def six_bits(path: Path) -> Path:
+    """Write a safetensors file with one tensor of a dtype that torch lacks, and one of a dtype that it has."""
+    header = {
+        "odd": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
+        "w": {"dtype": "U8", "shape": [3], "data_offsets": [6, 9]},
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(9)))
+    return path
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    with sluice.open(six_bits(tmp_path / "x.safetensors")) as checkpoint:
+        assert list(checkpoint) == ["w"]
+        assert checkpoint["w"].read().tolist() == [6, 7, 8]
+        with pytest.raises(sluice.UnsupportedError, match="no such dtype; found F6_E2M3"):
+            checkpoint["odd"]
+
+
+def test_distributed(tmp_path: Path) -> None:
+    data = item(torch.ones(3))
+    (tmp_path / "__0_0.distcp").write_bytes(data)
+    whole = chunk_metadata((0,), (3,))
+    items = {"w": tensor_metadata((3,), [whole]), "odd": tensor_metadata((3,), [whole], dtype="qint8")}
+    stored = {index_key("w", (0,)): place("__0_0.distcp", 0, len(data))}
+    (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored))
+    with sluice.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+        with pytest.raises(sluice.UnsupportedError, match=r"found torch\.qint8"):
+            sluice.load_state_dict(checkpoint)
+
+
+def test_inspect_lists_it(tmp_path: Path) -> None:
+    value = {**state(nested()), "turned": torch.ones(2, dtype=torch.complex64).conj()}
+    path = str(saved(tmp_path / "x.pt", value))
+    shown = CliRunner().invoke(main, ["inspect", path]).output
+    assert re.search(r"odd +a nested tensor +torch\._utils\._rebuild_nested_tensor", shown)
+    assert "contents" not in shown  # all other values at the top are tensors
+    assert re.search(r"turned +conj complex64 ", shown)
+    tree = CliRunner().invoke(main, ["inspect", path, "--tree"]).output
+    assert "odd: a nested tensor, torch._utils._rebuild_nested_tensor (not loaded)" in tree
+    described = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).output)
+    assert described["unsupported"] == [
+        {"name": "odd", "reason": "a nested tensor", "found": "torch._utils._rebuild_nested_tensor", "file": path}
+    ]
+    assert described["values"] == []
+    assert [tensor["math_bits"] for tensor in described["tensors"]] == [[], [], ["conj"]]
+
+
+def test_too_many(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", [torch.empty(3, device="meta") for _ in range(20)])
+    with pytest.raises(sluice.LimitError, match="10 unsupported values"):
+        sluice.open(path, limits=sluice.Limits(entries=10))
 
 
 @pytest.fixture(params=["f.pth", "f.safetensors"])

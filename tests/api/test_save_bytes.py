@@ -98,12 +98,6 @@ def test_a_packed_dtype_needs_a_dimension(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_floats_are_not_cast_to_integers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="int8"):
-        sluice.save({"a": torch.ones(2)}, tmp_path / "f.pt", dtype=torch.int8)
-    assert not list(tmp_path.iterdir())
-
-
 @EVERY_FORM
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path, form: Form) -> None:
     first, second = tmp_path / "first", tmp_path / "second"

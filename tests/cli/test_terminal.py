@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -85,26 +84,6 @@ def test_no_bar_in_a_script(
     main([command, *files[command]], standalone_mode=False)
     assert out.getvalue()
     assert err.getvalue() == ""
-
-
-def replacing(files: dict[str, list[str]], command: str) -> tuple[list[str], Path, int]:
-    """Return arguments that would replace a file, the file, and the exit code if it is kept."""
-    source, out = files["convert"]
-    Path(out).write_text("mine", encoding="utf-8")
-    if command == "convert":
-        return ["convert", source, out], Path(out), 1
-    return ["verify", source, "--write-manifest", out], Path(out), 2
-
-
-@pytest.mark.parametrize("command", ["convert", "verify"])
-def test_files_are_replaced_with_force_alone(files: dict[str, list[str]], command: str) -> None:
-    arguments, kept, code = replacing(files, command)
-    with pytest.raises(click.ClickException, match="use --force to replace it") as caught:
-        main(arguments, standalone_mode=False)
-    assert caught.value.exit_code == code
-    assert kept.read_text(encoding="utf-8") == "mine"
-    main([*arguments, "--force", "--quiet"], standalone_mode=False)
-    assert kept.read_bytes() != b"mine"
 
 
 def test_a_manifest_never_takes_the_place_of_its_checkpoint(files: dict[str, list[str]]) -> None:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from sluice._errors import EmptyInitError
 from sluice.modules.emptied import EmptiedStorages, device_of, moved_to, remember_move
-from sluice.modules.leftovers import tensors_in
+from sluice.modules.leftovers import map_tensors, tensors_in
 from sluice.modules.swap import is_plain, swap_data, writes
 
 # Storages have no public identity, and torch passes private functions to modes.
@@ -87,7 +87,15 @@ class ConstructorCalls(TorchFunctionMode):
             EmptyInitError: It needs values, or writes to a tensor with memory.
         """
         replaced: list[torch.Tensor] = []
-        shapes, shape_options = _on_meta(args, replaced), _on_meta(options, replaced)
+
+        def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_meta:
+                return tensor
+            with torch.inference_mode(mode=False):  # inference tensors do not count changes
+                replaced.append(torch.empty_like(tensor, device="meta", requires_grad=False))
+            return replaced[-1]
+
+        shapes, shape_options = map_tensors((args, options), on_meta)
         if replaced and not _KEEPS_STATISTICS.isdisjoint(name for name, value in options.items() if value is True):
             raise refusal(func)
         try:
@@ -194,18 +202,3 @@ def _destination(
         available = module is not None and hasattr(module, "is_available") and module.is_available()
         device = torch.device(device.type, module.current_device() if available else 0)
     return device, dtype, layout
-
-
-def _on_meta(value: Any, replaced: list[torch.Tensor]) -> Any:
-    """Return arguments with tensors on meta in place of those with memory, which are added to a list."""
-    if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            return value
-        with torch.inference_mode(mode=False):  # inference tensors do not count changes
-            replaced.append(torch.empty_like(value, device="meta", requires_grad=False))
-        return replaced[-1]
-    if type(value) in {tuple, list}:
-        return type(value)([_on_meta(member, replaced) for member in value])
-    if type(value) is dict:
-        return {name: _on_meta(member, replaced) for name, member in value.items()}
-    return value

@@ -6,14 +6,15 @@ They must be real, and not share the memory of a parameter that ``empty_init`` d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from sluice.modules.emptied import was_emptied
 
-__all__ = ["NESTING", "find_leftovers", "tensors_in"]
+__all__ = ["NESTING", "find_leftovers", "map_tensors", "tensors_in"]
 
 # No public view of a module tells its registered tensors from its attributes.
 # ruff: noqa: SLF001
@@ -91,3 +92,14 @@ def tensors_in(value: object, depth: int = NESTING) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple, dict)) and depth:
         for member in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(member, depth - 1)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], object]) -> Any:
+    """Return a value with other tensors: in lists, tuples and dicts, which are copied; others are the same."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in {tuple, list}:
+        return type(value)(map_tensors(member, change) for member in value)
+    if type(value) is dict:
+        return {name: map_tensors(member, change) for name, member in value.items()}
+    return value

@@ -9,7 +9,7 @@ moved, cast, copied and pickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from sluice._errors import StreamError
+from sluice.modules.leftovers import map_tensors, tensors_in
 from sluice.modules.swap import writes
 
 __all__ = ["Guard", "ParkedParameter", "is_guarded"]
@@ -30,6 +31,9 @@ _DESCRIPTIONS = frozenset(
     | {"size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "storage_offset", "data_ptr"}
     | {"is_floating_point", "is_complex", "is_sparse", "is_quantized", "is_nested", "__hash__", "requires_grad_"}
 )
+
+#: Levels of containers in the arguments of a function of torch.
+_NESTING = 8
 
 #: Methods that return the memory of the elements.
 _STORAGES = frozenset({"untyped_storage", "storage", "_typed_storage", "__dlpack__"})
@@ -96,35 +100,18 @@ class ParkedParameter(nn.Parameter):
         if name in _DESCRIPTIONS or func in _SETTERS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
                 return func(*args, **(kwargs or {}))
-        own = next(each for each in _leaves((args, kwargs)) if isinstance(each, cls))
+        own = next(each for each in tensors_in((args, kwargs), _NESTING) if isinstance(each, cls))
         if writes(name) or (kwargs and kwargs.get("out") is not None):
             own.refuse(f"change its weights, as {name} does")
         if name in _STORAGES:  # as libraries that save tensors do
             own.refuse("lend the storage of its weights")
         with ExitStack() as stack:
-            return func(*_lent(args, stack), **_lent(kwargs or {}, stack))
 
+            def lent(tensor: torch.Tensor) -> torch.Tensor:
+                return stack.enter_context(tensor.borrow()) if isinstance(tensor, ParkedParameter) else tensor
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the members of nested containers."""
-    if isinstance(value, (list, tuple)):
-        for member in value:
-            yield from _leaves(member)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
-
-
-def _lent(value: Any, stack: ExitStack) -> Any:
-    """Return a value whose parked parameters are replaced by tensors in memory, which ``stack`` releases."""
-    if isinstance(value, ParkedParameter):
-        return stack.enter_context(value.borrow())
-    if isinstance(value, dict):
-        return {name: _lent(member, stack) for name, member in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)(_lent(member, stack) for member in value)
-    return value
+            lent_args, lent_kwargs = map_tensors((args, kwargs or {}), lent)
+            return func(*lent_args, **lent_kwargs)
 
 
 def _name_of(func: Callable[..., Any]) -> str:

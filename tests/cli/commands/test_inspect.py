@@ -1,4 +1,4 @@
-"""Output of ``sluice inspect``, line by line, for each format and several widths of the terminal."""
+"""Output and options of ``sluice inspect``, for each format and several widths of the terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import sluice
 from sluice.cli import main
 from support import distributed
+from support.command_line import run_command
 from support.directories import save, save_sharded
 from support.gguf_files import packed, plain, text, write
 from support.work import at_most
@@ -221,3 +222,25 @@ def test_a_small_file_of_countless_places_is_refused_quickly() -> None:
         result = CliRunner().invoke(main, ["inspect", "bomb.pt"])
     assert result.exit_code == 1
     assert "the checkpoint has more than" in result.stderr
+
+
+def test_inspect_shows_one_part(directory: Path) -> None:
+    torch.save({"model": state_dict(), "other": torch.ones(2)}, "run.pt")
+    value = json.loads(run_command("inspect", "run.pt", "--key", "model.fc", "--json").stdout)
+    assert [tensor["name"] for tensor in value["tensors"]] == ["weight", "bias"]
+    assert value["tensor_bytes"] == value["stored_bytes"] == 4920
+
+
+def test_the_tree_shows_names_that_dots_cannot_tell_apart(directory: Path) -> None:
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, "run.pt")
+    assert run_command("inspect", "run.pt").exit_code == 1
+    assert run_command("inspect", "run.pt", "--tree").stdout.splitlines()[1:] == [
+        "├── a.b: float32 [1], 4 B",
+        "└── a: dict of 1",
+        "    └── b: float32 [2], 8 B",
+    ]
+
+
+def test_inspect_refuses_options_that_json_would_ignore(directory: Path) -> None:
+    assert run_command("inspect", "x", "--json", "--all").exit_code == 2
+    assert run_command("inspect", "x", "--json", "--tree").exit_code == 2
