@@ -106,7 +106,7 @@ def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> 
             method: llama if model == _LLAMA else Path() if absence(method) else directory / f"{model}{kind}"
             for method, kind in chosen.items()
         },
-        final_bytes=final_bytes(model, arguments, torch.bfloat16 if case.dtype == "bfloat16" else torch.float32),
+        final_bytes=final_bytes(model, getattr(torch, case.dtype), arguments),
         truth=llama if model == _LLAMA else None,
     )
 

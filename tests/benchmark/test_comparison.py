@@ -96,7 +96,7 @@ def test_the_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
 
 
 def test_the_finished_size_counts_ties_once_and_keeps_integers() -> None:
-    assert final_bytes(_MODEL, '{"width": 16}', torch.bfloat16) == 5 * 16 * 2 + 8
+    assert final_bytes(_MODEL, torch.bfloat16, '{"width": 16}') == 5 * 16 * 2 + 8
 
 
 def test_own_checkpoints_are_read_directly_if_a_method_can(own: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""State that is no tensor when ``load_state_dict`` runs: extra state, and tensors of lazy modules."""
+"""Extra state, and tensors of lazy modules, when ``load_state_dict`` runs."""
 
 from __future__ import annotations
 

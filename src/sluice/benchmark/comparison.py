@@ -100,7 +100,7 @@ def checkpoint_for(method: str, subject: ComparedModel, folder: Path) -> Path:
     kind = METHODS[method].reads[0]
     path = folder / (f"model{kind}" if kind else "parameters")
     if not path.exists():
-        _check_room(folder, gpt2.final_bytes(subject.model, torch.float32))
+        _check_room(folder, subjects.final_bytes(subject.model, torch.float32))
         gpt2.make_checkpoint(path, subject.model, torch.float32, FORMATS[kind])
     return path
 
@@ -143,7 +143,7 @@ def scenario(
         states=states,
         # A method that is not installed gets a row with the reason, and needs no checkpoint.
         checkpoints={name: Path() if absence(name) else checkpoint_for(name, subject, folder) for name in methods},
-        final_bytes=subjects.final_bytes(subject.model, subject.model_args, getattr(torch, dtype)),
+        final_bytes=subjects.final_bytes(subject.model, getattr(torch, dtype), subject.model_args),
         truth=subject.original,
         host_limit_bytes=host_limit_bytes,
     )
@@ -165,7 +165,7 @@ def fitting_size(folder: Path, device: str, processes: int) -> tuple[str, float]
     if device == "cuda":
         room = min(room, torch.cuda.mem_get_info()[0] / _DISK_IN_FINALS)
     for size in gpt2.SIZES[:0:-1]:
-        final = gpt2.final_bytes(size, torch.float32)
+        final = subjects.final_bytes(size, torch.float32)
         handlings = _HANDLINGS_AT_FIRST + processes * _HANDLINGS_PER_PROCESS
         seconds = processes * per_process + handlings * per_byte * final
         if final <= room and seconds <= _BUDGET_SECONDS:

@@ -28,7 +28,6 @@ __all__ = [
     "GPTConfig",
     "GPTModel",
     "config",
-    "final_bytes",
     "gpt2",
     "make_checkpoint",
     "random_state_dict",
@@ -121,8 +120,6 @@ class CausalAttention(nn.Module):
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         width, context, bias = cfg["emb_dim"], cfg["context_length"], cfg.get("qkv_bias", False)
-        if width % cfg["n_heads"]:
-            raise ValueError(f"emb_dim {width} is not a multiple of n_heads {cfg['n_heads']}")
         self.n_heads = cfg["n_heads"]
         self.W_query = nn.Linear(width, width, bias=bias)
         self.W_key = nn.Linear(width, width, bias=bias)
@@ -201,13 +198,6 @@ class GPTModel(nn.Module):
 def gpt2(size: str = "small") -> GPTModel:
     """Return an untrained GPT-2 of a size. Example: ``sluice load FILE --model sluice.benchmark.gpt2:gpt2``."""
     return GPTModel(config(size))
-
-
-def final_bytes(size: str, dtype: torch.dtype) -> int:
-    """Return F of a model: the size of its parameters and persistent buffers in this dtype, in bytes."""
-    with torch.device("meta"):
-        elements = sum(tensor.numel() for tensor in gpt2(size).state_dict().values())
-    return int(elements * dtype.itemsize)
 
 
 def random_weight(name: str, shape: torch.Size) -> torch.Tensor:

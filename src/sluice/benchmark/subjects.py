@@ -40,7 +40,7 @@ def _build(model: str, model_args: str) -> nn.Module:
     return built
 
 
-def final_bytes(model: str, model_args: str, dtype: torch.dtype) -> int:
+def final_bytes(model: str, dtype: torch.dtype, model_args: str = "{}") -> int:
     """Return F of a model in bytes: parameters and persistent buffers, floating-point ones in this dtype."""
     with sluice.empty_init():
         built = _build(model, model_args)

@@ -109,7 +109,8 @@ def load_options(*, required: bool, model: str) -> Callable[[Command], Callable[
             own = {name: options.pop(name) for name in _OWN}
             return command(_load_arguments(own), **options)
 
-        return together(paths_argument, remote_options, model_option, _OPTIONS)(checked)
+        with_options: Callable[..., Any] = together(paths_argument, remote_options, model_option, _OPTIONS)(checked)
+        return with_options
 
     return add
 
