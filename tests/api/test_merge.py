@@ -162,6 +162,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             "tokenizers are not merged",
         ),
         ([a, str(tmp_path / "none.pth")], {}, FileNotFoundError, "none.pth"),
+        ([a, a], {}, sluice.FormatError, "twice an input"),
     ]
     for config, options, error, text in refused:
         with pytest.raises(error, match=text):
