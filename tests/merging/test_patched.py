@@ -255,5 +255,5 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sluice.MismatchError, match="only one has"):
         sluice.diff(tmp_path / "b.safetensors", tmp_path / "c.safetensors", patch=tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(TypeError, match="takes paths and URLs, not BytesIO"):
+    with pytest.raises(TypeError, match="takes paths and URLs, not a BytesIO"):
         sluice.Patched(tmp_path / "b.safetensors", io.BytesIO())  # type: ignore[arg-type]
