@@ -71,28 +71,24 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert (error.errno, error.filename) == (errno.ENOENT, str(tmp_path / "none"))
 
 
-def test_a_path_through_a_file(path: Path) -> None:
-    assert isinstance(refusal(path / "inside"), ReadError)
-
-
-def test_a_broken_and_a_circular_link(tmp_path: Path) -> None:
-    (tmp_path / "broken").symlink_to(tmp_path / "none")
-    assert "not exist" in refusal(tmp_path / "broken").problem
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert isinstance(refusal(tmp_path / "loop"), ReadError)
-
-
-def test_a_path_that_cannot_be_one() -> None:
-    assert "path" in refusal("a\0b").problem
-
-
-def test_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "x").touch()
-    assert isinstance(refusal(tmp_path / "x"), TruncatedError)
-
-
-def test_a_directory(tmp_path: Path) -> None:
-    assert isinstance(refusal(tmp_path), UnsupportedError)
+@pytest.mark.parametrize(
+    ("name", "kind", "problem"),
+    [
+        ("x.pth/inside", ReadError, "cannot be examined"),
+        ("broken", MissingFileError, "does not exist"),
+        ("loop", ReadError, "cannot be examined"),
+        ("a\0b", SluiceError, "not a valid path"),
+        ("empty", TruncatedError, "empty"),
+        (".", UnsupportedError, "a directory"),
+    ],
+)
+def test_what_is_no_file(path: Path, name: str, kind: type[SluiceError], problem: str) -> None:
+    for link, target in (("broken", "none"), ("loop", "loop")):
+        path.with_name(link).symlink_to(target)
+    path.with_name("empty").touch()
+    error = refusal(f"{path.parent}/{name}")
+    assert isinstance(error, kind)
+    assert problem in error.problem
 
 
 def test_special_files_are_refused_without_being_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,40 +251,33 @@ def test_at_most_two_descriptors_and_none_after_close(source: LocalFile, aligned
     assert source.read_at(0, 10) == CONTENT[:10]
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=["EINVAL", "EOPNOTSUPP"])
-def test_direct_io_that_is_refused_when_opening(
-    source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    real = os.open
-
-    def refuse(path: str, flags: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(number, os.strerror(number))
-        return real(path, flags)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(DirectIOUnavailable):
-        source.read_into(0, memoryview(bytearray(4096)), direct=True)
-    assert source.read_at(0, 4) == CONTENT[:4]
-
-
 @pytest.fixture
 def direct_in_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the direct I/O flag when opening, so that every file system behaves the same."""
     monkeypatch.setattr(os, "O_DIRECT", 0)
 
 
-@pytest.mark.usefixtures("direct_in_name_only")
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=["EINVAL", "EOPNOTSUPP"])
-def test_direct_io_that_is_refused_when_reading(
-    source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("when", ["opening", "reading"])
+def test_direct_io_that_is_refused(
+    source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch, when: str, number: int
 ) -> None:
+    real, flag = os.open, os.O_DIRECT
+
+    def opened(path: str, flags: int) -> int:
+        if flags & flag and when == "opening":
+            raise OSError(number, os.strerror(number))
+        return real(path, flags & ~flag)  # on any file system
+
     def refuse(read: Reader, buffer: memoryview, offset: int) -> int:
         raise OSError(number, os.strerror(number))
 
-    patch_preadv(monkeypatch, refuse)
-    with pytest.raises(DirectIOUnavailable):
-        source.read_into(0, aligned, direct=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        patch_preadv(patch, refuse)
+        with pytest.raises(DirectIOUnavailable):
+            source.read_into(0, aligned, direct=True)
+    assert source.read_at(0, 4) == CONTENT[:4]
 
 
 @pytest.mark.usefixtures("direct_in_name_only")
