@@ -35,7 +35,7 @@ try:
 except ImportError:  # Windows
     flock = None  # type: ignore[assignment]
 
-__all__ = ["CacheDirectory", "CacheEntry", "CacheFile", "locks_work"]
+__all__ = ["CacheDirectory", "CacheEntry", "CacheFile"]
 
 _TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # Remote checkpoints, cached by sluice. Delete the directory to free the space. See https://bford.info/cachedir/
@@ -139,6 +139,8 @@ class CacheDirectory:
 
     def __init__(self, path: str | os.PathLike[str], bound: int) -> None:
         """Keep the path, and the most bytes of all entries together; nothing is made."""
+        if flock is None:
+            raise OSError("the system has no locks of open files")
         self.path, self.bound = os.path.realpath(os.path.expanduser(path)), bound
 
     def complete(self, entry: CacheEntry) -> CacheFile | None:
@@ -230,11 +232,6 @@ class CacheDirectory:
             if not os.fstat(part.fileno()).st_size:
                 os.unlink(f"{self._path(entry)}.part")
             raise OSError(errno.ENOSPC, "its bound or the free space leaves no room")
-
-
-def locks_work() -> bool:
-    """Return whether the system has the locks that a cache needs."""
-    return flock is not None
 
 
 def _lock(file: OwnedFile, kind: int) -> bool:

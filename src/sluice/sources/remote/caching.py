@@ -13,20 +13,20 @@ from collections.abc import Iterator
 
 from sluice._errors import SluiceError
 from sluice.sources.protocol import Source
-from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry, locks_work
+from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry
 from sluice.sources.remote.cached_file import CachedFile, CompleteFile
 from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.http_addresses import is_signed
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.store_clients import root_of
 
 __all__ = ["cached_source", "object_key"]
 
 #: Parameters of signed addresses that belong to the signature, not to the object; lower case.
-_SIGNATURE = frozenset(
-    {"signature", "expires", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid"}
-    | {"sig", "se", "ske", "skoid", "sks", "skt", "sktid", "skv", "sp", "spr", "sr", "st", "sv"}
+_OF_SIGNATURE = re.compile(
+    "x-amz-.*|x-goog-.*|signature|expires|policy|key-pair-id|awsaccesskeyid|googleaccessid|"
+    "sig|se|ske|skoid|sks|skt|sktid|skv|sp|spr|sr|st|sv"
 )
-_SIGNATURE_PREFIXES = ("x-amz-", "x-goog-")
 
 #: Variables and options that choose the server or the account of an address.
 _PLACES = (
@@ -81,8 +81,6 @@ def _lasting_version(source: RemoteFile, remote: Remote) -> str:
         raise OSError("the server does not name its version (a strong ETag)")
     if remote.store is not None and type(remote.store).__name__ not in _LASTING_STORES:
         raise OSError("versions of this store are not unique")
-    if not locks_work():
-        raise OSError("the system has no locks of open files")
     return source.facts.version
 
 
@@ -122,11 +120,6 @@ def _plain_address(remote: Remote) -> str:
 def _unsigned(query: str) -> list[str]:
     """Return the parameters of a query without those of a signature, if it has one."""
     parts = query.split("&")
-    names = [part.partition("=")[0].lower() for part in parts]
-    if not {"signature", "sig", "x-amz-signature", "x-goog-signature"} & set(names):
+    if not is_signed(query):
         return parts
-    return [
-        part
-        for part, name in zip(parts, names, strict=True)
-        if name not in _SIGNATURE and not name.startswith(_SIGNATURE_PREFIXES)
-    ]
+    return [part for part in parts if not _OF_SIGNATURE.fullmatch(part.partition("=")[0].lower())]

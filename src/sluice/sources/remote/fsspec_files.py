@@ -15,14 +15,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fsspec.core import url_to_fs
+from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError, UnsupportedError
-from sluice.records import AccessFacts
 from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
-from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.file import RemoteFile, remote_access
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import ObjectFacts, PieceBody, RequestFailedError
 from sluice.sources.remote_names import without_credentials
@@ -90,12 +90,11 @@ class FilesystemFile(RemoteFile):
             shown: Address for messages, without credentials.
         """
         self._object = _FilesystemObject(filesystem, path, shown)
-        access = AccessFacts(
+        access = replace(
+            remote_access(defaults.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1),
             request_bytes=defaults.FSSPEC_READ_BYTES,
             gap_bytes=defaults.FSSPEC_GAP_BYTES,
-            parallel_requests=defaults.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1,
-            first_bytes=defaults.REMOTE_FIRST_BYTES,
-            header_bytes=defaults.REMOTE_HEADER_BYTES,
+            joins_reads=False,
         )
         self._was_closed = False
         super().__init__(self._object, access=access)

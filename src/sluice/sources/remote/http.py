@@ -132,7 +132,8 @@ class HttpObject:
         self._lease = None
 
     def _described(self, response: urllib3.BaseHTTPResponse, address: HttpAddress) -> ResponseHead:
-        return ResponseHead(status=response.status, headers=response.headers, path=self.path, signed=is_signed(address))
+        query = address.target.partition("?")[2]
+        return ResponseHead(status=response.status, headers=response.headers, path=self.path, signed=is_signed(query))
 
     def _answer(self, wanted: Mapping[str, str]) -> tuple[urllib3.BaseHTTPResponse, HttpAddress]:
         """Request something, follow redirects, and return the answer and the address that gave it."""

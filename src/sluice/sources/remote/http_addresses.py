@@ -121,10 +121,9 @@ def next_address(address: HttpAddress, location: str | None) -> HttpAddress:
     return following
 
 
-def is_signed(address: HttpAddress) -> bool:
-    """Return whether an address carries a signature, which expires."""
-    query = address.target.partition("?")[2].lower()
-    return any(part.startswith(_SIGNATURES) for part in query.split("&"))
+def is_signed(query: str) -> bool:
+    """Return whether the query of an address carries a signature, which expires."""
+    return any(part.startswith(_SIGNATURES) for part in query.lower().split("&"))
 
 
 def network_of(host: str) -> Network:
