@@ -167,6 +167,8 @@ class _FilesystemObject:
                 data = self._call(self._filesystem.cat_file, self._path, start=at, end=until)
                 if not isinstance(data, bytes) or len(data) > until - at:
                     raise RequestFailedError("the file system returned other bytes than the range", temporary=False)
+                if not data:
+                    return
                 at += len(data)
                 yield data
 

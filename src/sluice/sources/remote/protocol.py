@@ -102,7 +102,11 @@ class PieceBody:
         self._pieces, self._rest = iter(()), memoryview(b"")
 
     def readinto(self, buffer: memoryview) -> int:
-        self._rest = self._rest or memoryview(next(self._pieces, b""))
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
