@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.checkpoint.open_file import open_file
 from sluice.sources.remote.file import RemoteFile
-from sluice.sources.remote.protocol import Body, ObjectFacts
+from sluice.sources.remote.protocol import Body, ObjectFacts, PieceBody
 from support import distributed
 from support.range_server import RangeServer
 
@@ -178,16 +178,7 @@ class Huge:
         return facts, self.open_range(0, nbytes, facts)
 
     def open_range(self, offset: int, nbytes: int, _facts: ObjectFacts) -> AbstractContextManager[Body]:
-        left = self._start[offset : offset + nbytes].ljust(nbytes, b"\0")
-
-        class Bytes:
-            def readinto(self, buffer: memoryview) -> int:
-                nonlocal left
-                count = min(len(buffer), len(left))
-                buffer[:count], left = left[:count], left[count:]
-                return count
-
-        return nullcontext(Bytes())
+        return PieceBody(iter([self._start[offset : offset + nbytes].ljust(nbytes, b"\0")]))
 
     def close(self) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,21 @@ from sluice.sources.protocol import Source, is_caching
 from sluice.sources.remote.caching import cached_source
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import Body, ObjectFacts
+from sluice.sources.remote.protocol import Body, ObjectFacts, PieceBody
 from support.skipped_time import SkippedTime
 
 PIECE = 100_000
+
+
+def pieces_of(content: bytes, nbytes: int, arrived: Callable[[], None] = lambda: None) -> PieceBody:
+    """Return a body that arrives in pieces of ``nbytes`` bytes."""
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(content), nbytes):
+            arrived()
+            yield content[start : start + nbytes]
+
+    return PieceBody(pieces())
 
 
 def content(nbytes: int = 10 * PIECE + 1234, seed: int = 0) -> bytes:
@@ -46,21 +57,10 @@ class VersionedObject:
         self.requests.append((offset, nbytes))
         if facts != self.facts:
             raise SourceChangedError("the object was replaced", file=self.path)
-        yield _Bytes(self.content[offset : offset + nbytes][: self.longest])
+        yield pieces_of(self.content[offset : offset + nbytes][: self.longest], 50_000)
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class _Bytes:
-    def __init__(self, left: bytes) -> None:
-        self._left = left
-
-    def readinto(self, buffer: memoryview) -> int:
-        some = self._left[: min(len(buffer), 50_000)]
-        buffer[: len(some)] = some
-        self._left = self._left[len(some) :]
-        return len(some)
 
 
 def opened(remote: VersionedObject, cache: Path, bound: int | str | None = None) -> Source:

@@ -12,6 +12,7 @@ from sluice._errors import RemoteError, TruncatedError
 from sluice.sources.protocol import Source
 from sluice.sources.remote.file import RemoteFile, remote_access
 from sluice.sources.remote.protocol import Body, ObjectFacts, RequestFailedError
+from support.cached_objects import pieces_of
 
 CONTENT = bytes(range(251)) * 4000
 
@@ -39,19 +40,8 @@ class Memory:
         if self.failures:
             self.failures -= 1
             raise RequestFailedError("no", temporary=True)
-        left = self.content[offset : offset + nbytes][: self.longest]
-        memory = self
-
-        class Bytes:
-            def readinto(self, buffer: memoryview) -> int:
-                nonlocal left
-                memory.now += memory.seconds_per_piece
-                some = left[: min(len(buffer), memory.piece)]
-                buffer[: len(some)] = some
-                left = left[len(some) :]
-                return len(some)
-
-        yield Bytes()
+        arrived = lambda: self.sleep(self.seconds_per_piece)  # noqa: E731
+        yield pieces_of(self.content[offset : offset + nbytes][: self.longest], self.piece, arrived)
 
     def close(self) -> None:
         self.closed += 1
