@@ -221,9 +221,16 @@ def _check_regex(pattern: str | re.Pattern[str]) -> None:
 
 
 def check_plan_without_model(
-    *, rename: object, strict: object, allow_empty: object, ignore_mismatched: object, place: object, device: object
+    *,
+    rename: object,
+    strict: object,
+    allow_empty: object,
+    ignore_mismatched: object,
+    place: object,
+    device: object,
+    **_others: object,
 ) -> None:
-    """Refuse arguments of ``plan`` that need a model.
+    """Refuse arguments of ``plan`` that need a model; all others are left out.
 
     Raises:
         ValueError: There are such arguments.

@@ -125,14 +125,7 @@ def plan(
     arguments = locals()
     check_model(model, source, "plan(model, source)", optional=True)
     if model is None:
-        check_plan_without_model(
-            rename=rename,
-            strict=strict,
-            allow_empty=allow_empty,
-            ignore_mismatched=ignore_mismatched,
-            place=place,
-            device=device,
-        )
+        check_plan_without_model(**arguments)
     check_load(**arguments)
     if place == "shared" or isinstance(source, SharedCopy):
         return plan_shared(plan, **arguments)

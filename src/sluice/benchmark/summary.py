@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
+from typing import Any
 
 from sluice._units import format_bytes
 from sluice.benchmark.records import REFERENCE, SHORT_DTYPES, MethodRun, Outcome, Scenario, State, Status
 
 __all__ = ["Row", "finding", "summarise", "typical_runs"]
+
+#: Figures of an outcome that a row has: times by state, and peaks of memory.
+_TIMES = ("seconds", "cpu_seconds", "everything_seconds")
+_PEAKS = (
+    *("anon_bytes", "file_bytes", "shmem_bytes", "total_bytes"),
+    *("device_allocated_bytes", "device_reserved_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,32 +99,20 @@ def _figures(good: tuple[float, float]) -> str:
 
 def _row(scenario: Scenario, method: str, runs: Sequence[MethodRun], truth: str | None) -> Row:
     own = [run for run in runs if run.method == method]
-    seconds = _medians(own, scenario.states, _seconds)
+    figures: dict[str, Any] = {name: _medians(own, scenario.states, attrgetter(name)) for name in _TIMES}
+    figures |= {name: _peak(own, attrgetter(name)) for name in _PEAKS}
+    seconds = figures["seconds"]
     verdicts = {run.outcome.verdict for run in own} - {None}
-    total = _peak(own, lambda outcome: outcome.total_bytes)
-    reserved = _peak(own, lambda outcome: outcome.device_reserved_bytes)
-    judged = reserved if scenario.device != "cpu" else total
+    judged = figures["device_reserved_bytes" if scenario.device != "cpu" else "total_bytes"]
     return Row(
         method=method,
         reasons=tuple(dict.fromkeys(run.outcome.reason for run in own if run.outcome.reason)),
-        seconds=seconds,
-        cpu_seconds=_medians(own, scenario.states, lambda outcome: outcome.cpu_seconds),
-        everything_seconds=_medians(own, scenario.states, lambda outcome: outcome.everything_seconds),
         counts={state: len(_good(own, state)) for state in seconds},
         failures={run.state: run.outcome.status for run in own if run.state not in seconds},
-        anon_bytes=_peak(own, lambda outcome: outcome.anon_bytes),
-        file_bytes=_peak(own, lambda outcome: outcome.file_bytes),
-        shmem_bytes=_peak(own, lambda outcome: outcome.shmem_bytes),
-        total_bytes=total,
-        device_allocated_bytes=_peak(own, lambda outcome: outcome.device_allocated_bytes),
-        device_reserved_bytes=reserved,
+        **figures,
         over_final=None if method.startswith("raw-") else judged / scenario.final_bytes,
         right=verdicts == {truth} if verdicts and truth else None,
     )
-
-
-def _seconds(outcome: Outcome) -> float:
-    return outcome.seconds
 
 
 def _good(runs: Sequence[MethodRun], state: State) -> list[Outcome]:

@@ -7,14 +7,14 @@ own, so that the file holds what is between the first and the last element of a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice.records import Entry, Index
-from sluice.records.geometry import contiguous_stride, span_elements
+from sluice.records.geometry import contiguous_stride, overlapping, span_elements
 from sluice.writing.pickle_opcodes import Call, Persistent
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_tensors import Geometry, rebuilt, stored
@@ -45,7 +45,7 @@ class Storages:
         first_use = array("Q", (first.setdefault(self._kind(i, index), i) for i in range(len(entries))))
         order = sorted(range(len(entries)), key=lambda i: (first_use[i], entries[i].storage_offset))
         for _, positions in groupby(order, key=first_use.__getitem__):
-            for members in self._overlapping(positions):
+            for members in overlapping(positions, lambda i: (entries[i].storage_offset, _end(entries[i]))):
                 self._place(members)
 
     def _kind(self, position: int, index: Index) -> object:
@@ -56,18 +56,6 @@ class Storages:
         shorter = entry.bare and entry.nbytes < index.storages[entry.storage].nbytes  # a part of a storage object
         alone = position if shorter or entry.elements.packing else None
         return entry.storage, entry.elements.without_math_bits(), self._finished(entry), alone
-
-    def _overlapping(self, positions: Iterable[int]) -> Iterator[list[int]]:
-        """Split views of one source, in the order of their first elements, into groups that overlap or touch."""
-        group: list[int] = []
-        end = -1
-        for position in positions:
-            if group and self._entries[position].storage_offset > end:
-                yield group
-                group, end = [], -1
-            group.append(position)
-            end = max(end, _end(self._entries[position]))
-        yield group
 
     def _place(self, members: Sequence[int]) -> None:
         """Add the storage of overlapping views."""

@@ -130,17 +130,9 @@ def from_pretrained(
     Example:
         >>> model = sluice.hf.from_pretrained("gpt2-xl", dtype=torch.bfloat16, report=print)
     """
-    started = time.perf_counter()
+    arguments, started = locals(), time.perf_counter()
     library = find_library()
-    check_load(
-        limits=limits,
-        strict=strict,
-        allow_empty=allow_empty,
-        ignore_mismatched=ignore_mismatched,
-        place=place,
-        page_cache=page_cache,
-        progress=progress,
-    )
+    check_load(**arguments)
     if place not in {"copy", "map"}:
         raise ValueError(f"place={place!r} is for sluice.load_into; place='map' shares the pages of the files")
     merged = adapter_list(adapters)

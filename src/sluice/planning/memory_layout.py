@@ -19,7 +19,7 @@ from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice.planning.packed_fills import packed_fill
 from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target, View
-from sluice.records.geometry import contiguous_stride, is_dense, round_up, span_elements
+from sluice.records.geometry import contiguous_stride, is_dense, overlapping, round_up, span_elements
 
 __all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
@@ -85,8 +85,9 @@ def shared_targets(
     views: dict[int, View] = {}
     bare = [_without_math_bits(request) for request in requests]
     for members in _storage_groups(bare):
-        for group in _overlapping([(i, bare[i]) for i in members]):
-            _lay_out_group(group, targets, views, index, offsets)
+        ordered = sorted(members, key=lambda i: bare[i].entry.storage_offset)
+        for group in overlapping(ordered, lambda i: _span(bare[i].entry)):
+            _lay_out_group([(i, bare[i]) for i in group], targets, views, index, offsets)
     bits = [request.entry.math_bits for request in requests]
     return tuple(targets), tuple(
         replace(views[i], math_bits=bits[i]) if bits[i] else views[i] for i in range(len(requests))
@@ -260,19 +261,8 @@ def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
     return groups.values()
 
 
-def _overlapping(members: list[tuple[int, Request]]) -> Iterable[list[tuple[int, Request]]]:
-    """Split views of one storage into groups whose spans overlap or touch."""
-    if len(members) == 1:
-        return [members]
-    groups: list[list[tuple[int, Request]]] = []
-    end = -1
-    for position, request in sorted(members, key=lambda member: member[1].entry.storage_offset):
-        entry = request.entry
-        if not groups or entry.storage_offset > end:
-            groups.append([])
-        groups[-1].append((position, request))
-        end = max(end, entry.storage_offset + span_elements(entry.shape, entry.stride))
-    return groups
+def _span(entry: Entry) -> tuple[int, int]:
+    return entry.storage_offset, entry.storage_offset + span_elements(entry.shape, entry.stride)
 
 
 def _lay_out_group(

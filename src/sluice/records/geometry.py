@@ -6,8 +6,9 @@ Pure functions: no I/O, no torch. Shapes and strides are in elements; ``*_bytes`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -17,11 +18,14 @@ __all__ = [
     "contiguous_stride",
     "cut",
     "is_dense",
+    "overlapping",
     "round_down",
     "round_up",
     "span_elements",
     "split_evenly",
 ]
+
+_Member = TypeVar("_Member")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -210,3 +214,18 @@ def _widest_gap(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
         (stride[i] - span_elements(shape[i + 1 :], stride[i + 1 :]) for i in range(len(shape)) if shape[i] > 1),
         default=0,
     )
+
+
+def overlapping(members: Iterable[_Member], span: Callable[[_Member], tuple[int, int]]) -> Iterator[list[_Member]]:
+    """Split members, in the order of the starts of their spans, into groups whose spans overlap or touch."""
+    group: list[_Member] = []
+    reached = -1
+    for member in members:
+        start, end = span(member)
+        if group and start > reached:
+            yield group
+            group = []
+        group.append(member)
+        reached = max(reached, end)
+    if group:
+        yield group
