@@ -15,7 +15,7 @@ import os
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from types import FrameType, TracebackType
+    from types import FrameType
     from typing import Self
 else:
     import _signal as signal  # the part of ``signal`` without enum, which takes longer to import than everything here
@@ -51,9 +51,7 @@ class InterruptsRaised:
             signal.signal(signal.SIGINT, self._raise)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._changed:
             signal.signal(signal.SIGINT, _end)
 

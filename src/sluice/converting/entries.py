@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -69,10 +68,8 @@ class Entries:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._reader.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
 
     @property
     def host_headroom(self) -> tuple[int, str]:

@@ -12,7 +12,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from sluice._public import public
@@ -115,9 +114,7 @@ class Measurement:
             )
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end, end_ns = read_memory(), time.monotonic_ns()
         self._report = self._assemble(end, end_ns, self._helper.stop())
         if self._on_report:

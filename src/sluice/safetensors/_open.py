@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from sluice._arguments import device_name
@@ -74,9 +73,7 @@ class safe_open:  # noqa: N801  the name in safetensors
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None

@@ -175,9 +175,7 @@ class UploadedFile:
             raise SaveError("the file already exists; pass overwrite=True to replace it", file=self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._task is not None:  # not committed
             self._pieces.put(_AbandonedError())
             with suppress(SaveError, _AbandonedError):

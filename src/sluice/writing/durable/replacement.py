@@ -12,7 +12,6 @@ import os
 import stat
 import sys
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from sluice import _defaults as defaults
@@ -55,9 +54,7 @@ class NewFile:
             self._make(self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _make(self, path: str) -> None:
@@ -190,9 +187,7 @@ class Replacement(NewFile):
             self._close()  # another writer removed it as a leftover before it was locked
         raise SaveError("other processes keep removing the hidden file of this save", file=self.path)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._abandon()
 
     def _abandon(self) -> None:
