@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -53,16 +52,6 @@ def test_the_end_of_a_block_does_not_wait_for_the_next_sample() -> None:
     with PeakMeter(interval_seconds=threading.TIMEOUT_MAX) as meter:
         pass
     assert meter.peaks.total_bytes >= 0
-
-
-def test_another_process_can_be_read_until_it_ends() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        assert read_memory(child.pid).total_bytes > 0
-    finally:
-        child.communicate(b"\n")
-    with pytest.raises(ProcessLookupError):
-        read_memory(child.pid)
 
 
 @linux_only

@@ -56,20 +56,14 @@ class MemorySample(Struct, frozen=True, kw_only=True):
 NO_MEMORY = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)
 
 
-def read_memory(pid: int | None = None) -> MemorySample:
-    """Return the resident memory of this process, or of a different process of the same user.
+def read_memory() -> MemorySample:
+    """Return the resident memory of this process; where the system does not split it, all of it counts as anonymous."""
+    found = _STATUS.search(read_system_file("/proc/self/status") or b"")
+    if found is None:  # macOS, Windows
+        import psutil
 
-    On systems that do not split it (macOS, Windows), all of it counts as anonymous.
-
-    Raises:
-        ProcessLookupError: The process does not exist.
-    """
-    status = read_system_file(f"/proc/{pid or 'self'}/status")
-    if status is None:
-        return _read_with_psutil(pid)
-    found = _STATUS.search(status)
-    if found is None:  # the process has ended but was not reaped
-        raise ProcessLookupError(f"process {pid} has ended")
+        resident = psutil.Process().memory_info().rss
+        return MemorySample(anon_bytes=resident, file_bytes=0, shmem_bytes=0, peak_bytes=resident)
     peak, anon, file, shmem = (int(value) << 10 for value in found.groups())
     return MemorySample(anon_bytes=anon, file_bytes=file, shmem_bytes=shmem, peak_bytes=peak)
 
@@ -77,16 +71,6 @@ def read_memory(pid: int | None = None) -> MemorySample:
 def restart_peak() -> bool:
     """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
     return write_system_file("/proc/self/clear_refs", b"5")
-
-
-def _read_with_psutil(pid: int | None) -> MemorySample:
-    import psutil
-
-    try:
-        resident = psutil.Process(pid).memory_info().rss
-    except psutil.NoSuchProcess as error:
-        raise ProcessLookupError(f"process {pid} does not exist") from error
-    return MemorySample(anon_bytes=resident, file_bytes=0, shmem_bytes=0, peak_bytes=resident)
 
 
 class PeakMeter:

@@ -185,20 +185,16 @@ class StoreGroup:
         with suppress(RuntimeError):  # without a store no rank can be told
             self._announce(f"warning/{self.rank}", text)
 
-    def look(self, *, now: bool = False) -> bool:
-        """Return whether a rank has failed, as far as known without waiting; also tell that this rank is alive.
-
-        Args:
-            now: Whether to ask even if that was done less than a second ago.
-        """
-        time_now = self._clock()
-        if not now and time_now - self._looked < defaults.RANK_LOOK_SECONDS:
+    def look(self) -> bool:
+        """Return whether a rank has failed, as far as known without waiting; also tell that this rank is alive."""
+        now = self._clock()
+        if now - self._looked < defaults.RANK_LOOK_SECONDS:
             return False
-        self._looked = time_now
-        self._pulse(time_now)
+        self._looked = now
+        self._pulse(now)
         if self._store.check([self._key("warnings")]):
             return True
-        lost = {rank: text for rank in self.ranks if (text := self._lost(rank, time_now))}
+        lost = {rank: text for rank in self.ranks if (text := self._lost(rank, now))}
         for rank, text in lost.items():  # ranks of other hosts do not see it
             self._announce(f"lost/{rank}", text)
         return bool(lost)
