@@ -24,6 +24,7 @@ from sluice.benchmark.records import (
     SHORT_DTYPES,
     Kind,
     MethodJob,
+    ModelSource,
     Precision,
     Scenario,
     State,
@@ -49,13 +50,9 @@ _PROBE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedModel:
+class ComparedModel(ModelSource):
     """A model and its checkpoint."""
 
-    #: As in ``MethodJob``.
-    model: str
-    model_args: str = "{}"
-    key: str | None = None
     #: The user's checkpoint; None for a built-in model, whose checkpoints are generated.
     original: Path | None = None
     #: Kind of the user's checkpoint.

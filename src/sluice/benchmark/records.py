@@ -25,6 +25,7 @@ __all__ = [
     "Method",
     "MethodJob",
     "MethodRun",
+    "ModelSource",
     "Outcome",
     "Precision",
     "Scenario",
@@ -67,19 +68,25 @@ Status = Literal["ok", "killed", "failed", "timeout", "absent", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodJob:
-    """The work of one benchmark process."""
+class ModelSource:
+    """A model, and the place of its weights in a checkpoint."""
 
-    #: Name of the method in the registry.
-    method: str
     #: Name of a built-in model, for ``gpt2.gpt2``, or ``package.module:name`` of a callable that builds a model.
     model: str
     #: Arguments of that callable as JSON: an object of keyword arguments or an array of positional ones.
     model_args: str = "{}"
-    #: The checkpoint file or directory.
-    checkpoint: str
     #: Dotted path of the weights in the checkpoint; None if it contains nothing else.
     key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodJob(ModelSource):
+    """The work of one benchmark process."""
+
+    #: Name of the method in the registry.
+    method: str
+    #: The checkpoint file or directory.
+    checkpoint: str
     #: Dtype of the floating-point tensors of the finished model.
     dtype: Precision
     #: Device of the finished model: ``"cpu"``, ``"cuda"``, or a simulated device.
@@ -206,15 +213,11 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(ModelSource):
     """Methods that do the same work on the same bytes: one table."""
 
     #: Heading of its table.
     title: str
-    #: As in ``MethodJob``.
-    model: str
-    model_args: str = "{}"
-    key: str | None = None
     #: Dtype and device of the finished model.
     dtype: Precision
     device: str

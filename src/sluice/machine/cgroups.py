@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from sluice.machine.system_files import read_system_file
 
@@ -17,15 +18,24 @@ __all__ = ["MemoryGroup", "cgroup_headroom", "memory_groups", "tightest"]
 _UNLIMITED_BYTES = 1 << 62
 
 
-class MemoryGroup(Struct, frozen=True, kw_only=True):
-    """One control group that counts this process's memory."""
+class _Place(Struct, frozen=True):
+    """The files of one control group that counts this process's memory."""
 
     #: Version of its hierarchy: 1 or 2.
     version: int
     #: Path below the mount point; ``"/"`` for the root.
     path: str
-    #: File that reports its usage in bytes.
+    #: Files that report its limit, its usage in bytes, and other figures.
+    limit_file: str
     usage_file: str
+    statistics_file: str
+    #: Name of the reclaimable bytes in the statistics.
+    reclaimable: bytes
+
+
+class MemoryGroup(_Place, frozen=True, kw_only=True):
+    """One control group, and its figures."""
+
     #: Current usage in bytes.
     usage_bytes: int
     #: Limit in bytes; None if there is none.
@@ -72,20 +82,6 @@ def cgroup_headroom(root: Path = Path("/")) -> int | None:
     groups = [_group(place, limit) for place, limit in limits if limit is not None]
     found = tightest([group for group in groups if group is not None])
     return None if found is None else found.room_bytes
-
-
-class _Place(Struct, frozen=True):
-    """The files of one control group."""
-
-    #: Version of its hierarchy: 1 or 2.
-    version: int
-    #: Path below the mount point.
-    path: str
-    limit_file: str
-    usage_file: str
-    statistics_file: str
-    #: Name of the reclaimable bytes in the statistics.
-    reclaimable: bytes
 
 
 def _places(root: Path) -> tuple[_Place, ...]:
@@ -137,14 +133,8 @@ def _group(place: _Place, limit_bytes: int | None) -> MemoryGroup | None:
     usage = _number(place.usage_file)
     if usage is None:
         return None
-    return MemoryGroup(
-        version=place.version,
-        path=place.path,
-        usage_file=place.usage_file,
-        usage_bytes=usage,
-        limit_bytes=limit_bytes,
-        reclaimable_bytes=_reclaimable(place),
-    )
+    free = _reclaimable(place)
+    return MemoryGroup(*astuple(place), usage_bytes=usage, limit_bytes=limit_bytes, reclaimable_bytes=free)
 
 
 def _limit(place: _Place) -> int | None:

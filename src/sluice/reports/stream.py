@@ -12,25 +12,31 @@ from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_ti
 __all__ = ["StreamPlan", "StreamReport"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFigures(Report):
+    """The memory and the reads of a stream, planned or running."""
+
+    #: Number of blocks whose weights are read when they are called.
+    blocks: int
+    #: Bytes of the weights that stay in memory.
+    resident_bytes: int
+    #: Bytes of memory through which the others pass.
+    window_bytes: int
+    #: Bytes that a call of the model reads from the files if it uses every block once.
+    call_bytes: int
+    #: Bytes of the files that rest in host memory after the first call, for a model on an accelerator.
+    host_bytes: int = 0
+
+
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPlan(Report):
+class StreamPlan(StreamFigures):
     """The memory and the reads of a stream that ``sluice.plan(stream=True)`` plans."""
 
-    #: Number of blocks whose weights would be read when they are called.
-    blocks: int
     #: Bytes for weights, as given or as the limits leave.
     memory_bytes: int
     #: Least bytes with which the model can be streamed.
     smallest_bytes: int
-    #: Bytes of the weights that would stay in memory.
-    resident_bytes: int
-    #: Bytes of memory through which the others would pass.
-    window_bytes: int
-    #: Bytes that a call of the model would read from the files if it uses every block once.
-    call_bytes: int
-    #: Bytes of the files that would rest in host memory, for a model on an accelerator.
-    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -55,7 +61,7 @@ class StreamPlan(Report):
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamReport(Report):
+class StreamReport(StreamFigures):
     """The memory and the reads of a stream; see ``sluice.stream``."""
 
     #: Path of the checkpoint.
@@ -64,16 +70,8 @@ class StreamReport(Report):
     format: str
     #: Device on which the weights are used.
     device: str
-    #: Number of blocks whose weights are read when they are called.
-    blocks: int
     #: Bytes of the weights of the whole model.
     weights_bytes: int
-    #: Bytes of those that stay in memory.
-    resident_bytes: int
-    #: Bytes of memory through which the others pass.
-    window_bytes: int
-    #: Bytes that a call of the model reads from the files if it uses every block once.
-    call_bytes: int
     #: Number of calls of the model.
     calls: int
     #: Seconds in these calls.
@@ -86,8 +84,6 @@ class StreamReport(Report):
     hits: int
     #: How often they were not.
     misses: int
-    #: Bytes of the files that rest in host memory after the first call, for a model on an accelerator.
-    host_bytes: int = 0
     #: Remarks, one sentence each.
     notes: tuple[str, ...] = ()
 
