@@ -42,6 +42,18 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _registered_devices(request: pytest.FixtureRequest) -> None:
+    """Register the simulated devices before any backward pass: torch counts devices in the first one of a process."""
+    if any(item.get_closest_marker("gpu") for item in request.session.items):
+        import torch
+
+        from support.simulated_device import prepare, reason_against
+
+        if not torch.cuda.is_available() and not reason_against():
+            prepare()
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """Fail a test that leaves descriptors, threads or temporary files behind."""

@@ -13,6 +13,7 @@ from torch import nn
 import sluice
 from sluice import _defaults as defaults
 from support.oracles import same
+from support.trained_net import empty
 
 
 def states() -> dict[str, torch.Tensor]:
@@ -79,8 +80,7 @@ class Tied(nn.Module):
 def test_a_module_comes_back_with_its_ties(tmp_path: Path, name: str) -> None:
     model = Tied()
     report = sluice.save(model, tmp_path / name)
-    with sluice.empty_init():
-        other = Tied()
+    other = empty(Tied)
     sluice.load_into(other, tmp_path / name)
     assert other.head.weight is other.embedding.weight
     for key, value in model.state_dict().items():

@@ -19,6 +19,7 @@ import torch
 import sluice
 from support import fresh_process
 from support.oracles import same
+from support.trained_net import empty
 
 MIB = 1 << 20
 
@@ -231,8 +232,7 @@ def test_saving_over_what_a_live_model_was_loaded_from(
 
     path = tmp_path / name
     sluice.save(model(), path, **{**arguments, **({"max_shard_size": 20_000} if name == "sharded" else {})})
-    with sluice.empty_init():
-        loaded = model()
+    loaded = empty(model)
     sluice.load_into(loaded, path, place=place)
     with torch.no_grad():
         next(loaded.parameters()).mul_(2)

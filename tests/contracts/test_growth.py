@@ -12,7 +12,7 @@ import pytest
 from support import growth_cases
 from support.growth import Growth, measure_growth
 from support.growth_cases import BROKEN, CASES, Case, evict
-from support.growth_files import FILES
+from support.growth_files import FILES, MIB
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_processes"),
@@ -48,7 +48,7 @@ def grow(
 
     def measure(table: str, name: str) -> Growth:
         case = getattr(growth_cases, table)[name]
-        path = checkpoint(case.file)
+        path = checkpoint(case.file) if case.file else tmp_path
         if case.cold:
             evict(path)
         return measure_growth("support.growth_cases", table, name, str(path), str(tmp_path))
@@ -70,7 +70,9 @@ def test_growth_is_as_predicted_and_within_the_contract(name: str, grow: Callabl
         assert grown.final_bytes == case.final_bytes
     assert grown.measured_bytes >= 0.95 * grown.final_bytes  # the measurement sees the tensors
     assert grown.measured_bytes <= _most_bytes(case, grown)
-    assert (grown.predicted_bytes or 0) <= grown.allowed_bytes(case.staging_bytes)
+    assert (grown.predicted_bytes or 0) <= grown.allowed_bytes(case.staging_bytes) - 15 * MIB
+    if grown.reported_bytes is not None:
+        assert abs(grown.reported_bytes - grown.measured_bytes) <= max(4 * MIB, grown.measured_bytes // 32)
 
 
 @pytest.mark.parametrize("name", _marked(BROKEN))

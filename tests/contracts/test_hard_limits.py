@@ -1,4 +1,4 @@
-"""Hard limits: staging of every size, memory control groups, virtual memory; each in a fresh process."""
+"""Hard limits: memory control groups and virtual memory; each in a fresh process."""
 
 from __future__ import annotations
 
@@ -21,36 +21,6 @@ pytestmark = [
 
 MIB = 1 << 20
 
-#: Loads under the planned peak as its limit; prints the growth of memory, or the error that refused the load.
-LOAD = """
-import json, sys, torch, sluice
-from sluice.testing import assert_peak
-
-path, staging, options = json.loads(sys.argv[1])
-if "dtype" in options:
-    options["dtype"] = getattr(torch, options["dtype"])
-with sluice.open(path) as checkpoint:
-    shapes = {name: tensor.shape for name, tensor in checkpoint.items()}
-with torch.device("meta"):
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
-planned = sluice.plan(model, path, memory=sluice.MemoryLimits(staging=staging), **options)
-limit = planned.predicted.total_bytes
-memory = sluice.MemoryLimits(host=limit, staging=staging)
-with assert_peak(limit) as meter:
-    report = sluice.load_into(model, path, memory=memory, **options)
-for name in shapes:
-    assert bool((model[name].detach()[-1] == float(name)).all())
-try:
-    with torch.device("meta"):
-        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
-    sluice.load_into(model, path, memory=sluice.MemoryLimits(host=limit - 1, staging=staging), **options)
-except sluice.BudgetError:
-    refused = True
-else:
-    refused = False
-print(json.dumps([limit, planned.staging_bytes, meter.peaks.total_bytes, refused]))
-"""
-
 
 def write(path: Path, shapes: list[tuple[int, ...]]) -> Path:
     torch.save({str(i): torch.full(shape, float(i)) for i, shape in enumerate(shapes)}, path)
@@ -61,49 +31,6 @@ def write(path: Path, shapes: list[tuple[int, ...]]) -> Path:
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """96 MiB in twelve tensors."""
     return write(tmp_path_factory.mktemp("limits") / "f.pth", [(2048, 1024)] * 12)
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One tensor of 96 MiB."""
-    return write(tmp_path_factory.mktemp("limits") / "one.pth", [(8192, 3072)])
-
-
-def load(path: Path, staging: str, **options: Any) -> tuple[int, int, int]:
-    """Load under the planned peak as limit; return the limit, the staging and the growth, in bytes."""
-    arguments = json.dumps([str(path), staging, options])
-    done = fresh_process.run(LOAD, arguments)
-    assert done.returncode == 0, done.stderr
-    limit, staged, grown, refused = json.loads(done.stdout)
-    assert refused, "one byte less than planned was accepted"
-    return limit, staged, grown
-
-
-STAGING_BYTES = {"1MiB": MIB, "7MiB": 7 * MIB, "64MiB": 64 * MIB, "256MiB": 256 * MIB, "1GiB": 1024 * MIB}
-SIZES = [pytest.param(size, marks=[] if size == "1MiB" else pytest.mark.long) for size in STAGING_BYTES]
-
-
-@pytest.mark.parametrize("staging", SIZES)
-@pytest.mark.parametrize("file", ["several", pytest.param("one", marks=pytest.mark.long)])
-def test_staging_of_any_size_is_kept(file: str, staging: str, request: pytest.FixtureRequest) -> None:
-    limit, staged, grown = load(request.getfixturevalue(file), staging, dtype="bfloat16", page_cache="bypass")
-    assert staged <= STAGING_BYTES[staging]
-    assert 48 * MIB <= grown <= limit <= (48 + 17) * MIB + staged
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("staging", list(STAGING_BYTES))
-@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
-def test_staging_of_any_size_is_kept_without_a_cast(several: Path, staging: str, page_cache: str) -> None:
-    limit, staged, grown = load(several, staging, page_cache=page_cache)
-    assert 96 * MIB <= grown <= limit <= (96 + 17) * MIB + staged
-
-
-@pytest.mark.long
-def test_one_tensor_larger_than_staging_is_kept(one: Path) -> None:
-    limit, staged, grown = load(one, "1MiB", dtype="bfloat16")
-    assert staged <= MIB
-    assert 48 * MIB <= grown <= limit <= (48 + 18) * MIB
 
 
 #: Does everything but the load, or one kind of load. Builds the model itself, as a user's program does.

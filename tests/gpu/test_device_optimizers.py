@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import sluice
-from support.training_runs import Kind, differences, net, train
+from support.simulated_device import Simulator
+from support.training_runs import Kind, differences, resumed, stopped, train
 
 pytestmark = pytest.mark.gpu
 
@@ -24,23 +23,11 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def stopped(path: Path, kind: Kind, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = net().to(device)
-    optimizer = kind(model)
-    train(model, optimizer, 5)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    return model, optimizer
-
-
 @pytest.mark.parametrize("wait", [None, "cpu"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_twenty_more_steps_are_the_same(tmp_path: Path, device: str, kind: Kind, wait: str | None) -> None:
-    model, optimizer = stopped(tmp_path / "run.pt", kind, device)
-    again = net(seed=1).to(device)
-    ours = kind(again)
-    with sluice.open(tmp_path / "run.pt") as checkpoint:
-        sluice.load_into(again, checkpoint)
-        sluice.load_optimizer(ours, checkpoint, device=wait)
+    model, optimizer = stopped(tmp_path / "run.pt", kind, on=device)
+    again, ours = resumed(tmp_path / "run.pt", kind, on=device, device=wait)
     if wait:
         assert {tensor.device.type for tensor in _tensors(ours)} == {"cpu"}
         assert len(ours._optimizer_step_pre_hooks) == 1
@@ -48,6 +35,19 @@ def test_twenty_more_steps_are_the_same(tmp_path: Path, device: str, kind: Kind,
         assert not differences(ours.state_dict(), optimizer.state_dict())
     train(model, optimizer, 20, first=5)
     train(again, ours, 20, first=5)
+    assert not differences(again.state_dict(), model.state_dict())
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_training_continues_on_the_second_device(
+    tmp_path: Path, second_device: str, sim: Simulator, seed: int | None
+) -> None:
+    sim.schedule(seed)
+    model, optimizer = stopped(tmp_path / "run.pt", KINDS["AdamW"], on=second_device)
+    again, ours = resumed(tmp_path / "run.pt", KINDS["AdamW"], on=second_device)
+    train(model, optimizer, 3, first=5)
+    train(again, ours, 3, first=5)
     assert not differences(again.state_dict(), model.state_dict())
     assert not differences(ours.state_dict(), optimizer.state_dict())
 

@@ -15,6 +15,7 @@ from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._options import PageCache
 from sluice.engine.accelerators import accelerators
 from sluice.reading import transfer as _transfer
+from support.trained_net import empty
 
 pytestmark = pytest.mark.gpu
 
@@ -126,8 +127,7 @@ def test_tied_parameters_stay_one_and_are_read_once(tmp_path: Path, device: str)
 
     expected = build()
     torch.save(expected.state_dict(), tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = build()
+    model = empty(build)
     report = sluice.load_into(model, tmp_path / "f.pth", device=device)
     weight, wanted = model.get_parameter("0.weight"), expected.get_parameter("0.weight")
     assert weight is model.get_parameter("1.weight")

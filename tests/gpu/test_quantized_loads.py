@@ -14,6 +14,7 @@ from torch import nn
 import sluice
 from sluice.quantizing.inner_tensors import inner_tensors
 from support.quantized import scale_modules
+from support.trained_net import empty
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +39,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _empty() -> Net:
-    with sluice.empty_init():
-        return Net()
-
-
 def _to_half(root: nn.Module) -> None:
     """Quantize whole weights by their largest number, so that rows apart would differ."""
     for module in root.modules():
@@ -64,7 +60,7 @@ def test_the_bits_and_the_memory(device: str, checkpoint: Path, quantize: Callab
     gc.collect()  # torchao leaves cycles
     module.empty_cache()
     module.reset_peak_memory_stats()
-    before, found = module.memory_reserved(), _empty()
+    before, found = module.memory_reserved(), empty(Net)
     report = sluice.load_into(found, checkpoint, device=device, quantize=quantize)
     grown = module.max_memory_reserved() - before
     parts = _parts(found)
@@ -79,7 +75,7 @@ def test_the_bits_and_the_memory(device: str, checkpoint: Path, quantize: Callab
 
 
 def _quantized_afterwards(checkpoint: Path, device: str, quantize: Callable[[nn.Module], object]) -> nn.Module:
-    model = _empty()
+    model: nn.Module = empty(Net)
     sluice.load_into(model, checkpoint, device=device)
     quantize(model)
     return model

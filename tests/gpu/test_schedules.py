@@ -14,7 +14,7 @@ from torch import nn
 import sluice
 from sluice import rules
 from support.simulated_device import Simulator
-from support.training_runs import KINDS, differences, net, train
+from support.trained_net import empty
 
 pytestmark = pytest.mark.gpu
 
@@ -89,8 +89,7 @@ def test_the_bits_are_those_of_the_cpu_in_any_order(
     if live:
         load(model, file, dtype=dtype)
     else:
-        with sluice.empty_init():
-            model = build()
+        model = empty(build)
         load(model, file, device=device, dtype=dtype)
     seen = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # queued after the load
     assert_equals_the_cpu(model, file, dtype=dtype)
@@ -105,8 +104,7 @@ def test_a_busy_stream_of_the_caller(file: Path, device: str, sim: Simulator) ->
     with stream:
         others = [torch.empty(300_000, device=device).fill_(7.0) for _ in range(8)]
         others.clear()  # the memory of queued work is used for the weights
-        with sluice.empty_init():
-            model = build()
+        model = empty(build)
         load(model, file, device=device)
         seen = [parameter.clone() for parameter in model.parameters()]
     stream.synchronize()
@@ -120,8 +118,7 @@ def test_parts_go_to_both_devices_and_the_host(
     file: Path, device: str, second_device: str, sim: Simulator, seed: int | None
 ) -> None:
     sim.schedule(seed)
-    with sluice.empty_init():
-        model = build()
+    model = empty(build)
     places = {"": "cpu", "blocks.0": device, "blocks.1": second_device, "conv": second_device, "wide": device}
     report = load(model, file, device=places, dtype=torch.bfloat16)
     assert report.devices == ("cpu", device, second_device)
@@ -154,23 +151,3 @@ def test_two_loads_at_once_on_two_devices(
             assert torch.equal(tensor.cpu(), expected[name])
     assert len(found) == 2
     assert sim.page_locked_bytes()[0] == 0
-
-
-@pytest.mark.parametrize("seed", [None, 0])
-def test_an_optimizer_continues_on_the_second_device(
-    tmp_path: Path, second_device: str, sim: Simulator, seed: int | None
-) -> None:
-    sim.schedule(seed)
-    model = net().to(second_device)
-    optimizer = KINDS["AdamW"](model)
-    train(model, optimizer, 3)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    again = net(seed=1).to(second_device)
-    ours = KINDS["AdamW"](again)
-    with sluice.open(tmp_path / "run.pt") as checkpoint:
-        sluice.load_into(again, checkpoint)
-        sluice.load_optimizer(ours, checkpoint)
-    train(model, optimizer, 3, first=3)
-    train(again, ours, 3, first=3)
-    assert not differences(again.state_dict(), model.state_dict())
-    assert not differences(ours.state_dict(), optimizer.state_dict())

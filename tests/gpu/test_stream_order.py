@@ -12,6 +12,7 @@ from torch import nn
 
 import sluice
 from sluice.engine.accelerators import StreamAccelerator
+from support.trained_net import empty
 
 pytestmark = pytest.mark.gpu
 
@@ -136,8 +137,7 @@ def test_a_second_model_is_loaded_while_the_first_computes(
     busy.start()
     try:
         for _ in range(4):
-            with sluice.empty_init():
-                model = build()
+            model = empty(build)
             sluice.load_into(model, tmp_path / "second.pth", device=device, dtype=dtype)
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor.cpu(), expected[name].to(dtype or tensor.dtype)), name

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import sluice
+from support.trained_net import empty
 
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,8 +48,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def merged(base: Path, adapters: Any, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], sluice.LoadReport]:
-    with sluice.empty_init():
-        model = Net()
+    model = empty(Net)
     report = sluice.load_into(model, base, dtype=dtype, adapters=adapters)
     return model.state_dict(), report
 
@@ -157,8 +157,7 @@ def test_what_cannot_be_merged_is_refused_by_name_and_leaves_the_model(
     base: Path, tmp_path: Path, tensors: dict[str, tuple[int, ...]], config: dict[str, Any], problem: str
 ) -> None:
     path = write_peft(tmp_path / "a", {name: torch.ones(shape) for name, shape in tensors.items()}, **config)
-    with sluice.empty_init():
-        model = Net()
+    model = empty(Net)
 
     with pytest.raises(sluice.SluiceError, match=problem):
         sluice.load_into(model, base, adapters=path)

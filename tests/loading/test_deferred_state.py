@@ -10,6 +10,7 @@ import torch
 
 import sluice
 from sluice import MismatchError
+from support.trained_net import empty
 from support.training_runs import KINDS, Net, differences, net, stopped, train
 
 
@@ -72,8 +73,7 @@ def test_nothing_is_deferred_if_the_parameters_are_on_the_device(tmp_path: Path)
 def test_a_model_may_come_after_its_state(tmp_path: Path) -> None:
     kind = KINDS["AdamW"]
     model, optimizer = stopped(tmp_path / "run.pt", kind)
-    with sluice.empty_init():
-        again = net()
+    again = empty(net)
     again.frozen.requires_grad_(False)
     ours = kind(again)
     with pytest.raises(MismatchError, match=r"on the meta device: load the model first"):

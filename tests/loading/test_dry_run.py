@@ -16,6 +16,7 @@ from sluice.engine.session import Session
 from sluice.records import DeviceFacts, LoadPlan
 from support.fake_accelerator import FakeAccelerator
 from support.recorded_reads import record_reads
+from support.trained_net import empty
 
 MIB = 1 << 20
 
@@ -32,11 +33,6 @@ class Net(nn.Module):
 
 
 FINAL = 4 * (2048 * 512 * 2 + 2048 + 512)
-
-
-def empty() -> Net:
-    with sluice.empty_init():
-        return Net()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_load_follows_the_plan(
     file: Path, options: dict[str, Any], live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Net() if live else empty()
+    model = Net() if live else empty(Net)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if not tensor.is_meta}
     planned = sluice.plan(model, file, **options)
     for name, tensor in model.state_dict().items():
@@ -89,33 +85,33 @@ def test_the_load_follows_the_plan(
 def test_nothing_of_the_data_is_read(file: Path) -> None:
     with sluice.open(file) as checkpoint:
         (recording,) = record_reads(checkpoint)
-        report = sluice.plan(empty(), checkpoint)
+        report = sluice.plan(empty(Net), checkpoint)
     assert report.read_bytes >= FINAL
     assert recording.read_bytes < 64 << 10
 
 
 def test_a_load_that_does_not_fit_lists_alternatives_without_an_error(file: Path) -> None:
     memory = sluice.MemoryLimits(host="22MiB", staging="1MiB")
-    report = sluice.plan(empty(), file, memory=memory)
+    report = sluice.plan(empty(Net), file, memory=memory)
     assert not report.fits
     assert "for weights" in report.shortages[0]
     assert "at most 22.0 MiB (MemoryLimits(host=...))" in report.shortages[0]
     assert {each.change for each in report.alternatives} == {"place='map'", "dtype=torch.bfloat16"}
     with pytest.raises(sluice.BudgetError) as caught:
-        sluice.load_into(empty(), file, memory=memory)
+        sluice.load_into(empty(Net), file, memory=memory)
     assert caught.value.alternatives == report.alternatives
-    assert sluice.plan(empty(), file, memory=memory, dtype=torch.bfloat16).fits
+    assert sluice.plan(empty(Net), file, memory=memory, dtype=torch.bfloat16).fits
 
 
 def test_mismatches_are_errors_as_in_a_load(file: Path) -> None:
-    model = empty()
+    model = empty(Net)
     model.up = nn.Linear(512, 3, device="meta")
     with pytest.raises(sluice.MismatchError, match=r"up\.weight"):
         sluice.plan(model, file)
 
 
 def test_methods_are_compared_from_before_the_model_exists(file: Path) -> None:
-    by_name = {each.method: each for each in sluice.plan(empty(), file).methods}
+    by_name = {each.method: each for each in sluice.plan(empty(Net), file).methods}
     table = 64 * 1024 * 4
     assert by_name["naive"].host.total_bytes == 2 * FINAL + table + 16 * MIB
     assert by_name["mmap"].host.file_bytes == FINAL
@@ -139,7 +135,7 @@ def test_without_a_model_the_checkpoint_is_enough(file: Path) -> None:
 def test_other_tensors_of_the_file_count_for_those_who_load_all_of_it(tmp_path: Path) -> None:
     torch.save({"model": Net().state_dict(), "state": {"moments": torch.zeros(4 * MIB)}}, tmp_path / "f.pth")
     torch.save(Net().state_dict(), tmp_path / "small.pth")
-    one, other = ({m.method: m for m in sluice.plan(empty(), tmp_path / n).methods} for n in ("f.pth", "small.pth"))
+    one, other = ({m.method: m for m in sluice.plan(empty(Net), tmp_path / n).methods} for n in ("f.pth", "small.pth"))
     grown = {name: one[name].host.total_bytes - other[name].host.total_bytes for name in ("meta-sequential", "mmap")}
     assert grown == {"meta-sequential": 16 * MIB, "mmap": 0}
 
@@ -160,7 +156,7 @@ def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monke
     for module in ("reading.transfer", "loading.devices"):
         monkeypatch.setattr(f"sluice.{module}.device_facts", free.__getitem__)
     monkeypatch.setattr("sluice.engine.targets.accelerator", lambda _: FakeAccelerator())
-    report = sluice.plan(empty(), file, device="fake:0")
+    report = sluice.plan(empty(Net), file, device="fake:0")
     assert report.device_bytes["fake:0"] >= FINAL
     assert {limit.where for limit in report.limits} >= {"host", "fake:0"}
     assert any("memory of fake:0" in each for each in report.shortages)
@@ -172,7 +168,7 @@ def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monke
 
 
 def test_text_and_json_hold_the_comparison(file: Path) -> None:
-    report = sluice.plan(empty(), file)
+    report = sluice.plan(empty(Net), file)
     text = str(report)
     assert all(each.method in text for each in report.methods)
     assert f"recommended: {report.recommended}" in text

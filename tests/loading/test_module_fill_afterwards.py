@@ -18,6 +18,7 @@ from torch import nn
 import sluice
 from support import fresh_process
 from support.oracles import bits
+from support.trained_net import empty
 
 
 class Net(nn.Module):
@@ -46,8 +47,7 @@ def pair(path: Path) -> tuple[Net, Net]:
     torch.manual_seed(0)
     expected = Net()
     torch.save(expected.state_dict(), path)
-    with sluice.empty_init():
-        model = Net()
+    model = empty(Net)
     sluice.load_into(model, path)
     return model, expected
 
@@ -157,8 +157,7 @@ def test_deleting_a_part_releases_its_memory(width: int, tmp_path: Path) -> None
         return nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
 
     torch.save(build().state_dict(), tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = build()
+    model = empty(build)
     sluice.load_into(model, tmp_path / "f.pth")
     final = sum(parameter.nbytes for parameter in model.parameters())
     gc.collect()

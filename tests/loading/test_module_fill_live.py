@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import nn
 import sluice
 from sluice.engine import targets as engine_targets
 from sluice.engine.host_memory import HostMemory
+from support.fault_injection import Injection, failing
 from support.oracles import bits
+from support.trained_net import empty
 
 
 def holds(tensor: torch.Tensor) -> nn.Module:
@@ -93,51 +96,61 @@ def many(count: int = 6) -> nn.Module:
 
 
 class FailAt:
-    """Fails the k-th allocation."""
+    """Fails the k-th allocation; ``hits`` counts it."""
 
     def __init__(self, k: int) -> None:
-        self.k, self.calls = k, 0
+        self.k, self.calls, self.hits = k, 0, 0
 
     def __call__(self, nbytes: int, *, huge_pages: bool) -> HostMemory:
         self.calls += 1
         if self.calls == self.k:
+            self.hits += 1
             raise sluice.BudgetError("the operating system refuses memory", found=f"{nbytes} bytes")
         return HostMemory(nbytes, huge_pages=huge_pages)
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_whichever_allocation_fails_meta_models_stay_on_meta_and_live_ones_are_described(
-    live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def plant(patch: pytest.MonkeyPatch, fault: str, k: int) -> FailAt | Injection:
+    if fault == "read":
+        return Injection(patch, failing(errno.EIO), k)
+    patch.setattr(engine_targets, "HostMemory", planted := FailAt(k))
+    return planted
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
+@pytest.mark.parametrize("fault", ["allocation", "read"])
+def test_whatever_fails_meta_models_stay_on_meta_and_live_ones_are_described(
+    live: bool, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = many()
     torch.save(source.state_dict(), tmp_path / "f.pth")
     state = {name: tensor.bfloat16() for name, tensor in source.state_dict().items()}
+    partial = 0
     for k in range(1, 100):
-        with sluice.empty_init():
-            model = many()
+        model = empty(many)
         model = many() if live else model
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with monkeypatch.context() as patch:
-            fail = FailAt(k)
-            patch.setattr(engine_targets, "HostMemory", fail)
+            planted = plant(patch, fault, k)
             try:
                 sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
-            except sluice.BudgetError:
+            except (sluice.BudgetError, sluice.ReadError):
                 assert all(tensor.is_meta != live for tensor in model.state_dict().values())
                 if live:
                     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
                 continue
             except sluice.PartialLoadError as error:
                 assert live
-                assert isinstance(error.__cause__, sluice.BudgetError)
+                assert isinstance(error.__cause__, sluice.BudgetError if fault == "allocation" else sluice.ReadError)
                 ours: dict[str, Any] = dict(model.state_dict())
                 assert error.torn == ()
                 assert all(torch.equal(ours[name], state[name]) for name in error.done)
                 assert all(torch.equal(ours[name], before[name]) for name in error.untouched)
                 assert {*error.done, *error.untouched} == before.keys()
+                partial += 1
                 continue
-        assert fail.calls < k
+        assert not planted.hits
         assert k > 6
+        assert bool(partial) == live
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
         return
     pytest.fail("the load never succeeded")

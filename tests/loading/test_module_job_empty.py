@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import sluice
+from support.trained_net import empty
 
 
 class Net(nn.Module):
@@ -26,11 +27,6 @@ class Computed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-
-def empty(build: Callable[[], nn.Module]) -> nn.Module:
-    with sluice.empty_init():
-        return build()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch import nn
 
 import sluice
 from support.oracles import same
+from support.trained_net import empty
 
 
 class Net(nn.Module):
@@ -83,8 +84,7 @@ def test_other_problems_are_errors(file: Path) -> None:
             self.body = nn.Linear(4, 8)
             self.head = nn.ParameterDict({"weight": torch.zeros(3, 8), "bias": torch.zeros(3)})
 
-    with sluice.empty_init():
-        model = NoReset()
+    model = empty(NoReset)
     with pytest.raises(sluice.MismatchError, match="not in the checkpoint in this shape, and none of its modules"):
         sluice.load_into(model, file, ignore_mismatched=True)
 

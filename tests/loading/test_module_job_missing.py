@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 import sluice
 from sluice.testing import assert_peak
+from support.trained_net import empty
 
 MIB = 1 << 20
 
@@ -24,11 +24,6 @@ class Model(nn.Module):
         self.register_buffer("mask", torch.ones(3, 3).tril())
 
 
-def empty(build: Callable[[], nn.Module] = Model) -> nn.Module:
-    with sluice.empty_init():
-        return build()
-
-
 def test_every_kind_of_problem_is_in_one_error_with_close_matches(tmp_path: Path) -> None:
     state = Model().state_dict()
     state["output.weight"] = state.pop("lm_head.weight")
@@ -37,7 +32,7 @@ def test_every_kind_of_problem_is_in_one_error_with_close_matches(tmp_path: Path
     state["mask"] = torch.ones(3, 3, dtype=torch.complex64)
     state["extra"] = torch.ones(2)
     torch.save(state, tmp_path / "f.pth")
-    for model in (Model(), empty()):
+    for model in (Model(), empty(Model)):
         before = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
         with pytest.raises(sluice.MismatchError) as caught:
             sluice.load_into(model, tmp_path / "f.pth")
@@ -58,7 +53,7 @@ def test_shapes_that_differ_are_errors_in_any_case(strict: bool, tmp_path: Path)
     state = Model().state_dict()
     for shape in ((4, 7), (28,), (7, 4, 1), (8, 4), ()):
         torch.save({**state, "lm_head.weight": torch.ones(shape)}, tmp_path / "f.pth")
-        for model in (Model(), empty()):
+        for model in (Model(), empty(Model)):
             with pytest.raises(sluice.MismatchError, match=r"'lm_head\.weight' is \[7, 4\] in the module"):
                 sluice.load_into(model, tmp_path / "f.pth", strict=strict)
 
@@ -74,7 +69,7 @@ def test_without_strict_live_values_stay_and_meta_modules_are_initialised(tmp_pa
     assert torch.equal(live.lm_head.weight, kept)
     assert set(report.missing) == {"lm_head.weight", "body.0.bias"}
     assert (report.unexpected, report.initialised) == (("spare",), ())
-    model = empty()
+    model = empty(Model)
     report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
     assert set(report.initialised) == set(report.missing) == {"lm_head.weight", "body.0.bias"}
     assert torch.equal(model.get_parameter("body.0.weight"), state["body.0.weight"])

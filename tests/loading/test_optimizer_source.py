@@ -17,6 +17,7 @@ from sluice import BudgetError, LimitError, MismatchError, ReadError
 from support.distributed import save as save_distributed
 from support.recorded_reads import record_reads
 from support.sources import FaultySource
+from support.trained_net import empty
 from support.training_runs import KINDS, differences, net, stopped, train
 
 kind = KINDS["AdamW"]
@@ -49,8 +50,7 @@ def everything(path: Path) -> tuple[Any, Any, Any, Any]:
 def test_the_recipe(tmp_path: Path) -> None:
     model, optimizer, scheduler, scaler = everything(tmp_path / "run.pt")
     expected = torch.rand(3)
-    with sluice.empty_init():
-        again = net()
+    again = empty(net)
     again.frozen.requires_grad_(False)
     with sluice.open(tmp_path / "run.pt") as checkpoint:
         sluice.load_into(again, checkpoint)

@@ -20,6 +20,7 @@ from sluice.planning.auto_placement import Member, Room, auto_placement
 from sluice.planning.cuda_allocator import plan_reservation
 from sluice.records import DeviceFacts
 from support.fake_accelerator import FakeAccelerator
+from support.trained_net import empty
 
 MIB = 1 << 20
 
@@ -188,13 +189,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeAccelerator]:
     return made
 
 
-def empty() -> Model:
-    with sluice.empty_init():
-        return Model()
-
-
 def test_a_load_fills_the_accelerators_and_reports_the_choice(file: Path, fakes: dict[str, FakeAccelerator]) -> None:
-    model = empty()
+    model = empty(Model)
     # The scratch takes 10 MiB; tensors of up to 1 MiB share segments of 2 MiB.
     report = sluice.load_into(model, file, device="auto", memory=sluice.MemoryLimits(device="14MiB"))
     assert report.placement == {
@@ -216,10 +212,10 @@ def test_a_load_fills_the_accelerators_and_reports_the_choice(file: Path, fakes:
 
 
 def test_free_memory_is_filled_except_for_a_reserve(file: Path, fakes: dict[str, FakeAccelerator]) -> None:
-    assert sluice.load_into(empty(), file, device="auto").placement == {"": "fake:0"}
+    assert sluice.load_into(empty(Model), file, device="auto").placement == {"": "fake:0"}
     half: dict[str, int | str] = {"fake:0": 0, "fake:1": "18MiB"}
     report = sluice.load_into(
-        empty(), file, device="auto", dtype=torch.bfloat16, memory=sluice.MemoryLimits(device=half)
+        empty(Model), file, device="auto", dtype=torch.bfloat16, memory=sluice.MemoryLimits(device=half)
     )
     assert report.placement == {"": "fake:1"}  # it fits with half the bytes
 
@@ -229,12 +225,12 @@ def test_accelerators_with_unknown_free_memory_need_a_limit(
 ) -> None:
     monkeypatch.setattr("sluice.loading.devices.device_facts", lambda device: DeviceFacts(device=device))
     with pytest.raises(BudgetError, match=r"free memory of fake:0 is unknown; set it with MemoryLimits\(device=...\)"):
-        sluice.load_into(empty(), file, device="auto")
-    assert sluice.load_into(empty(), file, device="auto", memory=sluice.MemoryLimits(device="30MiB")).devices
+        sluice.load_into(empty(Model), file, device="auto")
+    assert sluice.load_into(empty(Model), file, device="auto", memory=sluice.MemoryLimits(device="30MiB")).devices
 
 
 def test_nothing_fits_anywhere(file: Path, fakes: dict[str, FakeAccelerator]) -> None:
-    model = empty()
+    model = empty(Model)
     with pytest.raises(BudgetError, match="host memory"):
         sluice.load_into(model, file, device="auto", memory=sluice.MemoryLimits(host="8MiB", device=0, staging="1MiB"))
     assert model.embed.weight.is_meta
@@ -242,25 +238,25 @@ def test_nothing_fits_anywhere(file: Path, fakes: dict[str, FakeAccelerator]) ->
 
 def test_without_accelerators_auto_is_the_cpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.loading.devices.accelerators", tuple)
-    report = sluice.load_into(empty(), file, device="auto")
+    report = sluice.load_into(empty(Model), file, device="auto")
     assert (report.placement, report.devices) == ({"": "cpu"}, ("cpu",))
 
 
 def test_blocks_are_those_that_the_model_names() -> None:
-    assert undivided(empty()) == {f"blocks.{i}" for i in range(4)}
+    assert undivided(empty(Model)) == {f"blocks.{i}" for i in range(4)}
     assert undivided(nn.Linear(1, 1)) == frozenset()
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "balanced_low_0", "sequential"])
 def test_other_strategies_are_refused_by_name(file: Path, strategy: str) -> None:
     with pytest.raises(ValueError, match=f"{strategy}.*'auto' fills accelerators in order"):
-        sluice.load_into(empty(), file, device=strategy)
+        sluice.load_into(empty(Model), file, device=strategy)
 
 
 @pytest.mark.parametrize("device", ["disk", {"": "cpu", "head": "disk"}])
 def test_disk_is_refused_with_an_alternative(file: Path, device: str | dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"disk.*place='map'"):
-        sluice.load_into(empty(), file, device=device)
+        sluice.load_into(empty(Model), file, device=device)
 
 
 def test_device_maps_of_accelerate_are_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +276,7 @@ def test_device_maps_of_accelerate_are_taken(file: Path, monkeypatch: pytest.Mon
 
 
 def test_prefixes_that_name_nothing_are_refused(file: Path) -> None:
-    model = empty()
+    model = empty(Model)
     with pytest.raises(ValueError, match="no module or tensor of the model: 'block', 'haed'"):
         sluice.load_into(model, file, device={"": "cpu", "block": "cpu", "blocks": "cpu", "haed": "cpu"})
     assert model.embed.weight.is_meta

@@ -27,7 +27,7 @@ from sluice.records import Fill, Request, Target, elements_of
 from support.directories import SAFETENSORS_INDEX, save_sharded
 from support.leaks import open_files
 from support.plans import MIB, entry, index_of, request
-from support.trained_net import assert_equal
+from support.trained_net import assert_equal, empty
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -52,8 +52,7 @@ def saved(path: Path) -> nn.Sequential:
 
 def mapped(path: Path, model: nn.Module | None = None, **options: object) -> tuple[nn.Module, sluice.LoadReport]:
     if model is None:
-        with sluice.empty_init():
-            model = network()
+        model = empty(network)
     return model, sluice.load_into(model, path, place="map", **options)  # type: ignore[arg-type]
 
 
@@ -265,8 +264,7 @@ def test_a_file_larger_than_memory_is_ready_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_was_replaced_is_not_mapped(file: Path) -> None:
     saved(file)
-    with sluice.empty_init():
-        model = network()
+    model = empty(network)
     with sluice.open(file) as checkpoint:
         new = file.with_suffix(".new")
         new.write_bytes(file.read_bytes())
@@ -380,8 +378,7 @@ def test_many_tensors_are_joined_to_few_mappings() -> None:
 def test_the_budget_counts_only_what_is_copied(file: Path) -> None:
     expected = saved(file)
     limit = sluice.MemoryLimits(host="17MiB", staging="1MiB")
-    with sluice.empty_init():
-        model = network()
+    model = empty(network)
     with pytest.raises(sluice.BudgetError, match="place='map'"):
         sluice.load_into(model, file, memory=limit)
     sluice.load_into(model, file, place="map", memory=limit)

@@ -14,8 +14,6 @@ from torch import nn
 
 import sluice
 
-__all__ = ["LAYOUTS", "Net", "differences", "divide", "local", "locals_of", "mesh_of"]
-
 
 class Net(nn.Module):
     """No dimension but the hidden one is a multiple of four; the head is the embedding."""

@@ -18,8 +18,6 @@ from sluice.engine.accelerators import Accelerator
 from sluice.engine.host_copies import StridedBytes
 from sluice.engine.packs import compute, decode_packs
 
-__all__ = ["FakeAccelerator"]
-
 #: Byte that fills uninitialised memory.
 _UNTOUCHED = 0xA5
 

@@ -25,8 +25,6 @@ from sluice.sources.protocol import Source
 from support.recorded_reads import RecordingSource
 from support.sources import FaultySource, MemorySource
 
-__all__ = ["ExpectedTensor", "check_format"]
-
 MakeSource: TypeAlias = Callable[[bytes], Source]
 
 #: Tensor data of the file, at least: less could not be told from headers that are read in large pieces.

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["Tensor", "array", "gguf_bytes", "number", "packed", "plain", "text", "write"]
-
 #: A tensor of a file: the sizes in the order of torch, the number of its type, its bytes.
 Tensor = tuple[Sequence[int], int, bytes]
 

@@ -31,7 +31,7 @@ sys.stdin.readline()
 outcome = call()
 print("done", flush=True)
 sys.stdin.readline()
-print(json.dumps([outcome.predicted_bytes, *outcome.sizes()]), flush=True)
+print(json.dumps([outcome.predicted_bytes, outcome.reported_bytes, *outcome.sizes()]), flush=True)
 """
 
 
@@ -41,16 +41,21 @@ class Outcome:
 
     #: Growth that the report predicts, in bytes; None if it predicts none.
     predicted_bytes: int | None = None
+    #: Growth that the report has measured, in bytes; None if it measures none.
+    reported_bytes: int | None = None
     #: Returns the new tensors in host memory; several names of one tensor count once.
     new: Callable[[], Iterable[torch.Tensor]] = tuple
     #: Shapes of tensors that took no new memory: those of a file that was written, and existing parameters.
     moved: Iterable[tuple[int, ...]] = ()
+    #: Allowance for each tensor, in bytes.
+    tensor_bytes: int = 2048
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Return F in bytes, the number of tensors, and how many of them have 1 MiB or more."""
+    def sizes(self) -> tuple[int, int]:
+        """Return F, and the allowance for the tensors and for those of 1 MiB or more, in bytes."""
         new = {id(tensor): tensor.nbytes for tensor in self.new()}
         every = [*new.values(), *(4 * torch.Size(shape).numel() for shape in self.moved)]
-        return sum(new.values()), len(every), sum(nbytes >= 1 << 20 for nbytes in every)
+        large = sum(nbytes >= 1 << 20 for nbytes in every)
+        return sum(new.values()), self.tensor_bytes * len(every) + 8192 * large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,8 @@ class Growth:
     measured_bytes: int
     #: Growth that the report predicts; None if it predicts none.
     predicted_bytes: int | None
+    #: Growth that the report has measured; None if it measures none.
+    reported_bytes: int | None
     #: Bytes of the finished tensors: F.
     final_bytes: int
     #: Allowance of the contract in addition to F and staging.
@@ -100,12 +107,13 @@ def measure_growth(
         answer = process.stdout.readline()
     if not answer:
         raise RuntimeError(f"{case} failed")
-    predicted, final, tensors, large = json.loads(answer)
+    predicted, reported, final, tensors = json.loads(answer)
     return Growth(
         measured_bytes=peak - before,
         predicted_bytes=predicted,
+        reported_bytes=reported,
         final_bytes=final,
-        overhead_bytes=(32 << 20) + 2048 * tensors + 8192 * large,
+        overhead_bytes=(32 << 20) + tensors,
     )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import sluice
 from sluice import rules
 from support.growth import Outcome
-from support.growth_files import EVEN, MANY, MIB, MOST, SHAPES, Shapes
+from support.growth_files import EVEN, LARGE, MANY, MIB, MOST, SHAPES, Shapes
 
 Call = Callable[[], Outcome]
 
@@ -27,7 +27,7 @@ Call = Callable[[], Outcome]
 class Case:
     """One call."""
 
-    #: The checkpoint that it reads; a key of ``growth_files.FILES``.
+    #: The checkpoint that it reads; a key of ``growth_files.FILES``, or empty.
     file: str
     #: Returns the call, with everything before it done. Takes the path of the file and a path for an output.
     prepare: Callable[[str, str], Call]
@@ -67,10 +67,13 @@ def _into(
 
         def call() -> Outcome:
             report = load_into(model, path, memory=memory, **how)
-            predicted = report.predicted.total_bytes
-            if live:
-                return Outcome(predicted_bytes=predicted, moved=shapes.values())
-            return Outcome(predicted_bytes=predicted, new=model.parameters)
+            assert report.measured is not None
+            return Outcome(
+                predicted_bytes=report.predicted.total_bytes,
+                reported_bytes=report.measured.total_bytes,
+                new=tuple if live else model.parameters,
+                moved=shapes.values() if live else (),
+            )
 
         return call
 
@@ -107,18 +110,35 @@ def _state_dict(staging: int, **how: Any) -> Callable[[str, str], Call]:
     return prepare
 
 
-def _optimizer(staging: int) -> Callable[[str, str], Call]:
+def _optimizer(
+    staging: int, dtype: torch.dtype = torch.float32, *, with_model: bool = False
+) -> Callable[[str, str], Call]:
+    """Return a load of the state for parameters of a dtype, or of the model and the state from one checkpoint."""
+
     def prepare(path: str, _output: str) -> Call:
-        optimizer = torch.optim.AdamW(_empty(_numbered(EVEN[:8]), device="cpu").parameters())
-        warm = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+        parameters = _empty(_numbered(EVEN[:8]), device="cpu").to(dtype).parameters()
+        optimizer, model = torch.optim.AdamW(parameters), _empty(_ALL)
+        warm = torch.optim.AdamW([nn.Parameter(torch.zeros(2, dtype=dtype))])
         warm.load_state_dict(warm.state_dict())  # what torch itself does at first use
-        load_optimizer, memory = sluice.load_optimizer, sluice.MemoryLimits(staging=staging)
+        load_into, load_optimizer, memory = (
+            sluice.load_into,
+            sluice.load_optimizer,
+            sluice.MemoryLimits(staging=staging),
+        )
+
+        def state() -> list[torch.Tensor]:
+            return [value for state in optimizer.state.values() for value in state.values()]
 
         def call() -> Outcome:
-            report = load_optimizer(optimizer, path, key="optimizer", memory=memory)
+            with sluice.open(path) as checkpoint:
+                if with_model:
+                    load_into(model, checkpoint, key="model", memory=memory)
+                report = load_optimizer(optimizer, checkpoint, key="optimizer", memory=memory)
+            if with_model:
+                return Outcome(new=lambda: [*model.parameters(), *state()])
+            assert report.measured is not None
             return Outcome(
-                predicted_bytes=report.predicted.total_bytes,
-                new=lambda: [value for state in optimizer.state.values() for value in state.values()],
+                predicted_bytes=report.predicted.total_bytes, reported_bytes=report.measured.total_bytes, new=state
             )
 
         return call
@@ -168,16 +188,16 @@ def _convert(name: str, staging: int, shapes: Shapes = SHAPES, **how: Any) -> Ca
 
         def call() -> Outcome:
             convert(path, f"{output}/{name}", memory=memory, **how)
-            return Outcome(moved=shapes)
+            return Outcome(moved=shapes, tensor_bytes=1024)
 
         return call
 
     return prepare
 
 
-def _save(name: str, **how: Any) -> Callable[[str, str], Call]:
-    def prepare(path: str, output: str) -> Call:
-        state, save = torch.load(path, mmap=False, weights_only=True), sluice.save
+def _save(name: str, make: Callable[[], dict[str, torch.Tensor]], **how: Any) -> Callable[[str, str], Call]:
+    def prepare(_path: str, output: str) -> Call:
+        state, save = make(), sluice.save
 
         def call() -> Outcome:
             save(state, f"{output}/{name}", **how)
@@ -186,6 +206,28 @@ def _save(name: str, **how: Any) -> Callable[[str, str], Call]:
         return call
 
     return prepare
+
+
+# States of 192 MiB, several times what a save may take
+
+
+def _many() -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.ones(1024, 4096) for i in range(12)} | {"turned": torch.ones(4096, 1024).t()}
+
+
+def _huge() -> dict[str, torch.Tensor]:
+    return {"huge": torch.ones(12, 4096, 1024)}
+
+
+def _strided() -> dict[str, torch.Tensor]:
+    whole = torch.ones(4096, 12288)
+    permuted = whole.view(64, 64, 12288).permute(2, 0, 1)
+    return {"turned": whole.t(), "every second": whole[::2, 1::2], "permuted": permuted}
+
+
+def _turned() -> dict[str, torch.Tensor]:
+    """Return tensors for a torch file, where views share what they need of a storage."""
+    return {"turned": torch.ones(4096, 12288).t(), "conjugate": torch.ones(1024, 12288, dtype=torch.complex64).conj()}
 
 
 _S = 4 * MIB
@@ -213,6 +255,10 @@ def _even(
     )  # fmt: skip
 
 
+def _saved(name: str, make: Callable[[], dict[str, torch.Tensor]], *, long: bool = True, **how: Any) -> Case:
+    return Case(file="", prepare=_save(name, make, **how), staging_bytes=16 * MIB, final_bytes=0, long=long)
+
+
 def _written(file: str, prepare: Callable[[str, str], Call], *, long: bool = False, staging: int = 16 * MIB) -> Case:
     return Case(file=file, prepare=prepare, staging_bytes=staging, final_bytes=0, long=long)
 
@@ -222,7 +268,7 @@ _HALF = "bfloat16"
 CASES: dict[str, Case] = {
     # Formats, cached
     "zip": _load("zip.pt"),
-    "zip, cast": _load("zip.pt", item=2, dtype=_HALF, long=True),
+    "zip, cast": _load("zip.pt", item=2, dtype=_HALF),
     "legacy": _load("legacy.pt", long=True),
     "legacy, cast": _load("legacy.pt", item=2, dtype=_HALF, long=True),
     "legacy, unaligned": _load("unaligned-legacy.pt", strict=False),
@@ -234,7 +280,7 @@ CASES: dict[str, Case] = {
     "shards": _load("shards"),
     "parameters": _load("parameters"),
     "distributed": _load("distributed"),
-    "distributed, cast": _load("distributed", item=2, dtype=_HALF, long=True),
+    "distributed, cast": _load("distributed", item=2, dtype=_HALF),
     "training, key": _load("training.pt", key="model"),
     # Cold: direct reads
     "zip, cold": _even("even.pt"),
@@ -263,6 +309,14 @@ CASES: dict[str, Case] = {
     ),
     "optimizer": Case(
         file="training.pt", prepare=_optimizer(_S), staging_bytes=_S, final_bytes=2 * nbytes(EVEN[:8]) + 8 * 4
+    ),
+    "optimizer, cast": Case(
+        file="training.pt", prepare=_optimizer(_S, torch.bfloat16), staging_bytes=_S,
+        final_bytes=nbytes(EVEN[:8]) + 8 * 4,
+    ),
+    "model and optimizer": Case(
+        file="training.pt", prepare=_optimizer(_S, with_model=True), staging_bytes=_S,
+        final_bytes=_F + 2 * nbytes(EVEN[:8]) + 8 * 4,
     ),
     "hf": Case(file="huggingface", prepare=_pretrained(_S), staging_bytes=_S, final_bytes=0, long=True),
     "hf, cast": Case(
@@ -299,11 +353,37 @@ CASES: dict[str, Case] = {
     "convert distributed to torch, cast": _written(
         "distributed", _convert("f.pt", 16 * MIB, dtype=_HALF), long=True
     ),
+    "convert large to torch, cast": _written("large.pt", _convert("f.pt", 16 * MIB, LARGE, dtype=_HALF)),
+    "convert large to safetensors": _written("large.pt", _convert("f.safetensors", 16 * MIB, LARGE)),
+    "convert large to safetensors, transposed": _written(
+        "large.pt", _convert("f.safetensors", 16 * MIB, LARGE, rules=[rules.transpose("*")])
+    ),
+    "convert large to torch": _written("large.pt", _convert("f.pt", 16 * MIB, LARGE), long=True),
+    "convert large to torch, transposed": _written(
+        "large.pt", _convert("f.pt", 16 * MIB, LARGE, rules=[rules.transpose("*")]), long=True
+    ),
+    "convert large to safetensors, cast": _written(
+        "large.pt", _convert("f.safetensors", 16 * MIB, LARGE, dtype=_HALF), long=True
+    ),
+    "convert large to shards, cast": _written("large.pt", _convert("model", 16 * MIB, LARGE, dtype=_HALF), long=True),
+    "convert many": _written("many.pt", _convert("f.pt", 16 * MIB, MANY)),
+    "convert 100,000 to torch": _written("most.pt", _convert("f.pt", 16 * MIB, MOST), long=True),
+    "convert 100,000 to safetensors": _written("most.pt", _convert("f.safetensors", 16 * MIB, MOST), long=True),
     "merge": _written("zip.pt", _merged, staging=64 * MIB),
-    "save torch": _written("zip.pt", _save("f.pt"), long=True),
-    "save safetensors, cast": _written("zip.pt", _save("f.safetensors", dtype=_HALF)),
-    "save views": _written("views.pt", _save("f.safetensors")),
-    "save shards": _written("zip.pt", _save("model", format="huggingface", max_shard_size="20MiB"), long=True),
+    "save torch": _saved("f.pt", _many, long=False),
+    "save torch, cast": _saved("f.pt", _many, dtype=_HALF),
+    "save torch, one": _saved("f.pt", _huge),
+    "save torch, one, cast": _saved("f.pt", _huge, long=False, dtype=_HALF),
+    "save torch, views, cast": _saved("f.pt", _turned, dtype=_HALF),
+    "save safetensors": _saved("f.safetensors", _many),
+    "save safetensors, cast": _saved("f.safetensors", _many, long=False, dtype=_HALF),
+    "save safetensors, one": _saved("f.safetensors", _huge),
+    "save safetensors, one, cast": _saved("f.safetensors", _huge, dtype=_HALF),
+    "save views": _saved("f.safetensors", _strided, long=False),
+    "save views, cast": _saved("f.safetensors", _strided, dtype=_HALF),
+    "save directory, views": _saved("model", _strided),
+    "save directory, one, cast": _saved("model", _huge, dtype=_HALF),
+    "save shards": _saved("model", _many, max_shard_size="20MiB"),
 }  # fmt: skip
 
 
@@ -333,6 +413,17 @@ def _add_rules() -> None:
         )
 
 
+def _add_staging() -> None:
+    """Add loads with staging of any size, the smallest of which is less than one tensor."""
+    for mib in (1, 7, 256, 1024):
+        for page_cache in ("keep", "bypass"):
+            how: dict[str, Any] = {"staging": mib * MIB, "page_cache": page_cache}
+            CASES[f"staging of {mib} MiB, {page_cache}"] = _load("zip.pt", long=True, **how)
+            CASES[f"staging of {mib} MiB, {page_cache}, cast"] = _load(
+                "zip.pt", item=2, dtype=_HALF, long=(mib, page_cache) != (1, "bypass"), **how
+            )
+
+
 def _add_readers() -> None:
     """Add loads with other numbers of readers; each thread has a heap and a stack."""
     for count in (2, 16):
@@ -341,6 +432,7 @@ def _add_readers() -> None:
 
 
 _add_rules()
+_add_staging()
 _add_readers()
 
 

@@ -24,6 +24,9 @@ SHAPES: Shapes = ((9216, 1024), *[(512, 1024)] * 5, *[(300, 1024)] * 1, *[(64,)]
 #: 68 MiB in tensors of one size, which is enough that files are read directly if they are cold.
 EVEN: Shapes = ((4352, 256),) * 16
 
+#: 256 MiB, several times what a conversion may take; each tensor is larger than the half of staging that holds several.
+LARGE: Shapes = ((2048, 2048),) * 16
+
 #: Small tensors; many of them.
 MANY: Shapes = ((64,),) * 10_000
 MOST: Shapes = ((16,),) * 100_000
@@ -128,6 +131,7 @@ def _packed(path: Path) -> None:
 FILES: dict[str, Callable[[Path], None]] = {
     "zip.pt": _torch(SHAPES),
     "even.pt": _torch(EVEN),
+    "large.pt": _torch(LARGE),
     "legacy.pt": _legacy(SHAPES),
     "even-legacy.pt": _legacy(EVEN),
     "unaligned-legacy.pt": _unaligned_legacy(SHAPES),

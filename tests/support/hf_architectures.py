@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CASES", "Case"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

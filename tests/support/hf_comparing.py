@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 import sluice
 from sluice.quantizing.inner_tensors import inner_tensors
 
-__all__ = ["assert_same", "loaded_both_ways", "outputs", "save_bin", "save_llama"]
-
 
 def assert_same(ours: Any, theirs: Any) -> None:
     """Compare two models: tensor names, dtypes, bits, ties and flags; settings; mode."""

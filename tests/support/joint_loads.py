@@ -18,24 +18,6 @@ from support.gguf_files import packed, plain, write
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
 
-__all__ = [
-    "STEPS",
-    "Net",
-    "failing_load",
-    "live_failing_load",
-    "load",
-    "load_cached",
-    "load_differently",
-    "load_packed",
-    "load_part",
-    "saved",
-    "saved_packed",
-    "sharded",
-    "state_after",
-    "truth",
-    "with_options",
-]
-
 #: Steps at which a fault can happen.
 STEPS = ("open", "plan", "first read", "later read", "before the vote", "install")
 

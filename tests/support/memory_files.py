@@ -9,8 +9,6 @@ from typing import Any
 import fsspec
 import pytest
 
-__all__ = ["filesystem", "put"]
-
 
 @pytest.fixture
 def filesystem() -> Iterator[Any]:

@@ -51,8 +51,6 @@ from support.hostile_archives import (
 from support.oracles import bits, loaded, same
 from support.sources import MemorySource
 
-__all__ = ["BEYOND", "FORMATS", "Verdicts", "edit", "judge_safetensors", "judge_torch", "run"]
-
 #: Reasons why sluice accepts files that ``torch.load(weights_only=True)`` refuses, with a pattern for torch's message.
 BEYOND = {"opcodes of protocols 3 to 5": re.compile("Unsupported operand")}
 

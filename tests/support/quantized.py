@@ -8,8 +8,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-__all__ = ["CONFIGS", "Scaled", "plain_tensors", "scale_modules"]
-
 #: Configurations of torchao, made from its module.
 CONFIGS: dict[str, Any] = {
     "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),

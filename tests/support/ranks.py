@@ -24,8 +24,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
-__all__ = ["RankFailedError", "Ranks"]
-
 #: Seconds until a function that does not return is ended: less than the timeout of a test.
 _TIMEOUT = 120.0
 

@@ -12,8 +12,6 @@ from sluice.api.checkpoint import Checkpoint
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import MappableSource, Source
 
-__all__ = ["RecordedRead", "RecordingSource", "record_reads"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRead:

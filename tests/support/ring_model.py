@@ -8,8 +8,6 @@ from msgspec import Struct
 
 from sluice.records import LoadPlan
 
-__all__ = ["RingUse", "use_of_ring"]
-
 
 class RingUse(Struct, frozen=True, kw_only=True):
     """Result of the model; times are in the unit of the rates."""

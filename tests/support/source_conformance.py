@@ -17,8 +17,6 @@ from sluice._defaults import BLOCK_BYTES, SMALLEST_STAGING_BYTES
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
-__all__ = ["check_source"]
-
 #: Offsets beyond every source: the largest that a system supports, and larger ones.
 _FAR_OFFSETS = (1 << 40, (1 << 63) - 1, 1 << 63, 1 << 70)
 

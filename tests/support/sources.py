@@ -14,8 +14,6 @@ from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import MappableSource, Source
 from sluice.sources.ranges import too_early
 
-__all__ = ["FaultySource", "MemorySource"]
-
 
 class MemorySource(MemoryFile):
     """Bytes as a source, for tests that open thousands of small files; see ``Source``.

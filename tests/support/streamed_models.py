@@ -11,8 +11,6 @@ from torch import nn
 
 import sluice
 
-__all__ = ["Experts", "Layers", "Repeated", "block_bytes", "empty", "saved"]
-
 _Model = TypeVar("_Model", bound=nn.Module)
 
 #: A square weight of this width has 1 MiB, like the targets that get a mapping of their own.

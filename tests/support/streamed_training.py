@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-__all__ = ["Adapted", "adapt", "same", "train"]
-
 #: Loss and gradients of each step, and the parameters at the end.
 Course = tuple[list[list[torch.Tensor]], list[torch.Tensor]]
 

@@ -96,18 +96,22 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, *, first: int = 0)
             optimizer.step()
 
 
-def stopped(path: Path, kind: Kind, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Optimizer]:
-    """Train for five steps, save a training checkpoint, and return the model and optimizer."""
-    model = net(dtype=dtype)
+def stopped(
+    path: Path, kind: Kind, *, dtype: torch.dtype = torch.float32, on: str = "cpu"
+) -> tuple[nn.Module, Optimizer]:
+    """Train for five steps on a device, save a training checkpoint, and return the model and optimizer."""
+    model = net(dtype=dtype).to(on)
     optimizer = kind(model)
     train(model, optimizer, 5)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 5}, path)
     return model, optimizer
 
 
-def resumed(path: Path, kind: Kind, *, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[nn.Module, Optimizer]:
-    """Return a fresh model and optimizer, filled from the checkpoint."""
-    model = net(seed=1, dtype=dtype)
+def resumed(
+    path: Path, kind: Kind, *, dtype: torch.dtype = torch.float32, on: str = "cpu", **how: Any
+) -> tuple[nn.Module, Optimizer]:
+    """Return a fresh model on a device and its optimizer, filled from the checkpoint."""
+    model = net(seed=1, dtype=dtype).to(on)
     with sluice.open(path) as checkpoint:
         sluice.load_into(model, checkpoint)
         optimizer = kind(model)

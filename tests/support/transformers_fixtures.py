@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["_without_threads", "transformers"]
-
 
 @pytest.fixture(scope="session")
 def transformers() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -54,3 +55,10 @@ def test_a_shard_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(sluice.ReadError, match="Permission denied") as caught:
         sluice.load_state_dict(tmp_path)
     assert caught.value.file == str(tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize("name", [".", "./m.safetensors", "m.safetensors/", "x\0y", "C:x", "m.safetensors/../m", ""])
+def test_names_of_shards_that_are_not_plain(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(sluice.PathEscapeError, match="not a plain path"):
+        sluice.open(tmp_path)

@@ -32,6 +32,7 @@ from support.hostile_archives import (
     tensor_call,
     torch_archive,
 )
+from support.hostile_files import CASES
 from support.leaks import open_files
 from support.work import at_most
 
@@ -324,9 +325,9 @@ BAD: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", [*CASES, *BAD])
 def test_every_verb_names_the_problem_and_its_place(tmp_path: Path, name: str) -> None:
-    content, kind, words = BAD[name]
+    content, kind, words = (CASES | BAD)[name]
     path = tmp_path / "f"
     path.write_bytes(content)
     before = set(tmp_path.iterdir())

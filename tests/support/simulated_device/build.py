@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["library", "reason_against"]
-
 _FOLDER = Path(__file__).parent
 _SOURCES = ("kernels.cpp", "registration.cpp", "allocator.cpp", "streams.cpp", "memory.cpp")  # the slowest first
 _TORCH = Path(torch.__file__).parent

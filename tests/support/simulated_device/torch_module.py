@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["make_module"]
-
 _NAMES = (
     "empty_cache",
     "max_memory_allocated",
