@@ -12,16 +12,21 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from sluice._errors import MismatchError, ReadError, ReadPermissionError, SaveError
+from sluice._errors import LimitError, MismatchError, ReadError, ReadPermissionError, SaveError
+
+if TYPE_CHECKING:
+    from sluice._options import Limits
 
 __all__ = [
     "MOST_NAMES",
     "SHOWN",
     "Findings",
     "Shape",
+    "check_limit",
     "first_names",
     "listed",
     "nearest_names",
@@ -48,6 +53,27 @@ _IGNORE_MISMATCHED = (
 
 #: Size of each dimension, in elements.
 Shape = tuple[int, ...]
+
+
+def check_limit(
+    limits: Limits,
+    name: str,
+    found: int,
+    what: str,
+    *,
+    file: str | None = None,
+    tensor: str | None = None,
+    offset: int | None = None,
+) -> None:
+    """Refuse content with more than a field of the limits allows; ``what`` is a noun in the singular.
+
+    Raises:
+        LimitError: It has.
+    """
+    most = getattr(limits, name)
+    if found > most:
+        problem, expected = f"{what} exceeds the limit {name!r}", f"at most {most}"
+        raise LimitError(problem, file=file, tensor=tensor, offset=offset, expected=expected, found=found)
 
 
 class Findings(Struct, kw_only=True):

@@ -483,8 +483,8 @@ def test_a_checkpoint_that_was_never_finished(tmp_path: Path, left: str) -> None
         ({"a": ("x", True)}, FormatError, "neither text nor a list position"),
         ({"a": ("x", None)}, FormatError, "neither text nor a list position"),
         ({"a": (0, "x")}, FormatError, "starts with a list position"),
-        ({"l.1000000000": ("l", 10**9)}, LimitError, "too long"),
-        ({"a": ("x",) * 65}, LimitError, "too deep"),
+        ({"l.1000000000": ("l", 10**9)}, LimitError, "'entries'"),
+        ({"a": ("x",) * 65}, LimitError, "'depth'"),
     ],
 )
 def test_paths_that_lead_nowhere(tmp_path: Path, paths: Any, kind: type[CheckpointError], problem: str) -> None:
@@ -520,7 +520,7 @@ def test_chunks_that_are_cut_in_many_dimensions() -> None:
     stored = {index_key("w", start): place(FILE, 0, 30) for start in itertools.product((0, 1), repeat=5)}
     data = distributed_metadata({"w": tensor_metadata((2,) * 5, boxes)}, stored)
     assert read_metadata(MemorySource(data), Limits()).items.keys() == {"w"}
-    with pytest.raises(LimitError, match=r"'entries'.*too many corners"):
+    with pytest.raises(LimitError, match="too many corners of chunks for the limit 'entries'"):
         read_metadata(MemorySource(data), Limits(entries=200))
 
 

@@ -92,7 +92,7 @@ def test_missing_ranks_and_other_forms_are_refused(tmp_path: Path) -> None:
     with pytest.raises(IncompleteCheckpointError, match=r"mp_rank_01_000/model_optim_rng\.pt"):
         sluice.open(source)
     (source / "mp_rank_99_999").mkdir()
-    with pytest.raises(sluice.LimitError, match=r"the ranks exceed the limit 'files'.* 100000"):
+    with pytest.raises(sluice.LimitError, match=r"the number of ranks exceeds the limit 'files'.* 100000"):
         sluice.open(source, limits=sluice.Limits(files=1000))
     (source / "mp_rank_00").mkdir()
     with pytest.raises(sluice.FormatError, match="the directories of ranks have different forms"):

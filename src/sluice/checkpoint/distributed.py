@@ -27,7 +27,8 @@ from functools import partial
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._errors import FormatError, LimitError
+from sluice._errors import FormatError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.checkpoint.distributed_files import DataFiles, ListedItem
 from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
@@ -62,11 +63,7 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
     with closing(layout.directory.open(METADATA_FILE)) as source:
         contents = read_metadata(source, limits)
     files = _items_by_file(contents)
-    if len(files) > limits.files:
-        expected = f"at most {limits.files}"
-        raise LimitError(
-            "the metadata exceeds the limit 'files'", file=source.path, expected=expected, found=len(files)
-        )
+    check_limit(limits, "files", len(files), "the metadata", file=source.path)
     members = DataFiles(layout.directory, limits)
     try:
         members.open(files)
@@ -197,9 +194,7 @@ class _IndexBuilder:
         position = len(self._files) - 1
         file.storages.append(Storage(file=position, offset=offset, nbytes=nbytes, key=key, located=located))
         self._count += 1
-        if self._count > self._limits.entries:
-            expected = f"at most {self._limits.entries}"
-            raise LimitError("the files together exceed the limit 'entries'", file=self._path, expected=expected)
+        check_limit(self._limits, "entries", self._count, "the number of storages in all files", file=self._path)
         return self._count - 1
 
     def _check_chunk(self, inner: Entry, listed: ListedItem, source: Source) -> None:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import product
 from math import prod
 
-from sluice._errors import FormatError, LimitError, UnsupportedError
-from sluice._messages import first_names
+from sluice._errors import FormatError, UnsupportedError
+from sluice._messages import check_limit, first_names
 from sluice._options import Limits
 from sluice.checkpoint.layout import CheckpointLayout
 from sluice.entries import tree as trees
@@ -65,11 +65,7 @@ def rank_layout(
         problem, found = "the directories of ranks have different forms", first_names(sorted(ranks))
         raise FormatError(problem, file=directory.path, expected="one form", found=found)
     counts = [max(map(int, numbers)) + 1 for numbers in zip(*map(_NUMBER.findall, ranks), strict=True)]
-    if prod(counts) > limits.files:
-        expected = f"at most {limits.files}"
-        raise LimitError(
-            "the ranks exceed the limit 'files'", file=directory.path, expected=expected, found=prod(counts)
-        )
+    check_limit(limits, "files", prod(counts), "the number of ranks", file=directory.path)
     some = sorted(ranks)[:_TRIED]
     file = next((file for file in RANK_FILES if any(exists(f"{rank}/{file}") for rank in some)), None)
     if file is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 
 from sluice._defaults import INDEXING_THREADS
-from sluice._errors import CheckpointError, LimitError
+from sluice._errors import CheckpointError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.layout import CheckpointLayout
@@ -49,9 +50,7 @@ def _open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tupl
         files[position] = file = open_file(source, limits, encoding)
         with counting:
             storages += len(file.index.storages)
-        if storages > limits.entries:
-            expected = f"at most {limits.entries}"
-            raise LimitError("the files together exceed the limit 'entries'", file=layout.path, expected=expected)
+        check_limit(limits, "entries", storages, "the number of tensors in all files", file=layout.path)
 
     try:
         try:

@@ -42,12 +42,11 @@ from sluice._errors import (
     CheckpointError,
     FormatError,
     IncompleteCheckpointError,
-    LimitError,
     MissingFileError,
     SluiceError,
     UnsupportedError,
 )
-from sluice._messages import first_names, listed
+from sluice._messages import check_limit, first_names, listed
 from sluice._options import Limits
 from sluice.checkpoint.layout import METADATA_FILE, PARAMETER_SUFFIX, CheckpointLayout
 from sluice.checkpoint.rank_directories import RANK_DIRECTORY, RANK_FILES, rank_layout
@@ -167,9 +166,7 @@ def listed_layout(place: Place, limits: Limits) -> CheckpointLayout:
         UnsupportedError: One is a directory.
     """
     names = tuple(member.title for member in place.members)
-    if len(names) > limits.files:
-        expected = f"at most {limits.files}"
-        raise LimitError("the list exceeds the limit 'files'", file=place.title, expected=expected, found=len(names))
+    check_limit(limits, "files", len(names), "the list", file=place.title)
     local = [member.title for member in place.members if member.kind == "local"]
     for path in filter(os.path.isdir, local):
         problem = "the list names a directory among files"
@@ -250,9 +247,7 @@ def _parts(directory: Directory, listing: _Listing, limits: Limits, notes: tuple
     files = tuple(sorted(parts or parameters))
     if not files:
         raise _nothing_usable(path, listing)
-    if len(files) > limits.files:
-        expected = f"at most {limits.files}"
-        raise LimitError("the directory exceeds the limit 'files'", file=path, expected=expected, found=len(files))
+    check_limit(limits, "files", len(files), "the directory", file=path)
     if parts and parameters:
         notes = (*notes, f"{listed(f'Left out, because there are {_PARTS_SUFFIX} files', sorted(parameters))}.")
     kind: Literal["parts", "parameters"] = "parts" if parts else "parameters"

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sluice._errors import LimitError
-from sluice._messages import listed
+from sluice._messages import check_limit, listed
 from sluice._options import Limits
 from sluice.checkpoint.chunks import without_places
 from sluice.checkpoint.layout import PLACES
@@ -106,29 +105,12 @@ def find_ties(declarations: Sequence[Declaration], weight_map: Mapping[str, str]
             else:
                 lost[name] = None
     candidates = {**far, **near}
-    _check_limits(candidates, len(places), path, limits)
+    total = len(places) + len(candidates)
+    check_limit(limits, "entries", total, "the number of stored and tied names", file=path)
+    for name in candidates:
+        check_limit(limits, "name_bytes", len(name.encode()), "a tied name", file=path, tensor=name[:80])
     found = {name: next(iter(stored)) for name, stored in candidates.items() if len(stored) == 1}
     left_out = [repr(name) for name in lost if name not in candidates]
     why = "Left out, because the tensors that they are tied to are not in the checkpoint"
     notes = (f"{listed(why, left_out)}.",) if left_out else ()
     return Ties(found, [name for name in candidates if name not in found], notes)
-
-
-def _check_limits(names: Mapping[str, object], count: int, path: str, limits: Limits) -> None:
-    if count + len(names) > limits.entries:
-        raise LimitError(
-            "the stored and tied names exceed the limit 'entries'",
-            file=path,
-            expected=f"at most {limits.entries}",
-            found=count + len(names),
-        )
-    for name in names:
-        nbytes = len(name.encode())
-        if nbytes > limits.name_bytes:
-            raise LimitError(
-                "a tied name exceeds the limit 'name_bytes'",
-                file=path,
-                tensor=name[:80],
-                expected=f"at most {limits.name_bytes}",
-                found=nbytes,
-            )

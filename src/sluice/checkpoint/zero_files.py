@@ -24,7 +24,8 @@ from contextlib import closing
 from itertools import chain
 from typing import Literal, TypeAlias
 
-from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, LimitError, PathEscapeError
+from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, PathEscapeError
+from sluice._messages import check_limit
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.layout import CheckpointLayout
 from sluice.formats.deepspeed.states import ModelStates, model_states, rank_states, universal_states
@@ -73,9 +74,7 @@ def zero_layout(
     if tag is None:
         return None
     files = tuple(_Files(directory.path, tag, opened, limits).names(optimizer=optimizer))
-    if len(files) > limits.files:
-        problem, expected = "the DeepSpeed checkpoint exceeds the limit 'files'", f"at most {limits.files}"
-        raise LimitError(problem, file=directory.path, expected=expected, found=len(files))
+    check_limit(limits, "files", len(files), "the DeepSpeed checkpoint", file=directory.path)
     kind: Literal["zero", "zero-optimizer"] = "zero-optimizer" if optimizer else "zero"
     return CheckpointLayout(path=directory.path, directory=directory, kind=kind, files=files)
 
@@ -124,9 +123,7 @@ class _Files:
             return self._universal(optimizer=optimizer)
         first = self._tag + _ranked(0, OPTIMIZER_STATES, starts[0])
         states = rank_states(*self._tree(first))
-        if states.world > self._limits.files:
-            problem, expected = "the DeepSpeed checkpoint exceeds the limit 'files'", f"at most {self._limits.files}"
-            raise LimitError(problem, file=self._path, expected=expected, found=states.world)
+        check_limit(self._limits, "files", states.world, "the DeepSpeed checkpoint", file=self._path)
         if self._exists(beyond := _ranked(states.world, OPTIMIZER_STATES, starts[0])):
             problem = "the files of the ranks are from saves with different numbers of ranks"
             raise FormatError(problem, file=self._path, expected=f"{states.world} ranks", found=beyond)

@@ -24,8 +24,10 @@ from typing import Annotated, Literal, Protocol, get_args
 
 from msgspec import Meta, Struct, structs
 
-from sluice._errors import FormatError, LimitError, MissingFileError, UnsupportedError
+from sluice._errors import FormatError, MissingFileError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
+from sluice.formats.protocol import read_whole
 from sluice.formats.strict_json import decode_json, without_strings
 from sluice.records.bulk import collector_paused
 from sluice.sources.opening import open_source
@@ -130,11 +132,7 @@ def read_manifest(path: str, limits: Limits) -> Manifest:
         error.advice = missing_advice(path, checkpoint=False)
         raise
     with closing(opened) as source:
-        nbytes = source.identity.nbytes
-        if nbytes > limits.header_bytes:
-            expected = f"at most {limits.header_bytes} bytes (header_bytes)"
-            raise LimitError("the manifest is too large", file=path, expected=expected, found=nbytes)
-        data = source.read_at(0, nbytes)
+        data = read_whole(source, limits, "the manifest")
     with collector_paused():
         return parse_manifest(data, path, limits)
 
@@ -150,10 +148,7 @@ def parse_manifest(data: bytes, path: str, limits: Limits) -> Manifest:
         expected, found = f"one of {', '.join(get_args(HashAlgorithm))}", kind.algorithm
         raise UnsupportedError("unknown hash algorithm in the manifest", file=path, expected=expected, found=found)
     manifest = decode_json(data, Manifest, "the manifest", path)
-    if len(manifest.tensors) > limits.entries:
-        expected = f"at most {limits.entries} (entries)"
-        problem = "the manifest has too many tensors"
-        raise LimitError(problem, file=path, expected=expected, found=len(manifest.tensors))
+    check_limit(limits, "entries", len(manifest.tensors), "the manifest", file=path)
     if without_strings(data).count(b"{") != 2 + len(manifest.tensors):
         raise FormatError("a name is given twice in the manifest", file=path)
     tensors = {name: structs.replace(each, hash=each.hash.lower()) for name, each in manifest.tensors.items()}

@@ -8,11 +8,12 @@ from typing import Protocol
 from msgspec import Struct
 
 from sluice._errors import CheckpointError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.records import Index
 from sluice.sources.protocol import Source
 
-__all__ = ["Checksum", "Format", "LocatedByIndex", "Locator"]
+__all__ = ["Checksum", "Format", "LocatedByIndex", "Locator", "read_whole"]
 
 
 class Checksum(Struct, frozen=True, kw_only=True):
@@ -76,3 +77,14 @@ class LocatedByIndex:
         storages: Iterable[int],  # noqa: ARG002 - as above
     ) -> Mapping[int, int]:
         return {}
+
+
+def read_whole(source: Source, limits: Limits, what: str) -> bytes:
+    """Return all bytes of a small file; ``what`` describes it in messages.
+
+    Raises:
+        LimitError: It has more than ``limits.header_bytes``.
+    """
+    nbytes = source.identity.nbytes
+    check_limit(limits, "header_bytes", nbytes, what, file=source.path)
+    return source.read_at(0, nbytes)

@@ -19,9 +19,11 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Raw, Struct
 
-from sluice._errors import FormatError, LimitError, PathEscapeError, UnsupportedError
+from sluice._errors import FormatError, PathEscapeError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.foreign import recognise_placeholder
+from sluice.formats.protocol import read_whole
 from sluice.formats.strict_json import count_strings, decode_json
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
@@ -59,16 +61,12 @@ def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
         CheckpointError: The file violates the format.
         PathEscapeError: It names a file outside its directory.
     """
-    nbytes = source.identity.nbytes
-    if nbytes > limits.header_bytes:
-        raise _over_limit("header_bytes", source.path, limits, found=nbytes)
-    return parse_shard_index(source.read_at(0, nbytes), source.path, limits)
+    return parse_shard_index(read_whole(source, limits, "the index"), source.path, limits)
 
 
 def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
     """Parse and check the bytes of an index file; raises as ``read_shard_index`` does."""
-    if count_strings(data) > 2 * limits.entries + _MORE_STRINGS:
-        raise _over_limit("entries", path, limits, found=count_strings(data) // 2)
+    check_limit(limits, "entries", (count_strings(data) - _MORE_STRINGS + 1) // 2, "the index", file=path)
     with collector_paused():
         try:
             members = decode_json(data, dict[str, Raw], "the index", path)
@@ -96,14 +94,10 @@ def _check_weight_map(weight_map: Mapping[str, str], strings: int, path: str, li
         raise FormatError("the weight_map of the index names no tensors", file=path)
     if strings != 2 * len(weight_map):
         raise FormatError("a tensor is given twice in the weight_map", file=path)
-    if len(weight_map) > limits.entries:
-        raise _over_limit("entries", path, limits, found=len(weight_map))
     files = set(weight_map.values())
-    if len(files) > limits.files:
-        raise _over_limit("files", path, limits, found=len(files))
     longest = max(len(text.encode()) for text in (*weight_map, *files))
-    if longest > limits.name_bytes:
-        raise _over_limit("name_bytes", path, limits, found=longest)
+    for limit, found in {"entries": len(weight_map), "files": len(files), "name_bytes": longest}.items():
+        check_limit(limits, limit, found, "the index", file=path)
     for file in files:
         if not is_plain_path(file):
             raise PathEscapeError(
@@ -123,8 +117,3 @@ def is_plain_path(file: str) -> bool:
     if any(character in file for character in "\\:\0"):
         return False
     return all(component.rstrip(". ") for component in file.split("/"))
-
-
-def _over_limit(limit: str, path: str, limits: Limits, *, found: int) -> LimitError:
-    expected = f"at most {getattr(limits, limit)}"
-    return LimitError(f"the index exceeds the limit {limit!r}", file=path, expected=expected, found=found)

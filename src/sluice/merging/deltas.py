@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from msgspec import Struct
 
-from sluice._errors import FormatError, IntegrityError, LimitError, MismatchError, MissingFileError, UnsupportedError
+from sluice._errors import FormatError, IntegrityError, MismatchError, MissingFileError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import flatten
 from sluice.formats.manifest import Hasher, new_hash
+from sluice.formats.protocol import read_whole
 from sluice.formats.strict_json import decode_json
 from sluice.records import Entry
 from sluice.sources.opening import find_place
@@ -248,10 +249,7 @@ def _index_file(where: PathOrAddress, limits: Limits) -> _IndexFile | None:
     except (FileNotFoundError, MissingFileError):
         return None
     with closing(source):
-        nbytes = source.identity.nbytes
-        if nbytes > limits.header_bytes:
-            raise LimitError("the index exceeds the limit 'header_bytes'", file=source.path, found=nbytes)
-        return decode_json(source.read_at(0, nbytes), _IndexFile, "the index", source.path)
+        return decode_json(read_whole(source, limits, "the index"), _IndexFile, "the index", source.path)
 
 
 def _packed(checkpoint: OpenCheckpoint, metadata: Mapping[str, Any]) -> dict[str, DeltaStep]:

@@ -56,7 +56,7 @@ def test_too_many_of_anything_meets_a_limit(tmp_path: Path, kind: str) -> None:
         ),
     }[kind]()
     (tmp_path / "f").write_bytes(content)
-    with at_most(4_000_000), assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="more than") as caught:
+    with at_most(4_000_000), assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="more than|'entries'") as caught:
         sluice.open(tmp_path / "f", limits=limits)
     assert caught.value.file == str(tmp_path / "f")
 
@@ -107,7 +107,7 @@ def test_each_limit_refuses_and_can_be_raised(tmp_path: Path, name: str) -> None
     (tmp_path / "f").write_bytes(make())
     passing, refused = (replace(sluice.Limits(), **{name: value}) for value in (enough, tight))  # type: ignore[arg-type]
     kind = sluice.FormatError if name == "dimensions" else sluice.LimitError  # torch itself refuses more than 64
-    with pytest.raises(kind, match=rf"more than {tight}|longer than {tight}|deeper than {tight}"):
+    with pytest.raises(kind, match=rf"more than {tight}|longer than {tight}|{name}.*at most {tight}"):
         sluice.open(tmp_path / "f", limits=refused)
     with sluice.open(tmp_path / "f", limits=passing) as checkpoint:
         assert len(checkpoint)

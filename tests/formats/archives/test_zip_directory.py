@@ -162,7 +162,7 @@ def test_zip64_records_with_a_changed_byte(position: int) -> None:
 def test_too_many_entries_are_refused_before_they_are_read() -> None:
     content = build_archive(HONEST, zip64=True, entries=0xFFFF)
     source = RecordingSource(MemorySource(content))
-    with pytest.raises(LimitError, match="more than 3 records"):
+    with pytest.raises(LimitError, match="'entries'; expected at most 3"):
         read_directory(source, Limits(entries=3))
     assert [read.nbytes for read in source.reads] == [98]
 
@@ -170,7 +170,7 @@ def test_too_many_entries_are_refused_before_they_are_read() -> None:
 def test_a_large_directory_is_refused_before_it_is_read() -> None:
     content = build_archive(HONEST)
     source = RecordingSource(MemorySource(content))
-    with pytest.raises(LimitError, match="more than 100 bytes"):
+    with pytest.raises(LimitError, match="'header_bytes'; expected at most 100"):
         read_directory(source, Limits(header_bytes=100))
     assert len(source.reads) == 1
 

@@ -103,7 +103,7 @@ def test_several_models_and_tensors_of_other_kinds() -> None:
         (archive({"w": weight(storage_offset={"as_int": 2**62})}), FormatError, "past the end of its storage"),
         (archive({"w": weight(storage_offset=1)}), FormatError, "not strict JSON"),
         (archive({"w": weight(dtype=12, requires_grad=True)}), FormatError, "invalid requires_grad"),
-        (archive({"x" * 2_000_000: weight()}), LimitError, "a name is longer"),
+        (archive({"x" * 2_000_000: weight()}), LimitError, "a name exceeds"),
     ],
 )
 def test_hostile_archives(tmp_path: Path, content: bytes, kind: type[CheckpointError], problem: str) -> None:
@@ -113,5 +113,5 @@ def test_hostile_archives(tmp_path: Path, content: bytes, kind: type[CheckpointE
 
 
 def test_more_tensors_than_the_limit() -> None:
-    with pytest.raises(LimitError, match="more than 6 tensors"):
+    with pytest.raises(LimitError, match="'entries'; expected at most 6"):
         tree_of(archive({str(number): weight() for number in range(7)}), sluice.Limits(entries=6))

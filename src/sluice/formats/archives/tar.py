@@ -22,7 +22,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, PathEscapeError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, MissingFileError, PathEscapeError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
@@ -155,17 +156,14 @@ def _members(source: Source, limits: Limits) -> Iterator[_Member]:
         if header is None or header.size < 0:
             raise FormatError("a member of this tar archive has a damaged header", file=source.path, offset=offset)
         count += 1
-        if count > limits.files:
-            expected = f"at most {limits.files}"
-            raise LimitError("the tar archive exceeds the limit 'files'", file=source.path, expected=expected)
+        check_limit(limits, "files", count, "the tar archive", file=source.path)
         start = offset + _BLOCK_BYTES
         length = header.size if nbytes < 0 or header.type in _ATTRIBUTES else nbytes
         if length > size - start:
             problem = f"member {header.name!r} of this tar archive extends past the end of the file"
             raise FormatError(problem, file=source.path, offset=offset, found=f"{length} bytes")
         if header.type in _ATTRIBUTES:
-            if length > limits.name_bytes:
-                raise LimitError("a name in the tar archive is too long", file=source.path, offset=offset, found=length)
+            check_limit(limits, "name_bytes", length, "a name in the tar archive", file=source.path, offset=offset)
             found = _attributes(source.read_at(start, length), header, source, offset)
             name, nbytes = found[0] or name, nbytes if found[1] < 0 else found[1]
         else:

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.archives.zip64 import zip64_fields
 from sluice.sources.protocol import Source
@@ -177,14 +178,8 @@ def read_directory(source: Source, limits: Limits) -> CentralDirectory:
         LimitError: The archive exceeds ``Limits.entries``, ``Limits.header_bytes`` or ``Limits.name_bytes``.
     """
     end = _read_end(source)
-    if end.entries > limits.entries:
-        raise LimitError(f"the archive has more than {limits.entries} records", file=source.path, found=end.entries)
-    if end.nbytes > limits.header_bytes:
-        raise LimitError(
-            f"the archive's central directory has more than {limits.header_bytes} bytes",
-            file=source.path,
-            found=end.nbytes,
-        )
+    for limit, found in (("entries", end.entries), ("header_bytes", end.nbytes)):
+        check_limit(limits, limit, found, "the central directory of the archive", file=source.path)
     return _DirectoryParser(source.read_at(end.offset, end.nbytes), end, limits, source.path).parse()
 
 
@@ -350,10 +345,7 @@ class _DirectoryParser:
     def _key(self, name: bytes, at: int, *, is_directory: bool) -> str:
         if not self._prefix:
             self._prefix = name[: name.find(b"/") + 1]
-        if len(name) > self._limits.name_bytes:
-            raise LimitError(
-                f"a record's name is longer than {self._limits.name_bytes} bytes", file=self._file, found=len(name)
-            )
+        check_limit(self._limits, "name_bytes", len(name), "the name of a record", file=self._file)
         prefix = self._prefix
         plain = name[:-1] if is_directory else name
         if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(plain):

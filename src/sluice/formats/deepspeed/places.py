@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sluice._errors import FormatError, LimitError
+from sluice._errors import FormatError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.deepspeed.states import ModelStates, RankStates
 from sluice.records import NO_STORAGE, Entry, Part, elements_of
@@ -86,8 +87,7 @@ def parameter_places(model: ModelStates, ranks: Sequence[RankStates], limits: Li
     for name, place in (_by_parameter if ranks[0].by_parameter else _by_vector)(model, ranks):
         places[name] = place
         count += len(place.runs)
-        if count > limits.entries:
-            raise _too_many("ranges", model.file, limits)
+        check_limit(limits, "entries", count, "the number of ranges of the parameters", file=model.file)
     return places
 
 
@@ -157,8 +157,7 @@ class Assembler:
             first += piece.numel
         assert like is not None
         self._boxes += len(parts)
-        if self._boxes > self._limits.entries:
-            raise _too_many("boxes", self._file, self._limits)
+        check_limit(self._limits, "entries", self._boxes, "the number of boxes of the parameters", file=self._file)
         stride = contiguous_stride(shape)
         if not parts:
             return replace(like, shape=shape, stride=stride)
@@ -211,8 +210,3 @@ def _in_row(row: int, boxes: Iterable[tuple[_Shape, _Shape]]) -> Iterator[tuple[
 def _contradiction(model: ModelStates, expected: int, found: int, what: str) -> FormatError:
     problem = f"the shapes of the parameters do not fit the files of the ranks: {what}"
     return FormatError(problem, file=model.file, tensor="param_shapes", expected=expected, found=found)
-
-
-def _too_many(what: str, file: str, limits: Limits) -> LimitError:
-    expected = f"at most {limits.entries}"
-    return LimitError(f"the {what} of the parameters exceed the limit 'entries'", file=file, expected=expected)

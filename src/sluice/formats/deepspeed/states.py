@@ -29,7 +29,8 @@ from typing import TypeGuard, TypeVar
 
 from msgspec import Struct
 
-from sluice._errors import FormatError, LimitError, UnsupportedError
+from sluice._errors import FormatError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.records import Entry
 from sluice.records.geometry import contiguous_stride
@@ -183,14 +184,10 @@ def _shapes(value: object, where: str, file: str, limits: Limits) -> dict[str, _
         sizes = shape if isinstance(shape, (tuple, list)) else (None,)
         if not isinstance(name, str) or not all(type(size) is int and size >= 0 for size in sizes):
             raise FormatError("not a name and a shape", file=file, tensor=where, found=f"{name!r}: {shape!r}"[:80])
-        if len(sizes) > limits.dimensions:
-            problem, expected = "a shape exceeds the limit 'dimensions'", f"at most {limits.dimensions}"
-            raise LimitError(problem, file=file, tensor=name, expected=expected, found=len(sizes))
+        check_limit(limits, "dimensions", len(sizes), "a shape", file=file, tensor=name)
         if prod(sizes) > _MOST_ELEMENTS:
             raise FormatError("a shape has too many elements", file=file, tensor=name, found=list(sizes))
-    if len(shapes) > limits.entries:
-        expected = f"at most {limits.entries}"
-        raise LimitError("the parameters exceed the limit 'entries'", file=file, expected=expected, found=len(shapes))
+    check_limit(limits, "entries", len(shapes), "the number of parameters", file=file)
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 

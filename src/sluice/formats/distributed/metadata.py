@@ -31,11 +31,13 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
 from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, MetadataAllowlist, MetadataRecord
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.protocol import read_whole
 from sluice.formats.shard_index import is_plain_path
 from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, why_unsupported
 from sluice.records import Opaque, TorchSize, TorchText, UnsupportedValue
@@ -128,17 +130,11 @@ def read_metadata(source: Source, limits: Limits) -> DistributedMetadata:
 
 
 def _unpickle(source: Source, limits: Limits) -> object:
-    nbytes = source.identity.nbytes
-    if nbytes > limits.header_bytes:
-        expected = f"at most {limits.header_bytes}"
-        raise LimitError(
-            "the metadata exceeds the limit 'header_bytes'", file=source.path, expected=expected, found=nbytes
-        )
-    data = source.read_at(0, nbytes)
+    data = read_whole(source, limits, "the metadata")
     placeholder = recognise_placeholder(data[:_HEAD_BYTES], source.path)
     if placeholder is not None:
         raise placeholder
-    unpickler = Unpickler(data, MetadataAllowlist(limits, nbytes), limits=limits, file=source.path)
+    unpickler = Unpickler(data, MetadataAllowlist(limits, len(data)), limits=limits, file=source.path)
     root = unpickler.load()
     for leaf in unpickler.opaque.values():
         raise UnsafeContentError(
@@ -146,7 +142,7 @@ def _unpickle(source: Source, limits: Limits) -> object:
         )
     if unpickler.refusal is not None:
         raise unpickler.refusal.error
-    if unpickler.end != nbytes:
+    if unpickler.end != len(data):
         raise FormatError("bytes follow the pickle of the metadata", file=source.path, offset=unpickler.end)
     return root
 
@@ -165,8 +161,7 @@ class _MetadataReader:
         fields = self._fields(root, "Metadata", "the metadata")
         items = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
         stored = self._dict(fields.get("storage_data"), "storage_data")
-        if len(items) > self._limits.entries or len(stored) > self._limits.entries:
-            raise self._over("entries", max(len(items), len(stored)))
+        check_limit(self._limits, "entries", max(len(items), len(stored)), "the metadata", file=self._file)
         places = self._places(stored)
         described = {name: self._item(name, item, places) for name, item in items.items()}
         paths, version = fields.get("planner_data"), fields.get("version")
@@ -275,8 +270,7 @@ class _MetadataReader:
         if type(chunks) is not list or not chunks:
             raise self._error("a tensor has no list of chunks", name)
         self._chunks += len(chunks)
-        if self._chunks > self._limits.entries:
-            raise self._over("entries", self._chunks)
+        check_limit(self._limits, "entries", self._chunks, "the metadata", file=self._file)
         for chunk in chunks:
             fields = self._fields(chunk, "ChunkStorageMetadata", "a chunk", name)
             start = self._sizes(fields.get("offsets"), name, "the offset of a chunk")
@@ -296,7 +290,8 @@ class _MetadataReader:
             return
         self._corners_left -= len(boxes) << len(cut_dimensions(shape, boxes))
         if self._corners_left < 0:
-            raise self._over("entries", f"chunks of {name!r} with too many corners")
+            problem, expected = "too many corners of chunks for the limit 'entries'", f"at most {self._limits.entries}"
+            raise LimitError(problem, file=self._file, tensor=name, expected=expected)
         miscount = first_miscount(shape, boxes)
         if miscount is not None:
             problem = "the chunks of a tensor overlap" if miscount.boxes else "the chunks of a tensor leave a gap"
@@ -336,10 +331,6 @@ class _MetadataReader:
         self, problem: str, name: str | None = None, *, expected: object = None, found: object = None
     ) -> FormatError:
         return FormatError(problem, file=self._file, tensor=name, expected=expected, found=found)
-
-    def _over(self, limit: str, found: object) -> LimitError:
-        expected = f"at most {getattr(self._limits, limit)}"
-        return LimitError(f"the metadata exceeds the limit {limit!r}", file=self._file, expected=expected, found=found)
 
 
 def _chunk_key(start: tuple[int, ...]) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from sluice._errors import FormatError, LimitError
+from sluice._errors import FormatError
+from sluice._messages import check_limit
 from sluice._options import Limits
 
 __all__ = ["unflatten"]
@@ -69,9 +70,7 @@ def _checked_path(name: str, path: object, limits: Limits, file: str) -> tuple[A
     if type(path) not in (tuple, list) or not path:
         raise FormatError("the path of an item is not a tuple", file=file, tensor=name)
     assert isinstance(path, (tuple, list))
-    if len(path) > limits.depth:
-        expected = f"at most {limits.depth} levels (depth)"
-        raise LimitError("an item is nested too deeply", file=file, tensor=name, expected=expected, found=len(path))
+    check_limit(limits, "depth", len(path), "the nesting of an item", file=file, tensor=name)
     for key in path:
         if type(key) is not str and (type(key) is not int or key < 0):
             problem = "the path of an item has a component that is neither text nor a list position"
@@ -85,9 +84,7 @@ def _checked_path(name: str, path: object, limits: Limits, file: str) -> tuple[A
 
 def _check_lengths(containers: list[tuple[Any, object, Any]], limits: Limits, file: str) -> None:
     total = sum(max(container) + 1 for _, _, container in containers if type(container) is _List)
-    if total > limits.entries:
-        expected = f"at most {limits.entries} (entries)"
-        raise LimitError("the lists of the checkpoint are too long", file=file, expected=expected, found=total)
+    check_limit(limits, "entries", total, "the length of all lists of the checkpoint", file=file)
 
 
 def _as_list(container: _List) -> list[object]:

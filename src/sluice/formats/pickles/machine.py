@@ -202,7 +202,8 @@ class Machine:
     def mark(self, position: int) -> None:
         """Start a new stack above a mark."""
         if len(self.frames) >= self._max_frames:
-            raise self.error(LimitError, f"the pickle nests deeper than {self.limits.depth} levels", position)
+            problem, expected = "the nesting of the pickle exceeds the limit 'depth'", f"at most {self.limits.depth}"
+            raise self.error(LimitError, problem, position, expected=expected)
         self.frames.append(self.stack)
         self.stack = []
 

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct, field
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.strict_json import count_strings, decode_json, has_longer_list, without_strings
 from sluice.records.geometry import contiguous_stride
@@ -127,8 +128,7 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
     members = decode_json(header, dict[str, _Member], "the header", path)
     has_metadata = members.pop("__metadata__", None) is not None
     metadata = decode_json(header, _Header, "the header", path).metadata if has_metadata else {}
-    if max(len(members), len(metadata)) > limits.entries:
-        raise _over_limit("entries", path, limits)
+    check_limit(limits, "entries", max(len(members), len(metadata)), "the header", file=path, offset=LENGTH_BYTES)
     layouts = _Layouts(path, limits)
     columns = Columns([], [], [], [], {})
     for name, member in members.items():
@@ -148,8 +148,7 @@ def parse_texts(data: bytes, path: str, limits: Limits) -> dict[str, str]:
         LimitError: It has more than ``limits.entries`` items.
     """
     strings = count_strings(data)
-    if strings > 2 * limits.entries:
-        raise _over_limit("entries", path, limits)
+    check_limit(limits, "entries", (strings + 1) // 2, "the header", file=path, offset=LENGTH_BYTES)
     texts = decode_json(data, dict[str, str], "an object of strings", path)
     if strings != 2 * len(texts):
         raise FormatError("a key of an object of strings appears twice", file=path)

@@ -28,7 +28,8 @@ from __future__ import annotations
 from itertools import repeat
 from operator import add, sub
 
-from sluice._errors import FormatError, LimitError, TruncatedError
+from sluice._errors import FormatError, TruncatedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.first_bytes import is_safetensors
 from sluice.formats.protocol import LocatedByIndex
@@ -85,14 +86,7 @@ def _read_header(source: Source, limits: Limits) -> bytes:
             expected=f"{declared} bytes of header",
             found=f"{available} bytes",
         )
-    if declared > limits.header_bytes:
-        raise LimitError(
-            "the header exceeds the limit 'header_bytes'",
-            file=source.path,
-            offset=0,
-            expected=f"at most {limits.header_bytes}",
-            found=declared,
-        )
+    check_limit(limits, "header_bytes", declared, "the header", file=source.path, offset=0)
     header = source.read_at(LENGTH_BYTES, declared)
     if header[:1] != b"{":
         problem = "the header does not start with a brace"

@@ -25,7 +25,8 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.archives.zip_directory import CentralDirectory
 from sluice.formats.archives.zip_records import read_record
@@ -102,8 +103,7 @@ def read_exported(
         if record.name.startswith(start) and record.name.endswith(_CONFIG):
             _, text = read_record(source, record, left)
             left -= len(text)
-            if text.count(b'"path_name"') > limits.entries:
-                raise LimitError(f"the checkpoint has more than {limits.entries} tensors", file=source.path)
+            check_limit(limits, "entries", text.count(b'"path_name"'), "the number of tensors", file=source.path)
             described = decode_json(text, _Config, "the description of the weights", source.path)
             models[record.name[len(start) : -len(_CONFIG)]] = reader.state_dict(described.config)
     if not models:
@@ -128,8 +128,7 @@ class _WeightsReader:
         """Return the tensors that a description of weights names."""
         found: OrderedDict[str, object] = OrderedDict()
         for name, payload in config.items():
-            if len(name) > self._limits.name_bytes:
-                raise LimitError(f"a name is longer than {self._limits.name_bytes} characters", file=self._file)
+            check_limit(self._limits, "name_bytes", len(name), "a name", file=self._file)
             try:
                 found[name] = self._tensor(payload)
             except UnsupportedError as error:

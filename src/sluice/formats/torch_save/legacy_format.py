@@ -36,11 +36,11 @@ from typing import Never
 from sluice._errors import (
     TORCH_MAY_READ,
     FormatError,
-    LimitError,
     TruncatedError,
     UnsafeContentError,
     UnsupportedError,
 )
+from sluice._messages import check_limit
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.first_bytes import LEGACY_MAGIC, is_torch_legacy
 from sluice.formats.pickles.stream import unpickle_at
@@ -150,8 +150,7 @@ def _read_order(
     source: Source, start: int, storages: Sequence[StorageReference], limits: Limits
 ) -> tuple[list[StorageReference], int]:
     """Return the storages in data order, and the offset of the data."""
-    if len(storages) > limits.entries:
-        raise LimitError(f"the checkpoint has more than {limits.entries} storages", file=source.path)
+    check_limit(limits, "entries", len(storages), "the number of storages", file=source.path)
     keys, end = _read_plain(source, start, limits)
     if type(keys) is not list or any(type(key) is not str for key in keys):
         raise FormatError("the list of storage keys is not a list of strings", file=source.path, offset=start)

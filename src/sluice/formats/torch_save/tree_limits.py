@@ -19,7 +19,8 @@ from itertools import chain
 from typing import Any
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import FormatError, LimitError, UnsafeContentError, UnsupportedError
+from sluice._errors import FormatError, UnsafeContentError, UnsupportedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.pickles.machine import Refusal
 from sluice.formats.pickles.unpickler import Unpickler
@@ -197,24 +198,18 @@ class _TreeCheck:
             raise UnsupportedError("a container contains itself", file=self._file, tensor=self._name())
         self._repeats += 1 + known.places + known.characters // _NAME_CHARACTERS
         if self._repeats > self._limits.repeats:
-            problem = (
-                f"the checkpoint has more than {self._limits.repeats} repeated values in shared containers (repeats)"
-            )
-            raise LimitError(problem, file=self._file, tensor=self._name() or None)
+            what = "the number of repeated values in shared containers"
+            check_limit(self._limits, "repeats", self._repeats, what, file=self._file, tensor=self._name() or None)
         visit.add(known)
         self._check_depth()
 
     def _check_names(self, characters: int) -> None:
-        if characters > self._limits.header_bytes:
-            problem = "the dotted names of the checkpoint exceed the limit 'header_bytes'"
-            expected = f"at most {self._limits.header_bytes} characters"
-            raise LimitError(problem, file=self._file, expected=expected, found=characters)
+        what = "the length of all dotted names of the checkpoint"
+        check_limit(self._limits, "header_bytes", characters, what, file=self._file)
 
     def _check_depth(self) -> None:
-        if (
-            len(self._path) - 1 + self._path[-1].height > self._limits.depth
-        ):  # the path starts with a list around the tree
-            raise LimitError(f"the checkpoint nests deeper than {self._limits.depth} levels", file=self._file)
+        depth = len(self._path) - 1 + self._path[-1].height  # the path starts with a list around the tree
+        check_limit(self._limits, "depth", depth, "the nesting of the checkpoint", file=self._file)
 
     def _replacement(self, leaf: object) -> Entry | UnsupportedValue:
         """Return the leaf that replaces a bare storage; raise the error of any other placeholder."""
