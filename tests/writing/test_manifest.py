@@ -188,7 +188,7 @@ TENSOR = {"dtype": "float32", "shape": [2], "hash": "00"}
         (GOOD | {"tensors": {"a": TENSOR | {"shape": [True]}}}, "expected types"),
         (GOOD | {"tensors": {"a": {"dtype": "float32", "shape": []}}}, "missing required field `hash`"),
         (json.dumps(GOOD | {"tensors": {"a": TENSOR, "b": TENSOR}}).replace('"b"', '"a"').encode(), "given twice"),
-        (GOOD | {"tensors": {"a": TENSOR, "b": TENSOR, "c": TENSOR}}, "exceeds the limit 'entries'; expected at most 2"),
+        (GOOD | {"tensors": {"a": TENSOR, "b": TENSOR, "c": TENSOR}}, "entries.*at most 2"),
     ],
     ids=range(14),
 )

@@ -105,8 +105,8 @@ def _patched(base: OpenCheckpoint, deltas: Sequence[Delta]) -> OpenCheckpoint:
             own = tuple(moved(each, by=shift) for each in step.inputs)
             steps.setdefault(entry, []).append(replace(step, inputs=own))
     source = _source(f"{base.path}, patched", inputs, steps, names)
-    for delta in opened:
-        source.closing.callback(delta.close)
+    for each in opened:
+        source.closing.callback(each.close)
     patched, entries = source.added_to(base)
     tree_of = dict(zip(steps, entries, strict=True))
     index, largest = base.index, max((entry.nbytes for entry in steps), default=0)

@@ -56,7 +56,7 @@ class WholeTensors(ComputedSource):
         ]
         self._starts = list(accumulate((round_up(entry.nbytes, _ALIGNMENT) for entry in self._entries), initial=0))
         super().__init__(path, inputs, self._starts[-1])
-        #: What is closed with it.
+        #: Closed with it: further files and readers.
         self.closing = ExitStack()
         self._tensors, self._keep = tensors, keep
         self._lock = threading.Lock()

@@ -56,7 +56,7 @@ def test_too_many_of_anything_meets_a_limit(tmp_path: Path, kind: str) -> None:
         ),
     }[kind]()
     (tmp_path / "f").write_bytes(content)
-    with at_most(4_000_000), assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="more than|'entries'") as caught:
+    with at_most(4_000_000), assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="more than") as caught:
         sluice.open(tmp_path / "f", limits=limits)
     assert caught.value.file == str(tmp_path / "f")
 
