@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +76,8 @@ def test_memory_is_kept_and_the_smallest_works(sizes: list[int], fixed: int, mem
         assert found.resident_bytes + found.window_bytes <= memory
         streamed = [size for i, size in enumerate(sizes) if i not in found.resident]
         assert max(streamed, default=0) <= found.window_bytes
+        ahead = pairwise([*streamed, *streamed[:1]]) if found.reads_ahead and len(streamed) > 1 else ()
+        assert max(map(sum, ahead), default=0) <= found.window_bytes
     smallest = _decide(sizes, found.smallest_bytes, fixed=fixed)
     assert smallest.fits(found.smallest_bytes)
     assert smallest.resident_bytes + smallest.window_bytes <= found.smallest_bytes

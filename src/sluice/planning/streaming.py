@@ -11,7 +11,6 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 
 from msgspec import Struct
 
@@ -45,6 +44,8 @@ class Streaming(Struct, frozen=True, kw_only=True):
     smallest_bytes: int
     #: Whether the window holds the units of a step while those of the next are read.
     reads_ahead: bool
+    #: Whether it holds the next step too if that is optional.
+    reads_all_ahead: bool
     #: Positions of units of optional steps that stay in the window as long as no such step is skipped.
     kept: frozenset[int] = frozenset()
 
@@ -78,6 +79,7 @@ def decide_streaming(sizes: Sequence[int], steps: Sequence[Step], *, fixed_bytes
             passing_bytes=0,
             smallest_bytes=smallest,
             reads_ahead=False,
+            reads_all_ahead=True,
         )
     for judge, ahead in ((whole, True), (model, True), (model, False)):
         fitting = [held for held in candidates if judge.needed(held, ahead=ahead) <= memory_bytes]
@@ -96,6 +98,7 @@ def decide_streaming(sizes: Sequence[int], steps: Sequence[Step], *, fixed_bytes
         passing_bytes=model.bytes_of(frozenset().union(*(step.units for step in steps)) - held),
         smallest_bytes=smallest,
         reads_ahead=ahead,
+        reads_all_ahead=ahead and judge is whole,
         kept=held - resident,
     )
 
@@ -133,13 +136,14 @@ class _Model(Struct, frozen=True):
     def needed(self, resident: frozenset[int], *, ahead: bool) -> int:
         """Return the bytes that are needed if these units stay: also those of the largest step.
 
-        With ``ahead``, also those of the next streamed step.
+        With ``ahead``, also those of another streamed step.
         """
         streamed = [step for step in self.steps if step.units - resident]
         together = [step.units for step in streamed]
         if ahead:
             regular = [step.units for step in streamed if not step.optional]
-            together += [one | other for one, other in pairwise([*regular, *regular[:1]])]
+            largest = max(regular, key=lambda units: self.bytes_of(units - resident), default=frozenset[int]())
+            together += [largest | units for units in regular]  # which follow each other once those between stay
         window = max((self.bytes_of(used - resident) for used in together), default=0)
         return self.fixed_bytes + self.bytes_of(resident) + window
 

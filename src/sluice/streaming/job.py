@@ -88,8 +88,8 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def streamed_bytes(self) -> int:
         """Bytes that are read for each call that uses every unit."""
-        used = set(chain.from_iterable(self.uses))
-        return sum(unit.prepared.plan.read_bytes for number, unit in enumerate(self.units) if number in used)
+        used = set(chain.from_iterable(self.uses)) - self.kept
+        return sum(self.units[number].prepared.plan.read_bytes for number in used)
 
     @property
     def host_bytes(self) -> int:
@@ -188,7 +188,8 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
     routed = any("expert" in block.group for block in found.blocks)  # most are skipped, which only lists can tell
     if request.blocks is None and (not fits or (passing_bytes and not routed)):
         smaller = divide(job, passing, smallest_blocks(model), memory_bytes, transfer)
-        if not fits or smaller.decision.passing_bytes < passing_bytes * defaults.SMALLER_BLOCKS_SHARE:
+        waits = smaller.decision.reads_all_ahead and not found.decision.reads_all_ahead
+        if not fits or waits or smaller.decision.passing_bytes < passing_bytes * defaults.SMALLER_BLOCKS_SHARE:
             found = smaller
     decided = _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job)))
     return replace(decided, train=request.train, quantized=request.quantized), memory_bytes
