@@ -132,8 +132,6 @@ def _row(
     hits, misses = after.hits - before.hits, after.misses - before.misses
     same = all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
     passing = nbytes - after.resident_bytes
-    d=stream._job.decision
-    print(after.call_bytes/2**20, d.passing_bytes/2**20, (nbytes-after.memory_bytes)/2**20, len(d.kept), after.window_bytes/2**20, read/(nbytes-nbytes*share//100), read/d.passing_bytes)
     return (
         name,
         format_bytes(nbytes),

@@ -18,6 +18,16 @@ def test_the_first_call_follows_the_definition_and_wraps_around() -> None:
     assert _after(CallOrder([0, 1, 2, 3], 8), 0, 1) == [2, 3, 0, 1]
 
 
+def test_one_step_back_in_the_first_call_is_no_backward_pass() -> None:
+    order = CallOrder([0, 1, 2, 3], 8)
+    assert _after(order, 0, 2) == [1, 3, 0, 1, 2]
+    assert _after(order, 1) == [2, 3, 0, 1]
+    order.note(3)
+    order.note(3, part=True)
+    assert list(islice(order.upcoming(), 5)) == [2, 1, 0, 0, 1]
+    assert _after(order, 2)[:2] == [1, 0]  # activations that are computed again
+
+
 def test_later_calls_follow_the_call_before() -> None:
     order = CallOrder([0, 1, 2, 3], 8)
     assert _after(order, 3, 1, 0, 3, 1)[:3] == [0, 3, 1]

@@ -11,6 +11,7 @@ from torch import nn
 
 import sluice
 from sluice.modules.parked import ParkedParameter
+from support.gguf_files import packed, plain, write
 from support.quantized import CONFIGS, plain_tensors, scale_modules
 from support.streamed_models import WIDTH, Layers, empty
 from support.streamed_training import Adapted, same, train
@@ -112,6 +113,46 @@ def test_a_plan_does_not_promise_to_quantize_what_a_stream_reads(tmp_path: Path,
     _save(model, tmp_path / "q.safetensors")
     with pytest.raises(ValueError, match="a stream does not quantize"):
         sluice.plan(empty(_make), tmp_path / "q.safetensors", quantize=_scale, stream=True)
+
+
+def test_weights_of_bitsandbytes_are_refused_by_name(tmp_path: Path, model: Layers) -> None:
+    layers = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").nn
+    _save(model, tmp_path / "q.safetensors")
+    running = empty(_make)
+    running.layers[1] = layers.Linear4bit(WIDTH, WIDTH, device="meta")
+    with pytest.raises(sluice.StreamError, match=r"'layers.1' cannot be streamed: bitsandbytes"):
+        sluice.stream(running, tmp_path / "q.safetensors", memory="2MiB")
+
+
+@pytest.mark.parametrize(("share", "rests"), [(0.3, False), (0.6, True)])
+@pytest.mark.parametrize("train", [False, True])
+def test_weights_of_gguf_rest_packed(tmp_path: Path, share: float, *, rests: bool, train: bool) -> None:
+    """All of them that do not stay, or as many as fit, and calls read the packed bytes of the others."""
+    tensors = {name: plain(tensor) for name, tensor in _make().state_dict().items()}
+    for number in range(COUNT):
+        tensors[f"layers.{number}.0.weight"] = packed((WIDTH, WIDTH), seed=number)[0]
+    write(tmp_path / "m.gguf", tensors)
+    model = empty(_make)
+    sluice.load_into(model, tmp_path / "m.gguf")
+    running = empty(_make).requires_grad_(False)
+    memory = int(share * sum(each.nbytes for each in model.parameters()))
+    plan = sluice.plan(running, tmp_path / "m.gguf", memory=memory, stream=True).stream
+    assert plan is not None
+    with (
+        torch.set_grad_enabled(train),
+        sluice.stream(running, tmp_path / "m.gguf", memory=memory, train=train) as stream,
+    ):
+        report, reads = stream.report, list[int]()
+        for _ in range(3):
+            before = stream.report.read_bytes
+            assert torch.equal(running(IDS), model(IDS))
+            reads.append(stream.report.read_bytes - before)
+    assert (plan.call_bytes, plan.host_bytes) == (report.call_bytes, report.host_bytes)
+    assert report.memory_bytes <= memory
+    assert reads[0] >= report.host_bytes > 0
+    rows = IDS.numel() * WIDTH * 4
+    assert report.call_bytes <= reads[2] <= report.call_bytes + rows + (64 << 10)
+    assert (report.call_bytes == 0) is rests
 
 
 @pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")

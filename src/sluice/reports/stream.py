@@ -24,7 +24,7 @@ class StreamFigures(Report):
     window_bytes: int
     #: Bytes that a call of the model reads from the files if it uses every block once.
     call_bytes: int
-    #: Bytes of the files that rest in host memory after the first call, for a model on an accelerator.
+    #: Bytes of the files that rest in host memory after the first call: of packed weights, or for an accelerator.
     host_bytes: int = 0
 
 
@@ -90,7 +90,7 @@ class StreamReport(StreamFigures):
     @property
     def memory_bytes(self) -> int:
         """Bytes for weights, without the staging buffers."""
-        return self.resident_bytes + self.window_bytes
+        return self.resident_bytes + self.window_bytes + (self.host_bytes if self.device == "cpu" else 0)
 
     def sections(self) -> Iterator[Section]:
         """Yield what stays, what passes through, and what the calls took."""

@@ -43,7 +43,7 @@ class Calls:
 
     def note_part(self, number: int) -> None:
         """Note that weights of a block are used without a call of it."""
-        self._order.note(number)
+        self._order.note(number, part=True)
 
     def upcoming(self) -> Iterator[int]:
         """Yield the units that are likely to be used next, in order."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import nn
 
 from sluice import _defaults as defaults
@@ -21,13 +22,17 @@ from sluice.planning.streaming import Step, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
 from sluice.records import LoadPlan, Request
 from sluice.records.geometry import round_up
+from sluice.streaming.host_weights import resting_bytes
 from sluice.streaming.lookup import looks_up_rows
 from sluice.streaming.units import StreamedWeight, UnitPlan
 
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
 
-__all__ = ["Division", "HeldParameter", "divide", "held_parameters"]
+__all__ = ["Division", "HeldParameter", "divide", "held_parameters", "with_packed_rest"]
+
+#: Parts of the memory of which one or more are tried for weights that rest as they are in the file.
+_PARTS = 16
 
 
 class HeldParameter(Struct, frozen=True, kw_only=True, eq=False):
@@ -60,6 +65,8 @@ class Division(Struct, frozen=True, kw_only=True, eq=False):
     others: tuple[int, ...]
     #: The units that stay in memory.
     decision: Streaming
+    #: Decides which stay in other bytes of memory.
+    decide: Callable[[int], Streaming]
 
 
 def held_parameters(job: ModuleJob, quantized: Iterable[OpenedWeight]) -> tuple[HeldParameter, ...]:
@@ -129,19 +136,48 @@ def divide(
     units = [_plan_unit(job, blocks[used_by[0]].path, group, transfer) for used_by, group in groups.items()]
     streamed = {position for each in members for position in each}
     others = tuple(i for i in range(len(job.requests)) if i not in streamed)
+    sizes, steps = [unit.nbytes for unit in units], list(_steps(blocks, list(groups)))
+    fixed_bytes = _bytes(job.requests[i] for i in others)
+
+    def decide(memory_bytes: int) -> Streaming:
+        return decide_streaming(sizes, steps, fixed_bytes=fixed_bytes, memory_bytes=memory_bytes)
+
     return Division(
         blocks=tuple(blocks),
         used_by=tuple(groups),
         members=tuple(members),
         units=tuple(units),
         others=others,
-        decision=decide_streaming(
-            [unit.nbytes for unit in units],
-            list(_steps(blocks, list(groups))),
-            fixed_bytes=_bytes(job.requests[i] for i in others),
-            memory_bytes=memory_bytes,
-        ),
+        decision=decide(memory_bytes),
+        decide=decide,
     )
+
+
+def with_packed_rest(division: Division, memory_bytes: int) -> tuple[Division, int]:
+    """Let packed weights, as those of GGUF, rest in memory, so that calls read the fewest bytes.
+
+    They rest as they are in the file, and each call decodes them; finished weights take the other memory.
+
+    Args:
+        division: The units; returned as it is if none is packed.
+        memory_bytes: Bytes for all weights.
+
+    Returns:
+        The division, and the bytes for what rests.
+    """
+    fills = (fill for unit in division.units for target in unit.prepared.plan.targets for fill in target.fills)
+    if all(fill.elements.packing is None for fill in fills):
+        return division, 0
+    whole = [not all(looks_up_rows(division.blocks[i].module) for i in used_by) for used_by in division.used_by]
+    sizes = [resting_bytes(unit.prepared.plan.reads) for unit in division.units]
+    best, least = (division, 0), sum(sizes)
+    for rest in range(0, memory_bytes, max(1, memory_bytes // _PARTS)):
+        decision = division.decide(memory_bytes - rest)
+        passing = sum(size for i, size in enumerate(sizes) if whole[i] and i not in decision.resident)
+        slower = decision.reads_all_ahead < division.decision.reads_all_ahead
+        if decision.fits(memory_bytes - rest) and not slower and max(0, passing - rest) < least:
+            best, least = (replace(division, decision=decision), rest), max(0, passing - rest)
+    return best
 
 
 def _nearest_blocks(blocks: Sequence[ModuleBlock], model: nn.Module) -> dict[int, int]:

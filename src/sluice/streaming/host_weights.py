@@ -1,7 +1,7 @@
-"""Weights of a stream on an accelerator that rest in host memory: the bytes of their reads are kept from the first one.
+"""Weights of a stream that rest in host memory: the bytes of their reads are kept from the first one.
 
-They are kept as they are in the file, in front of its sources, so that plans, casts and copies to the device are those
-of weights on the disk. A file that changes is still noticed.
+They are kept as they are in the file, in front of its sources, so that plans, decoders, casts and copies to a device
+are those of weights on the disk. A file that changes is still noticed.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class HostWeights:
 class _Rest:
     """The bytes of one read, once it was made."""
 
-    __slots__ = ("bytes", "first", "memory")
+    __slots__ = ("bytes", "first", "memory", "nbytes")
 
-    def __init__(self) -> None:
-        self.first = 0
+    def __init__(self, nbytes: int) -> None:
+        self.first, self.nbytes = 0, nbytes
         self.bytes = memoryview(b"")
         self.memory: HostMemory | None = None
 
@@ -81,7 +81,7 @@ class _KeptReads(ForwardingSource):
         #: The rest of each read by offset and size, as it is requested buffered and as it is requested directly.
         self._rests: dict[tuple[int, int], _Rest] = {}
         for read in reads:
-            rest = self._rests.setdefault((read.offset, read.nbytes), _Rest())
+            rest = self._rests.setdefault((read.offset, read.nbytes), _Rest(read.nbytes))
             self._rests.setdefault(_blocks(read), rest)
         self.served_bytes = 0
         self._counting = threading.Lock()
@@ -99,7 +99,7 @@ class _KeptReads(ForwardingSource):
         if part is not None:
             _copy(buffer[:nbytes], part)
             with self._counting:
-                self.served_bytes += nbytes
+                self.served_bytes += rest.nbytes
             return nbytes
         found = self._source.read_into(offset, buffer, direct=direct)
         if found == nbytes:

@@ -31,7 +31,7 @@ from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming, choose_resting
 from sluice.reports.stream import StreamPlan
 from sluice.sharding.dtensors import is_dtensor
-from sluice.streaming.division import Division, divide, held_parameters
+from sluice.streaming.division import Division, divide, held_parameters, with_packed_rest
 from sluice.streaming.host_weights import resting_bytes
 from sluice.streaming.lookup import Lookup, looks_up_rows
 from sluice.streaming.units import UnitPlan
@@ -191,7 +191,8 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
         waits = smaller.decision.reads_all_ahead and not found.decision.reads_all_ahead
         if not fits or waits or smaller.decision.passing_bytes < passing_bytes * defaults.SMALLER_BLOCKS_SHARE:
             found = smaller
-    decided = _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job)))
+    found, rest = with_packed_rest(found, memory_bytes) if _device(job) == "cpu" else (found, 0)
+    decided = _stream_job(job, found, transfer, rest or _resting_bytes(request.memory, _device(job)))
     return replace(decided, train=request.train, quantized=request.quantized), memory_bytes
 
 
@@ -207,6 +208,8 @@ def _refuse(model: nn.Module) -> None:
             reason = "accelerate has attached a hook to it"
         elif any(type(parameter) is ParkedParameter for parameter in part.parameters(recurse=False)):
             reason = "it is streamed already"
+        elif any(type(each).__module__.startswith("bitsandbytes.") for each in part.parameters(recurse=False)):
+            reason = "bitsandbytes computes with its weights, which are loaded, not streamed"
         elif any(map(is_dtensor, part.parameters(recurse=False))):
             reason = "its parameters are DTensors"
         if reason is not None:

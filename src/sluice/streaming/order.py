@@ -26,9 +26,13 @@ class CallOrder:
         #: Number of the last call of the second block of a pair, by pair.
         self._last: dict[tuple[int, int], int] = {}
         self._found: int | None = None
+        #: Number of the last call that was a use of weights, as by a backward pass.
+        self._last_part = -2
 
-    def note(self, block: int) -> None:
-        """Note that a block is called."""
+    def note(self, block: int, *, part: bool = False) -> None:
+        """Note that a block is called, or that a part of its weights is used without a call."""
+        if part:
+            self._last_part = self._number
         if self._calls:
             pair = (self._calls[-1], block)
             self._found = self._last.get(pair)
@@ -44,8 +48,10 @@ class CallOrder:
         elif self._defined:
             recent = (self._place.get(call, -1) for call in islice(reversed(self._calls), 2))
             place, before = (*recent, -1, -2)[:2]
-            if before >= place:  # against the order, as a backward pass
+            if before >= place and self._number - self._last_part <= 2:  # against the order: a backward pass
                 yield from reversed(self._defined[: max(0, place)])
                 place = -1
+            elif before >= 0:  # passed over, as by a norm that is defined last and called first
+                yield from self._defined[before + 1 : place]
             yield from self._defined[place + 1 :]
             yield from self._defined[: place + 1]
