@@ -3,6 +3,8 @@
 Each run is a new process in a control group whose limit is a share of the model and a constant, with a cold page cache.
 The methods take turns. The first call of each process is not counted. A run without a limit gives the time to compute,
 and raw reads of the streamed bytes give the time to read.
+
+``--models`` counts instead what calls of models with nested lists read, and ``--generate`` measures tokens per second.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 import click
 import torch
 
+from bench import _stream_generation as generation
+from bench import _stream_nested as nested
 from bench._common import options, run_alone, show, working_folder
 from bench._raw import read_file
 from bench._stream_methods import INFERENCE_ONLY, METHODS, PREPARATIONS, same_dtype_only
@@ -84,6 +88,29 @@ def _run(method: str, job: Mapping[str, Any], limit_bytes: int) -> Outcome:
     )
 
 
+def _nested_section(folder: Path) -> TableSection:
+    """Count what calls of the nested models read; no process has a limit."""
+    title = "what calls read, at shares of the weights"
+    return TableSection(title=title, headings=nested.HEADINGS, rows=tuple(nested.rows(folder)))
+
+
+def _generation_section(size: str, share: int, folder: Path) -> TableSection:
+    """Measure tokens per second of a GPT-2 of transformers."""
+    path, nbytes = generation.write(size, folder)
+    memory = nbytes * share // 100
+    found = []
+    for each, limit in ((memory, memory + 2 * _LIBRARY_BYTES), (None, _GENEROUS_BYTES)):
+        make_cold(path)
+        job = {"size": size, "path": str(path), "memory": each, "batches": generation.BATCHES}
+        found.append(
+            run_alone("bench._stream_generation:work", job, timeout_seconds=_TIMEOUT_SECONDS, host_limit_bytes=limit)
+        )
+        if found[-1].status != "ok":
+            raise click.ClickException(found[-1].reason)
+    title = f"GPT-2 {size} of transformers: {format_bytes(nbytes)}, {share} % in memory"
+    return TableSection(title=title, headings=generation.HEADINGS, rows=tuple(generation.rows(*found)))
+
+
 @click.command()
 @options(sizes=MODELS, runs=5)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the model; default: that of the file.")
@@ -99,6 +126,8 @@ def _run(method: str, job: Mapping[str, Any], limit_bytes: int) -> Outcome:
 @click.option("--batch", default=1, show_default=True, help="Sequences of one call.")
 @click.option("--tokens", default=1, show_default=True, help="Tokens of each sequence.")
 @click.option("--train", is_flag=True, help="Measure steps that train an adapter of each linear layer instead.")
+@click.option("--models", "models", is_flag=True, help="Count what calls of nested models read instead.")
+@click.option("--generate", is_flag=True, help="Measure tokens per second of a GPT-2 by batch instead.")
 def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     size: str,
     runs: int,
@@ -112,8 +141,16 @@ def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     tokens: int,
     *,
     train: bool,
+    models: bool,
+    generate: bool,
 ) -> None:
     """Measure calls or steps of a model that does not fit into memory."""
+    packages = ("torch", "sluice", "accelerate", "transformers", "diffusers")
+    if models or generate:
+        with working_folder(directory) as folder:
+            own = _nested_section(folder) if models else _generation_section(size, shares[-1], folder)
+        show(out, "stream", packages, [own])
+        return
     stored = file_dtype(size)
     dtype = dtype or stored
     chosen = [each for each in methods if dtype == stored or not same_dtype_only(each)]
@@ -144,12 +181,7 @@ def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
         f"{size} in {dtype}: {format_bytes(nbytes)}; computes in {_figures(loaded)[0]:.2f} s; "
         f"raw reads {rate / 1e9:.2f} GB/s"
     )
-    show(
-        out,
-        "stream",
-        ("torch", "sluice", "accelerate"),
-        [TableSection(title=title, headings=_HEADINGS, rows=tuple(rows))],
-    )
+    show(out, "stream", packages, [TableSection(title=title, headings=_HEADINGS, rows=tuple(rows))])
 
 
 if __name__ == "__main__":

@@ -57,17 +57,34 @@ def test_outputs_are_those_of_the_loaded_model(transformers: Any, tmp_path: Path
 
 
 @pytest.mark.usefixtures("small_weights")
-def test_generated_tokens_are_those_of_the_loaded_model(transformers: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": None}],
+    ids=["plain", "chunks", "lookup", "assistant"],
+)
+def test_generated_tokens_are_those_of_the_loaded_model(
+    transformers: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Each step reads the blocks once, for one sequence or for eight."""
     case = next(case for case in CASES if case.name == "LlamaForCausalLM")
     model = case.model(transformers)
     model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    ids = torch.arange(3, 9)[None]
-    want = model.generate(ids, max_new_tokens=8, do_sample=False)
-    running = _empty(transformers, case)
-    with sluice.stream(running, tmp_path / "model", memory=int(nbytes * 0.6)):
+    chosen = {name: case.model(transformers) if value is None else value for name, value in options.items()}
+    alone = "prompt_lookup_num_tokens" in options or "assistant_model" in options  # transformers takes one sequence
+    running, read = _empty(transformers, case), list[int]()
+    with sluice.stream(running, tmp_path / "model", memory=int(nbytes * 0.6)) as stream:
         assert running.device == torch.device("cpu")
-        assert torch.equal(running.generate(ids, max_new_tokens=8, do_sample=False), want)
+        for batch in (1, 1 if alone else 8, 1):
+            ids = (torch.arange(12) % 7 + 3).expand(batch, 12)
+            want = model.generate(ids, max_new_tokens=8, do_sample=False, **chosen)
+            before = stream.report
+            assert torch.equal(running.generate(ids, max_new_tokens=8, do_sample=False, **chosen), want)
+            read.append(stream.report.read_bytes - before.read_bytes)
+            steps = stream.report.calls - before.calls
+        rows = 96 * 32 * 4  # at most those of the whole embedding
+        assert 0 < steps * stream.report.call_bytes <= read[1] <= steps * (stream.report.call_bytes + rows)
+        assert read[1] == read[2]
 
 
 #: Rules for checkpoints of Mixtral on the Hub, whose experts are separate; those of the model are one tensor.
