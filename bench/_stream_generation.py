@@ -27,7 +27,7 @@ _PROMPT, _STEPS = 16, 8
 def _empty(size: str) -> Any:
     import transformers  # as in the models of bench.stream
 
-    shape = config(size)  # type: ignore[arg-type]
+    shape = config(size)
     sizes = {"n_embd": shape["emb_dim"], "n_layer": shape["n_layers"], "n_head": shape["n_heads"]}
     with sluice.empty_init():
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
