@@ -136,7 +136,7 @@ class _Model(Struct, frozen=True):
     def needed(self, resident: frozenset[int], *, ahead: bool) -> int:
         """Return the bytes that are needed if these units stay: also those of the largest step.
 
-        With ``ahead``, also those of another streamed step.
+        With ``ahead``, also those of a second streamed step.
         """
         streamed = [step for step in self.steps if step.units - resident]
         together = [step.units for step in streamed]

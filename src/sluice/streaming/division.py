@@ -159,7 +159,7 @@ def with_packed_rest(division: Division, memory_bytes: int) -> tuple[Division, i
     They rest as they are in the file, and each call decodes them; finished weights take the other memory.
 
     Args:
-        division: The units; returned as it is if none is packed.
+        division: The units; returned as it is if there are no packed weights.
         memory_bytes: Bytes for all weights.
 
     Returns:
