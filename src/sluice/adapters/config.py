@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from sluice._options import Limits
 
 __all__ = ["Adapter", "AdapterConfig", "Adapters", "adapter_list", "read_config"]
+
+_Number = TypeVar("_Number", int, float)
 
 #: Options of peft with which an adapter is more than sums, or changes the base model; None, False and {} are accepted.
 _REFUSED = (
@@ -69,18 +71,17 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
 
     def rank_of(self, path: str) -> int:
         """Return the rank for a module, as peft does."""
-        rank: int = _of_pattern(self.rank_pattern, path, self.rank)
-        return rank
+        return _of_pattern(self.rank_pattern, path, self.rank)
 
     def scale_of(self, path: str, rank: int, alpha: float | None) -> float:
         """Return the factor for a module; ``alpha`` is the value of the tensor of this name, if there is one."""
         if not self.method:
             return 1.0 if alpha is None or rank == 0 else alpha / rank  # 0: LyCORIS ignores alpha of whole factors
-        own: float = _of_pattern(self.alpha_pattern, path, self.alpha)
+        own = _of_pattern(self.alpha_pattern, path, self.alpha)
         return own / math.sqrt(rank) if self.rslora else own / rank
 
 
-def _of_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+def _of_pattern(patterns: Mapping[str, _Number], path: str, default: _Number) -> _Number:
     """Return the value of the first pattern that matches a path, as ``get_pattern_key`` of peft finds it."""
     found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
     return next(found, default)

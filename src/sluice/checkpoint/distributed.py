@@ -36,7 +36,7 @@ from sluice.checkpoint.merging import moved
 from sluice.checkpoint.open_file import OpenFile
 from sluice.entries import tree as trees
 from sluice.formats.distributed.items import ChunkHeader, Item, ItemFile, ItemStorage
-from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, SavedChunk, TensorItem, read_metadata
+from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, TensorItem, read_metadata
 from sluice.formats.distributed.unflatten import unflatten
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
@@ -83,13 +83,10 @@ def _items_by_file(contents: DistributedMetadata) -> dict[str, list[ListedItem]]
             files[value.file].append(ListedItem(Item(name=name, offset=value.offset, nbytes=value.nbytes), None, None))
             continue
         for chunk in value.chunks:
-            item = Item(name=_chunk_name(value, chunk), offset=chunk.place.offset, nbytes=chunk.place.nbytes)
+            title = value.name if len(value.chunks) == 1 else f"{value.name}[{', '.join(map(str, chunk.start))}]"
+            item = Item(name=title, offset=chunk.place.offset, nbytes=chunk.place.nbytes)
             files[chunk.place.file].append(ListedItem(item, value, chunk))
     return {file: sorted(files[file], key=lambda listed: listed.item.offset) for file in sorted(files)}
-
-
-def _chunk_name(tensor: TensorItem, chunk: SavedChunk) -> str:
-    return tensor.name if len(tensor.chunks) == 1 else f"{tensor.name}[{', '.join(map(str, chunk.start))}]"
 
 
 class _ItemFileRecords(Struct):

@@ -200,10 +200,6 @@ def check_destination(checkpoint: OpenCheckpoint, destination: Path, chosen: str
     same = final == directory
     if same and (chosen, checkpoint.format) == ("huggingface", "huggingface-safetensors"):
         return
-    if same or _inside(final, directory):
+    if same or final.startswith(directory.rstrip(os.sep) + os.sep):
         problem = "the destination is inside the source directory and would change its content"
         raise SaveError(problem, file=str(destination), found=f"source {checkpoint.path}")
-
-
-def _inside(path: str, directory: str) -> bool:
-    return path.startswith(directory.rstrip(os.sep) + os.sep)

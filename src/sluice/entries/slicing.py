@@ -58,19 +58,12 @@ def slice_entry(entry: Entry, key: Key) -> Entry:
     if not entry.parts:
         return replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + start)
     keys = _expand(key if isinstance(key, tuple) else (key,), len(entry.shape))
-    parts = tuple(_slice_parts(entry, keys)) if 0 not in shape else ()
+    picked = [(part.entry, _pick(part, keys, entry.shape)) for part in entry.parts if 0 not in shape]
+    parts = tuple(Part(entry=slice_entry(inner, one[0]), start=one[1]) for inner, one in picked if one is not None)
     if not parts:  # an empty tensor has a shape, but no elements to assemble
         first = entry.parts[0].entry.storage
         return replace(entry, shape=shape, stride=contiguous_stride(shape), storage=first, parts=())
     return replace(entry, shape=shape, stride=contiguous_stride(shape), parts=parts)
-
-
-def _slice_parts(entry: Entry, keys: list[int | slice | None]) -> Iterator[Part]:
-    for part in entry.parts:
-        picked = _pick(part, keys, entry.shape)
-        if picked is not None:
-            inner, start = picked
-            yield Part(entry=slice_entry(part.entry, inner), start=start)
 
 
 def _pick(

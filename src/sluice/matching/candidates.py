@@ -157,7 +157,11 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
                 if isinstance(path, str) and type(version) is int:
                     versions[path] = version
         flat = flatten(part, self.limits)
-        entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name or not _is_extra_state(name)}
+        entries = {
+            name: entry
+            for name, entry in flat.items()
+            if _EXTRA_STATE not in name or _EXTRA_STATE not in name.split(".")
+        }
         extra_state = dict(_extra_state(part))
         if self.rename is not None:
             renaming = Renaming(self.rename)
@@ -180,10 +184,6 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
         if errors and not candidates:
             raise errors[0]
         return candidates
-
-
-def _is_extra_state(name: str) -> bool:
-    return _EXTRA_STATE in name.split(".")
 
 
 def _extra_state(part: object) -> Iterator[tuple[str, object]]:

@@ -267,7 +267,7 @@ class _Matcher(Struct, kw_only=True):
             return None
         if slot.region is not None:
             entry = select_region(entry, slot.region)
-        device = self._where(slot)
+        device = device_of(slot.names[0], self.placement) or (slot.home if slot.on_meta else slot.device)
         existing = slot.in_place and (dtype, device) == (slot.dtype, slot.device)
         keeps_stride = existing or is_dense(entry.shape, slot.stride)
         stride = slot.stride if keeps_stride else contiguous_stride(entry.shape)
@@ -281,11 +281,9 @@ class _Matcher(Struct, kw_only=True):
             replaces=not (existing or slot.on_meta or slot.lazy),
         )
 
-    def _where(self, slot: Slot) -> str:
-        return device_of(slot.names[0], self.placement) or (slot.home if slot.on_meta else slot.device)
-
     def _add_absent(self, position: int, slot: Slot, *, optional: bool) -> None:
-        added_later = slot.added_in is not None and self._version_of(slot) < slot.added_in
+        version = self.versions.get(slot.names[0].rpartition(".")[0], 0)
+        added_later = slot.added_in is not None and version < slot.added_in
         if not added_later:
             self.required += not optional
             self.optional += optional
@@ -321,9 +319,6 @@ class _Matcher(Struct, kw_only=True):
         fate.append(position)
         if slot.on_meta:
             self.initial_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self.dtype)
-
-    def _version_of(self, slot: Slot) -> int:
-        return self.versions.get(slot.names[0].rpartition(".")[0], 0)
 
     def is_empty(self, *, takes_others: bool) -> bool:
         """Return whether the module has tensors and the state dict has none of them.

@@ -130,7 +130,7 @@ def _nested(part: Mapping[Any, Any], key: str) -> SavedState | None:
     named = any(isinstance(parameter, str) for parameter in ids)
     state = dict(part.get("state", {}))
     if not named:  # a distributed checkpoint stores keys of dicts as text, and positions in lists as numbers
-        state = {_as_number(parameter): value for parameter, value in state.items()}
+        state = {int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key: v for key, v in state.items()}
     rest = {name: value for name, value in part.items() if name not in {"state", "param_groups"}}
     return SavedState(key=key, state=state, groups=groups, named=named, rest=rest)
 
@@ -153,7 +153,3 @@ def _by_owner(flat: Mapping[Any, object], start: str, names: ParameterNames) -> 
 def as_list(value: object) -> list[object]:
     """Return a list or tuple as a list, and an empty list for anything else."""
     return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _as_number(key: object) -> object:
-    return int(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else key

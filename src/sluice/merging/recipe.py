@@ -143,7 +143,10 @@ def recipe_of(config: Mapping[str, Any], file: str | None = None) -> Recipe:
     [module] = found.modules.values() or [_Module(slices=found.slices, models=found.models)]
     if module.models and module.slices:
         raise FormatError("a module has models or slices", file=file)
-    slices = module.slices or (_of_models(module.models, found.base_model),)
+    base = found.base_model
+    missing = base is not None and all(base != model.model for model in module.models)  # it is the last then
+    whole = OutputSlice(sources=(*module.models, *([InputSlice(model=base)] if missing and base else [])))
+    slices = module.slices or (whole,)
     for part in slices:
         _check_inputs(part, found.merge_method, part.base_model or found.base_model, file)
     return Recipe(
@@ -154,12 +157,6 @@ def recipe_of(config: Mapping[str, Any], file: str | None = None) -> Recipe:
         out_dtype=found.out_dtype,
         parameters=(module.parameters, found.parameters),
     )
-
-
-def _of_models(models: tuple[InputSlice, ...], base: str | None) -> OutputSlice:
-    """Return the slice of whole models; the base is the last if it is not one of them."""
-    missing = base is not None and all(base != model.model for model in models)
-    return OutputSlice(sources=(*models, *([InputSlice(model=base)] if missing and base else [])))
 
 
 def _check_inputs(part: OutputSlice, method: str, base: str | None, file: str | None) -> None:

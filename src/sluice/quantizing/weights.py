@@ -152,7 +152,7 @@ def find_quantized(
             old[name].shape,
             type(template),
             _options(old[name]),
-            *_forms(template),
+            *((inner.dtype, inner.shape) for inner in inner_tensors(template)),
         )
         if kind not in pieces:
             pieces[kind] = find_pieces(single, old[name], template, device)
@@ -197,11 +197,6 @@ def _changed_parameter(twin: nn.Module, path: str, part: nn.Module, old: Mapping
     if len(changed) > 1 or not set(changed) <= now.keys() & old.keys():
         raise ValueError(f"the function of quantize= changes {changed} of the module {path!r} together. {_AFTER}")
     return changed[0] if changed else None
-
-
-def _forms(template: torch.Tensor) -> list[tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape of each inner tensor."""
-    return [(inner.dtype, inner.shape) for inner in inner_tensors(template)]
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
@@ -34,6 +35,8 @@ from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import CheckingSource, Source
 
 __all__ = ["expect_records", "locate_records", "read_record", "record_checksums"]
+
+_Result = TypeVar("_Result")
 
 # signature, flags, method, stored bytes, bytes, name bytes, extra bytes
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xIIHH")
@@ -157,30 +160,23 @@ def record_checksums(source: Source, limits: Limits) -> list[Checksum | Checkpoi
     """
     every = list(read_directory(source, limits).records())
     records = [record for record in every if record.unpacked is None]
-    damaged = [_error_of(source, record, limits) for record in every if record.unpacked is not None]
+    packed = (record for record in every if record.unpacked is not None)
+    damaged = [_or_error(read_record, source, record, limits.header_bytes) for record in packed]
     try:
         offsets: list[int | CheckpointError] = list(locate_records(source, records))
     except CheckpointError:  # locate the records one by one, to find the damaged ones
-        offsets = [_offset_or_error(source, record) for record in records]
+        offsets = [_or_error(lambda one: locate_records(source, [one])[0], record) for record in records]
     return [
         Checksum(name=record.name, offset=offset, nbytes=record.nbytes, crc=record.crc)
         if isinstance(offset, int)
         else offset
         for record, offset in zip(records, offsets, strict=True)
-    ] + [error for error in damaged if error is not None]
+    ] + [error for error in damaged if isinstance(error, CheckpointError)]
 
 
-def _error_of(source: Source, record: ZipRecord, limits: Limits) -> CheckpointError | None:
+def _or_error(read: Callable[..., _Result], *arguments: object) -> _Result | CheckpointError:
     try:
-        read_record(source, record, limits.header_bytes)
-    except CheckpointError as error:
-        return error
-    return None
-
-
-def _offset_or_error(source: Source, record: ZipRecord) -> int | CheckpointError:
-    try:
-        return locate_records(source, [record])[0]
+        return read(*arguments)
     except CheckpointError as error:
         return error
 

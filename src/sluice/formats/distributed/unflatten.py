@@ -60,7 +60,8 @@ def unflatten(
         if path[-1] in container:
             raise FormatError("the paths of two items conflict", file=file, tensor=name, found=path)
         container[path[-1]] = value
-    _check_lengths(containers, limits, file)
+    total = sum(max(container) + 1 for _, _, container in containers if type(container) is _List)
+    check_limit(limits, "entries", total, "the length of all lists of the checkpoint", file=file)
     for parent, key, container in reversed(containers):  # inner containers follow outer ones in the list
         parent[key] = dict(container) if type(container) is _Dict else _as_list(container)
     return dict(root)
@@ -80,11 +81,6 @@ def _checked_path(name: str, path: object, limits: Limits, file: str) -> tuple[A
     if ".".join(map(str, path)) != name:
         raise FormatError("the path of an item does not match its name", file=file, tensor=name, found=path)
     return tuple(path)
-
-
-def _check_lengths(containers: list[tuple[Any, object, Any]], limits: Limits, file: str) -> None:
-    total = sum(max(container) + 1 for _, _, container in containers if type(container) is _List)
-    check_limit(limits, "entries", total, "the length of all lists of the checkpoint", file=file)
 
 
 def _as_list(container: _List) -> list[object]:

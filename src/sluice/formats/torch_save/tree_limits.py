@@ -68,7 +68,9 @@ class _Visit:
         #: Number of containers and leaves below it, each counted once for every place where it appears.
         self.places = len(content)
         #: Total length of their dotted names relative to the container, in characters.
-        self.characters = sum(map(len, filter(_is_text, content))) if isinstance(content, dict) else 0
+        self.characters = (
+            sum(len(key) for key in content if type(key) in {str, bytes}) if isinstance(content, dict) else 0
+        )
 
     def add(self, child: _Visit) -> None:
         """Add the extent of a visited container, which is the current child."""
@@ -245,10 +247,6 @@ def _characters(key: object) -> int:
     if isinstance(key, (str, bytes)):
         return 1 + len(key)
     return _POSITION_CHARACTERS if type(key) is int else _NAME_CHARACTERS
-
-
-def _is_text(key: object) -> bool:
-    return type(key) in {str, bytes}
 
 
 def _children(container: object) -> Iterator[tuple[object, object]]:
