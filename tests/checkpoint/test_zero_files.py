@@ -27,9 +27,12 @@ TAG = "global_step7"
 OPTIMIZER, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 
 
-def refusal(place: Path, limits: Limits | None = None) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
+def refusal(
+    place: Path, kind: type[CheckpointError] = CheckpointError, problem: str = "", *, limits: Limits | None = None
+) -> CheckpointError:
+    with pytest.raises(kind) as caught:
         sluice.open(place, limits=limits)
+    assert problem in caught.value.problem
     return caught.value
 
 
@@ -75,27 +78,23 @@ def test_links_out_of_the_directory(tmp_path: Path) -> None:
     outside = shutil.move(place / TAG / OPTIMIZER.format(1), tmp_path)
     (place / TAG / OPTIMIZER.format(1)).symlink_to(outside)
     assert sluice.load_state_dict(place)
-    assert isinstance(refusal(place, Limits(symlinks_outside=False)), PathEscapeError)
+    refusal(place, PathEscapeError, limits=Limits(symlinks_outside=False))
 
 
 @pytest.mark.parametrize(
-    ("stage", "gone"), [(2, OPTIMIZER.format(1)), (3, MODEL.format(2)), (2, "mp_rank_00_model_states.pt")]
+    ("stage", "gone"),
+    [
+        (2, OPTIMIZER.format(1)),
+        (3, OPTIMIZER.format(0)),
+        (3, MODEL.format(2)),
+        (2, "mp_rank_00_model_states.pt"),
+    ],
 )
 def test_missing_files(tmp_path: Path, stage: int, gone: str) -> None:
     place = write_zero(tmp_path, example(), stage=stage, world=3)
     (place / TAG / gone).unlink()
     for where in (place, place / TAG):
-        error = refusal(where)
-        assert isinstance(error, IncompleteCheckpointError)
-        assert gone in error.problem
-
-
-def test_the_first_rank_is_missing(tmp_path: Path) -> None:
-    place = write_zero(tmp_path, example(), stage=3, world=2)
-    (place / TAG / OPTIMIZER.format(0)).unlink()
-    error = refusal(place)
-    assert isinstance(error, IncompleteCheckpointError)
-    assert OPTIMIZER.format(0) in str(error)
+        assert gone in str(refusal(where, IncompleteCheckpointError))
 
 
 def test_empty_files_are_named(tmp_path: Path) -> None:
@@ -113,8 +112,7 @@ def test_without_zero_the_model_is_one_file(tmp_path: Path) -> None:
 def test_files_of_two_saves(tmp_path: Path) -> None:
     place = write_zero(tmp_path, example(), stage=2, world=2)
     shutil.copy(place / TAG / OPTIMIZER.format(1), place / TAG / OPTIMIZER.format(2))
-    error = refusal(place)
-    assert isinstance(error, FormatError)
+    error = refusal(place, FormatError)
     assert (error.expected, error.found) == ("2 ranks", OPTIMIZER.format(2))
     for rank in range(2):
         shutil.copy(place / TAG / OPTIMIZER.format(rank), place / TAG / f"bf16_{OPTIMIZER.format(rank)}")
@@ -123,14 +121,13 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
 
 def test_limits(tmp_path: Path) -> None:
     place = write_zero(tmp_path / "run", example(), stage=3, world=4)
-    assert isinstance(refusal(place, Limits(files=7)), LimitError)
+    refusal(place, LimitError, limits=Limits(files=7))
 
     def many(name: str, content: Any) -> None:
         if "optim" in name:
             content["optimizer_state_dict"]["partition_count"] = 2**60
 
-    error = refusal(write_zero(tmp_path / "many", example(), stage=3, world=1, change=many))
-    assert isinstance(error, LimitError)
+    error = refusal(write_zero(tmp_path / "many", example(), stage=3, world=1, change=many), LimitError)
     assert error.found == 2**60
 
 
@@ -140,7 +137,7 @@ def test_universal_names_stay_inside(tmp_path: Path) -> None:
     content = torch.load(path, weights_only=False)
     content["param_shapes"][0]["../../run"] = torch.Size([1])
     torch.save(content, path)
-    assert isinstance(refusal(place), PathEscapeError)
+    refusal(place, PathEscapeError)
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -160,7 +157,5 @@ def test_models_that_were_divided_in_other_ways(tmp_path: Path, change: Change, 
     place = write_zero(
         tmp_path, example(), stage=2, world=2, change=lambda name, own: change(own) if "model" in name else None
     )
-    error = refusal(place)
-    assert isinstance(error, UnsupportedError)
-    assert text in error.problem
+    error = refusal(place, UnsupportedError, text)
     assert "DeepSpeed" in error.advice

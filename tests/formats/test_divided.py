@@ -53,18 +53,12 @@ def test_files(tmp_path: Path, content: Any, problem: str, key: str | None) -> N
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("mp_rank_00_001/distrib_optim.pt", "Megatron"),
-        ("distrib_optim.pt", "Megatron"),
-    ],
-)
-def test_directories(tmp_path: Path, name: str, problem: str) -> None:
+@pytest.mark.parametrize("name", ["mp_rank_00_001/distrib_optim.pt", "distrib_optim.pt"])
+def test_directories(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     torch.save(ADAM, tmp_path / name)
     for load in (lambda: sluice.load_optimizer(KINDS["AdamW"](net()), tmp_path), lambda: sluice.open(tmp_path)):
-        with pytest.raises(UnsupportedError, match=problem) as caught:
+        with pytest.raises(UnsupportedError, match="Megatron") as caught:
             load()
         assert caught.value.file == str(tmp_path)
 

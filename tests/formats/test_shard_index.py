@@ -32,8 +32,8 @@ def read(directory: Path, text: str | bytes, limits: Limits | None = None) -> Sh
         return read_shard_index(source, limits or Limits())
 
 
-def refusal(directory: Path, text: str | bytes, limits: Limits | None = None) -> SluiceError:
-    with at_most(1_000_000), pytest.raises(SluiceError) as caught:
+def refusal(directory: Path, text: str | bytes, kind: type[SluiceError], limits: Limits | None = None) -> SluiceError:
+    with at_most(1_000_000), pytest.raises(kind) as caught:
         read(directory, text, limits)
     assert caught.value.file == str(directory / "model.safetensors.index.json")
     return caught.value
@@ -46,47 +46,33 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert index.total_bytes == 12
 
 
-@pytest.mark.parametrize("metadata", ["", "{}", "null", "[1]", '{"total_size": true}'])
-def test_a_total_size_may_be_absent(tmp_path: Path, metadata: str) -> None:
+@pytest.mark.parametrize("metadata", ["", "{}", "null", "[1]", '{"total_size": true}', '{"total_size": 8.0}'])
+def test_a_total_size_may_be_absent_or_a_float(tmp_path: Path, metadata: str) -> None:
     member = f'"metadata": {metadata}, ' if metadata else ""
-    assert read(tmp_path, "{" + member + '"weight_map": {"a": "x"}}').total_bytes is None
-
-
-def test_a_total_size_may_be_a_float(tmp_path: Path) -> None:
-    assert read(tmp_path, '{"metadata": {"total_size": 8.0}, "weight_map": {"a": "x"}}').total_bytes == 8
+    total = read(tmp_path, "{" + member + '"weight_map": {"a": "x"}}').total_bytes
+    assert total == (8 if "8.0" in metadata else None)
 
 
 @pytest.mark.parametrize(
     "file",
     [
-        "../x",
-        "a/../x",
-        "a/../../x",
-        "..",
-        ".",
-        "./x",
-        "",
-        "a//x",
-        "a/",
-        "/x",
-        "//server/share/x",
-        "C:x",
-        "C:/x",
-        "C:\\x",
-        "\\x",
-        "a\\x",
-        "..\\x",
-        "\\\\server\\share\\x",
-        "\\\\?\\C:\\x",
-        "x:stream",
-        ".. /x",
-        "... /x",
-        "a\0b",
+        *("../x", "a/../x", "a/../../x", "..", ".", "./x", "", "a//x", "a/", "/x", "//server/share/x", "C:x", "C:/x"),
+        *(
+            "C:\\x",
+            "\\x",
+            "a\\x",
+            "..\\x",
+            "\\\\server\\share\\x",
+            "\\\\?\\C:\\x",
+            "x:stream",
+            ".. /x",
+            "... /x",
+            "a\0b",
+        ),
     ],
 )
 def test_names_that_lead_elsewhere(tmp_path: Path, file: str) -> None:
-    error = refusal(tmp_path, json.dumps({"weight_map": {"fine": "x", "w": file}}))
-    assert isinstance(error, PathEscapeError)
+    error = refusal(tmp_path, json.dumps({"weight_map": {"fine": "x", "w": file}}), PathEscapeError)
     assert error.tensor == "w"
     assert error.found == repr(file)
 
@@ -138,16 +124,13 @@ def test_an_accepted_name_stays_inside_on_every_platform(tmp_path: Path, file: s
     ],
 )
 def test_values_that_are_not_an_index(tmp_path: Path, text: str | bytes) -> None:
-    assert type(refusal(tmp_path, text)) is FormatError
+    assert type(refusal(tmp_path, text, FormatError)) is FormatError
 
 
-def test_json_of_a_different_kind(tmp_path: Path) -> None:
+def test_files_of_a_different_kind(tmp_path: Path) -> None:
     for text in ('{"architectures": ["X"]}', '{"a": "1.bin"}', "{}"):
-        assert isinstance(refusal(tmp_path, text), UnsupportedError)
-
-
-def test_an_empty_file_is_truncated(tmp_path: Path) -> None:
-    assert isinstance(refusal(tmp_path, b""), TruncatedError)
+        refusal(tmp_path, text, UnsupportedError)
+    refusal(tmp_path, b"", TruncatedError)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +146,7 @@ def test_an_empty_file_is_truncated(tmp_path: Path) -> None:
     ids=["size", "entries", "files", "long name", "long file name", "values"],
 )
 def test_limits(tmp_path: Path, text: str, limits: Limits, words: str) -> None:
-    error = refusal(tmp_path, text, limits)
-    assert isinstance(error, LimitError)
-    assert words in str(error)
+    assert words in str(refusal(tmp_path, text, LimitError, limits))
 
 
 def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:

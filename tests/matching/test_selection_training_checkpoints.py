@@ -357,12 +357,10 @@ def test_an_optimizer_alone_is_not_a_state_dict_of_a_model(tmp_path: Path) -> No
         sluice.load_into(fresh(), path)
 
 
-def test_scalars_by_name_are_a_state_dict_if_there_is_no_other(tmp_path: Path) -> None:
+def test_scalars_by_name_are_a_state_dict_if_there_is_no_other_or_a_module_of_them(tmp_path: Path) -> None:
     scale = write(tmp_path / "scale.pt", {"scales": {"a": torch.tensor(1.0)}, "epoch": 1})
     assert sluice.load_state_dict(scale)["a"].item() == 1.0
 
-
-def test_a_module_of_scalars_is_found_next_to_a_larger_one(tmp_path: Path) -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()

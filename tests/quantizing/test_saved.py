@@ -104,14 +104,10 @@ def test_a_failure_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert all(after[name] is before[name] for name in before)
 
 
-def test_scales_are_not_cast(tmp_path: Path) -> None:
-    saved(tmp_path / "q.safetensors")
+def test_casts_and_live_quantized_models_are_refused(tmp_path: Path) -> None:
+    model = saved(tmp_path / "q.safetensors")
     with pytest.raises(ValueError, match="would cast the scales"):
         sluice.load_into(quantized_on_meta(), tmp_path / "q.safetensors", dtype="bf16")
-
-
-def test_live_quantized_models_are_refused(tmp_path: Path) -> None:
-    model = saved(tmp_path / "q.safetensors")
     with pytest.raises(sluice.MismatchError, match="cannot be loaded"):
         sluice.load_into(model, tmp_path / "q.safetensors")
 
@@ -121,13 +117,21 @@ def torchao() -> Any:
     return pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
 
+def on_meta(torchao: Any, config: object) -> Net:
+    with torch.device("meta"):
+        model = Net()
+    torchao.quantize_(model, config)
+    return model
+
+
 LONG = {"float8", "int4-groups"}
+EACH = pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CONFIGS]
+)
 
 
 @pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")
-@pytest.mark.parametrize(
-    "config", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CONFIGS]
-)
+@EACH
 def test_torchao_reads_what_is_saved_and_the_other_way_round(tmp_path: Path, torchao: Any, config: str) -> None:
     layout = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
     model = Net()
@@ -143,9 +147,7 @@ def test_torchao_reads_what_is_saved_and_the_other_way_round(tmp_path: Path, tor
     assert same(theirs, model)
     tensors, described = layout.flatten_tensor_state_dict(model.state_dict())
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=described)
-    with torch.device("meta"):
-        ours = Net()
-    torchao.quantize_(ours, CONFIGS[config](torchao))
+    ours = on_meta(torchao, CONFIGS[config](torchao))
     sluice.load_into(ours, tmp_path / "theirs.safetensors")
     assert same(ours, model)
     values = torch.randn(3, 64)
@@ -153,22 +155,16 @@ def test_torchao_reads_what_is_saved_and_the_other_way_round(tmp_path: Path, tor
 
 
 @pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")
-@pytest.mark.parametrize(
-    "config", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CONFIGS]
-)
+@EACH
 def test_pickled_weights_of_torchao(tmp_path: Path, torchao: Any, config: str) -> None:
     model = Net()
     torchao.quantize_(model, CONFIGS[config](torchao))
     torch.save(model.state_dict(), tmp_path / "q.pth")
-    with torch.device("meta"):
-        ours = Net()
-    torchao.quantize_(ours, CONFIGS[config](torchao))
+    ours = on_meta(torchao, CONFIGS[config](torchao))
     sluice.load_into(ours, tmp_path / "q.pth")
     assert same(ours, model)
     other = next(name for name in CONFIGS if name != config)
-    with torch.device("meta"):
-        refused = Net()
-    torchao.quantize_(refused, CONFIGS[other](torchao))
+    refused = on_meta(torchao, CONFIGS[other](torchao))
     with pytest.raises(sluice.MismatchError, match=r"'up\.weight' is \w+ in the module, a different torchao"):
         sluice.load_into(refused, tmp_path / "q.pth")
 
@@ -178,9 +174,7 @@ def test_another_configuration_is_refused(tmp_path: Path, torchao: Any) -> None:
     model = Net()
     torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
     sluice.save(model, tmp_path / "q.safetensors")
-    with torch.device("meta"):
-        other = Net()
-    torchao.quantize_(other, torchao.Int8WeightOnlyConfig())
+    other = on_meta(torchao, torchao.Int8WeightOnlyConfig())
     with pytest.raises(sluice.MismatchError, match=r"'up\.weight' is Int8Tensor .* in the checkpoint") as caught:
         sluice.load_into(other, tmp_path / "q.safetensors")
     assert "with the configuration" in caught.value.advice
@@ -206,8 +200,6 @@ def test_damaged_descriptions_are_mismatches(tmp_path: Path, torchao: Any) -> No
         metadata = dict(checkpoint.metadata)
     for text in ("{", "[" * 100_000, "[]", json.dumps({"_type": "os.system", "_data": "true"})):
         save_file(load_file(tmp_path / "q.safetensors"), tmp_path / "d.safetensors", {**metadata, "up.weight": text})
-        with torch.device("meta"):
-            other = Net()
-        torchao.quantize_(other, torchao.Int8WeightOnlyConfig())
+        other = on_meta(torchao, torchao.Int8WeightOnlyConfig())
         with pytest.raises(sluice.MismatchError, match="quantized in a different way"):
             sluice.load_into(other, tmp_path / "d.safetensors")

@@ -35,6 +35,7 @@ def test_a_tensor_and_its_storage() -> None:
 
 
 FLOATS = storage("0", 10)
+HOOKS = Call(Global("collections", "OrderedDict"))
 
 
 @pytest.mark.parametrize(
@@ -165,10 +166,9 @@ def test_conjugated_and_negated_views() -> None:
     ],
 )
 def test_attributes_that_are_none(state: object, problem: str) -> None:
-    hooks = Call(Global("collections", "OrderedDict"))
     tensor = tensor_call(FLOATS, shape=(10,))
-    parameter = Call(Global("torch._utils", "_rebuild_parameter_with_state"), (tensor, True, hooks, state))
-    inner = (FLOATS, 0, (10,), (1,), False, hooks)
+    parameter = Call(Global("torch._utils", "_rebuild_parameter_with_state"), (tensor, True, HOOKS, state))
+    inner = (FLOATS, 0, (10,), (1,), False, HOOKS)
     rebuild = Global("torch._utils", "_rebuild_tensor_v2")
     typed = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, Global("torch", "Tensor"), inner, state))
     for value in (parameter, typed):
@@ -178,9 +178,8 @@ def test_attributes_that_are_none(state: object, problem: str) -> None:
 
 
 def test_attributes() -> None:
-    hooks = Call(Global("collections", "OrderedDict"))
     rebuild, function = Global("torch._utils", "_rebuild_tensor_v2"), Global("torch.tensor", "_rebuild_from_type_v2")
-    inner = (FLOATS, 0, (10,), (1,), False, hooks)
+    inner = (FLOATS, 0, (10,), (1,), False, HOOKS)
     states = [({"a": 1}, {"b": 2}), (None, {"b": 2}), {"a": Global("os", "system")}, ({}, None), {}]
     found = load([Call(function, (rebuild, Global("torch", "Tensor"), inner, state)) for state in states])
     assert [entry.attributes for entry in found] == [{"a": 1, "b": 2}, {"b": 2}, None, None, None]
@@ -191,7 +190,7 @@ def test_attributes_nest_no_deeper_than_the_limit() -> None:
     for _ in range(100):
         tensor = Call(
             Global("torch._utils", "_rebuild_parameter_with_state"),
-            (tensor_call(FLOATS, shape=(10,)), True, Call(Global("collections", "OrderedDict")), {"next": tensor}),
+            (tensor_call(FLOATS, shape=(10,)), True, HOOKS, {"next": tensor}),
         )
     with pytest.raises(LimitError, match="'depth'"):
         load({"w": tensor})
@@ -199,9 +198,8 @@ def test_attributes_nest_no_deeper_than_the_limit() -> None:
 
 def test_a_bad_attribute_is_named() -> None:
     bad = tensor_call(FLOATS, shape=(11,))
-    hooks = Call(Global("collections", "OrderedDict"))
     state = {"main": [bad]}
-    parameter = (tensor_call(FLOATS, shape=(10,)), True, hooks, state)
+    parameter = (tensor_call(FLOATS, shape=(10,)), True, HOOKS, state)
     with pytest.raises(FormatError, match="past the end") as caught:
         load({"w": Call(Global("torch._utils", "_rebuild_parameter_with_state"), parameter)})
     assert caught.value.tensor == "w.main.0"

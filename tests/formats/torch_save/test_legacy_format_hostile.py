@@ -116,23 +116,18 @@ def test_declared_sizes_that_lie(numel: int) -> None:
 # Around the object
 
 
-@pytest.mark.parametrize("magic", [0x1950A86A20F9469CFC6D, 0x1950A86A20F9469CFC6C + 2**78])
-def test_other_magic_numbers(magic: int) -> None:
-    with pytest.raises(FormatError, match="magic number"):
-        index_of(legacy_file({"w": WHOLE}, SIX, magic=magic))
-
-
-@pytest.mark.parametrize("version", [1000, 1002, -1, "1001", 1001.0, None, True])
-def test_other_versions(version: object) -> None:
-    with pytest.raises(FormatError, match="protocol version") as caught:
-        index_of(legacy_file({"w": WHOLE}, SIX, version=version))
-    assert caught.value.offset == 15
-
-
-@pytest.mark.parametrize("system", [[], None, "little_endian"])
-def test_malformed_system_information(system: object) -> None:
-    with pytest.raises(FormatError, match="system information"):
-        index_of(legacy_file({"w": WHOLE}, SIX, system=system))
+@pytest.mark.parametrize(
+    ("part", "value", "words", "offset"),
+    [
+        *(("magic", magic, "magic number", 0) for magic in (0x1950A86A20F9469CFC6D, 0x1950A86A20F9469CFC6C + 2**78)),
+        *(("version", version, "protocol version", 15) for version in (1000, 1002, -1, "1001", 1001.0, None, True)),
+        *(("system", system, "system information", 22) for system in ([], None, "little_endian")),
+    ],
+)
+def test_other_pickles_before_the_object(part: str, value: object, words: str, offset: int) -> None:
+    with pytest.raises(FormatError, match=words) as caught:
+        index_of(legacy_file({"w": WHOLE}, SIX, **{part: value}))  # type: ignore[arg-type]  # a name chosen at run time
+    assert caught.value.offset == offset
 
 
 def test_system_information_without_a_byte_order() -> None:
