@@ -39,22 +39,16 @@ def test_parse(text: int | str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1 2", "1..5KB", "1e3", "1XB", "0x10", "5QB", "nan", "inf"])
 def test_a_text_that_is_not_a_size_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="not a size"):
+    with pytest.raises(
+        ValueError, match=r"not a size.*2GiB or 2G \(2 \* 1024\*\*3 bytes\), 2GB \(2 \* 1000\*\*3 bytes\)"
+    ):
         parse_bytes(text)
 
 
-def test_the_error_says_which_is_which() -> None:
-    with pytest.raises(ValueError, match=r"2GiB or 2G \(2 \* 1024\*\*3 bytes\), 2GB \(2 \* 1000\*\*3 bytes\)"):
-        parse_bytes("2 gigs")
-
-
-def test_negative_numbers_are_refused() -> None:
+@pytest.mark.parametrize("size", [True, 1.5, None, b"1"])
+def test_negative_numbers_and_other_types_are_refused(size: object) -> None:
     with pytest.raises(ValueError, match="negative: -1"):
         parse_bytes(-1)
-
-
-@pytest.mark.parametrize("size", [True, 1.5, None, b"1"])
-def test_other_types_are_refused(size: object) -> None:
     with pytest.raises(TypeError, match=type(size).__name__):
         parse_bytes(size)  # type: ignore[arg-type]
 

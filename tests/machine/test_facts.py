@@ -36,9 +36,9 @@ def make(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
-def test_the_tightest_ancestor_of_cgroup_v2_counts_and_reclaimable_pages_are_free(tmp_path: Path) -> None:
-    root = make(
-        tmp_path,
+#: Files of the kernel below /proc and /sys/fs/cgroup, and what the limits leave.
+CGROUPS: dict[str, tuple[dict[str, str], int | None]] = {
+    "the tightest ancestor of v2 counts, and reclaimable pages are free": (
         {
             "proc/self/cgroup": "0::/pod/container\n",
             "sys/fs/cgroup/pod/container/memory.max": "max\n",
@@ -47,13 +47,9 @@ def test_the_tightest_ancestor_of_cgroup_v2_counts_and_reclaimable_pages_are_fre
             "sys/fs/cgroup/pod/memory.current": f"{300 * MIB}\n",
             "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {50 * MIB}\n",
         },
-    )
-    assert cgroup_headroom(root) == 250 * MIB
-
-
-def test_cgroup_v1_and_its_unlimited_value(tmp_path: Path) -> None:
-    root = make(
-        tmp_path,
+        250 * MIB,
+    ),
+    "v1 and its unlimited value": (
         {
             "proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/job\n0::/\n",
             "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{64 * MIB}\n",
@@ -62,24 +58,23 @@ def test_cgroup_v1_and_its_unlimited_value(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
         },
-    )
-    assert cgroup_headroom(root) == 5 * MIB
-
-
-def test_a_group_hidden_by_a_namespace_is_skipped(tmp_path: Path) -> None:
-    root = make(
-        tmp_path,
+        5 * MIB,
+    ),
+    "a group hidden by a namespace is skipped": (
         {
             "proc/self/cgroup": "0::/not/visible/here\n",
             "sys/fs/cgroup/memory.max": f"{10 * MIB}\n",
             "sys/fs/cgroup/memory.current": f"{4 * MIB}\n",
         },
-    )
-    assert cgroup_headroom(root) == 6 * MIB
+        6 * MIB,
+    ),
+    "no control groups": ({}, None),
+}
 
 
-def test_no_limit_and_no_cgroups(tmp_path: Path) -> None:
-    assert cgroup_headroom(tmp_path) is None
+@pytest.mark.parametrize(("files", "left"), CGROUPS.values(), ids=CGROUPS)
+def test_what_control_groups_leave(tmp_path: Path, files: dict[str, str], left: int | None) -> None:
+    assert cgroup_headroom(make(tmp_path, files)) == left
 
 
 def test_headroom_names_its_origin(file: LocalFile) -> None:

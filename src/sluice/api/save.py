@@ -119,19 +119,8 @@ def save(
             saved = save_by_ranks(state, chosen, job)
         else:
             saved = write_contents(HeldObject(state, job.dtype), chosen, job)
-    return SaveReport(
-        destination=str(destination),
-        format=chosen,
-        files=tuple(saved.files),
-        file_bytes=tuple(saved.files.values()),
-        tensors=saved.tensors,
-        taken=saved.tensors,
-        total=saved.tensors,
-        nbytes=saved.nbytes,
-        seconds=time.perf_counter() - started,
-        tied=saved.tied,
-        written_by_rank=saved.ranks,
-    )
+    count = saved.tensors
+    return SaveReport.of(saved, started=started, destination=str(destination), format=chosen, taken=count, total=count)
 
 
 def save_destination(path: str | os.PathLike[str] | Remote, name: str = "path") -> Path | Upload:

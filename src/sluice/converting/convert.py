@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,22 +86,17 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
             if 2 * sum(entry.nbytes for entry in every_entry(contents.tree)) >= checkpoint.nbytes:
                 fill_caches(checkpoint.sources, progress=job.progress)
         saved = write_contents(entries, save_format, replace(job, staging=Staging.make(writing)))
-    return SaveReport(
+    return SaveReport.of(
+        saved,
+        started=started,
         destination=str(job.destination),
         format=save_format,
-        files=tuple(saved.files),
-        file_bytes=tuple(saved.files.values()),
         replaced=saved.replaced,
-        tensors=saved.tensors,
         source=checkpoint.path,
         source_format=checkpoint.format,
         key=contents.key or None,
         taken=contents.taken,
         total=contents.total,
-        nbytes=saved.nbytes,
-        seconds=time.perf_counter() - started,
-        tied=saved.tied,
-        casts=saved.casts,
         notes=(*notes, *contents.notes, *checkpoint.source_notes),
         dry_run=job.dry_run,
     )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sluice._messages import listed
 from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate, gb_per_second
 from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title
+
+if TYPE_CHECKING:
+    from sluice.writing.save_job import SavedFiles
 
 __all__ = ["SaveReport"]
 
@@ -54,6 +59,21 @@ class SaveReport(Report):
     notes: tuple[str, ...] = ()
     #: Whether nothing was written, because ``dry_run`` was requested.
     dry_run: bool = False
+
+    @classmethod
+    def of(cls, saved: SavedFiles, *, started: float, **fields: Any) -> SaveReport:
+        """Return the report on written files; ``started`` is ``time.perf_counter()`` at the start of the call."""
+        return cls(
+            files=tuple(saved.files),
+            file_bytes=tuple(saved.files.values()),
+            tensors=saved.tensors,
+            nbytes=saved.nbytes,
+            tied=saved.tied,
+            written_by_rank=saved.ranks,
+            casts=saved.casts,
+            seconds=time.perf_counter() - started,
+            **fields,
+        )
 
     @property
     def gb_per_second(self) -> float:
