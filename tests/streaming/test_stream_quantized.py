@@ -14,7 +14,8 @@ from sluice.modules.parked import ParkedParameter
 from support.gguf_files import packed, plain, write
 from support.quantized import CONFIGS, plain_tensors, scale_modules
 from support.streamed_models import WIDTH, Layers, empty
-from support.streamed_training import Adapted, same, train
+from support.streamed_training import Adapted, same
+from support.streamed_training import train as train_steps
 
 IDS = torch.tensor([[1, 2, 3, 999]])
 COUNT = 8
@@ -132,7 +133,7 @@ def test_weights_of_gguf_rest_packed(tmp_path: Path, share: float, *, rests: boo
     for number in range(COUNT):
         tensors[f"layers.{number}.0.weight"] = packed((WIDTH, WIDTH), seed=number)[0]
     write(tmp_path / "m.gguf", tensors)
-    model = empty(_make)
+    model = empty(_make).requires_grad_(False)
     sluice.load_into(model, tmp_path / "m.gguf")
     running = empty(_make).requires_grad_(False)
     memory = int(share * sum(each.nbytes for each in model.parameters()))
@@ -147,6 +148,13 @@ def test_weights_of_gguf_rest_packed(tmp_path: Path, share: float, *, rests: boo
             before = stream.report.read_bytes
             assert torch.equal(running(IDS), model(IDS))
             reads.append(stream.report.read_bytes - before)
+        courses = []
+        for each in (model, running) if train else ():
+            torch.manual_seed(1)
+            for block in each.layers:
+                block[0] = Adapted(block[0], WIDTH, WIDTH)  # type: ignore[index, operator]
+            courses.append(train_steps(each, lambda model: model(IDS).logsumexp(-1).mean(), steps=2))
+        assert not train or same(*courses)
     assert (plan.call_bytes, plan.host_bytes) == (report.call_bytes, report.host_bytes)
     assert report.memory_bytes <= memory
     assert reads[0] >= report.host_bytes > 0
@@ -210,7 +218,7 @@ def test_adapters_of_quantized_weights_are_trained(tmp_path: Path, config: str) 
             torch.manual_seed(1)
             for block in model.layers:
                 block[0] = Adapted(block[0], WIDTH, WIDTH)  # type: ignore[index, operator]
-            courses.append(train(model, loss, steps=3))
+            courses.append(train_steps(model, loss, steps=3))
         passing = sum(isinstance(block[0].layer.weight, ParkedParameter) for block in models[1].layers)  # type: ignore[index]
         assert stream.report.call_bytes
     assert same(*courses)
