@@ -230,16 +230,6 @@ def test_a_checkpoint_is_a_mapping_of_lazy_tensors(file: Path) -> None:
         assert "nope" not in checkpoint
 
 
-def test_tensors_and_slices_read_themselves(file: Path) -> None:
-    expected = torch.arange(60.0).reshape(12, 5)
-    with sluice.open(file) as checkpoint:
-        tensor = checkpoint["a.w"]
-        assert torch.equal(tensor.read(), expected)
-        assert torch.equal(tensor[2:9:3, 1].read(), expected[2:9:3, 1])
-        assert torch.equal(tensor[-1].read(dtype=torch.bfloat16), expected[-1].to(torch.bfloat16))
-        assert tensor[3, 4].read().item() == 19.0
-
-
 def test_a_tensor_reads_into_memory_that_exists(file: Path) -> None:
     with sluice.open(file) as checkpoint:
         out = torch.zeros(5, 12, dtype=torch.float64).t()

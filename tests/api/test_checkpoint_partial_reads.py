@@ -244,7 +244,8 @@ def covered(ranges: list[Range]) -> Mapping[str, set[int]]:
 def test_a_state_dict_of_a_few_rows_reads_those_rows(tmp_path: Path) -> None:
     storage = numbered(1000, 50)
     with recorded(write_zip(tmp_path, {"rows": storage[500:510]})) as file:
-        sluice.load_state_dict(file.checkpoint)
+        found = sluice.load_state_dict(file.checkpoint)
+        assert found["rows"].untyped_storage().nbytes() == 4 * 10 * 50
         assert file.reads() == file.needed(storage[500:510])
 
 

@@ -24,6 +24,7 @@ from sluice import rules
 from support import distributed
 from support.directories import Tensors, write_legacy, write_parameters, write_safetensors, write_shards, write_zip
 from support.oracles import bits, same
+from support.torch_files import saved_big_endian
 
 
 def tensors() -> Tensors:
@@ -215,10 +216,7 @@ def test_parts_that_reach_a_large_tensor_in_short_runs(tmp_path: Path, name: str
 def test_big_endian_files_are_byteswapped(tmp_path: Path) -> None:
     state = {"w": torch.randn(40, 30), "t": torch.randn(30, 40).t(), "c": torch.randn(9, dtype=torch.complex64)}
     path = tmp_path / "big.pt"
-    torch.save(state, tmp_path / "little.pt")
-    with zipfile.ZipFile(tmp_path / "little.pt") as old, zipfile.ZipFile(path, "w") as new:
-        for record in old.infolist():
-            new.writestr(record.filename, b"big" if record.filename.endswith("byteorder") else old.read(record))
+    path.write_bytes(saved_big_endian(state))
     expected = torch.load(path, weights_only=True)
     for name in ("out.safetensors", "out.pt"):
         sluice.convert(path, tmp_path / name)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -54,14 +53,6 @@ def test_module_versions_survive(tmp_path: Path) -> None:
     assert ours._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
 
 
-def test_a_few_rows_of_a_large_storage_hold_and_read_only_themselves(tmp_path: Path) -> None:
-    torch.save({"rows": torch.randn(5000, 100)[10:20]}, tmp_path / "f.pth")
-    read: list[int] = []
-    ours = sluice.load_state_dict(tmp_path / "f.pth", progress=lambda event: read.append(event.total_bytes))
-    assert ours["rows"].untyped_storage().nbytes() == 4000
-    assert read[-1] == 4000
-
-
 @st.composite
 def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     bases = [torch.randn(60), torch.arange(60), torch.randn(60).to(torch.bfloat16)]
@@ -80,15 +71,6 @@ def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 @given(state_dicts())
 def test_any_views(tmp_path: Path, state_dict: dict[str, torch.Tensor]) -> None:
     save_and_compare(tmp_path / "f.pth", state_dict)
-
-
-def test_safetensors(tmp_path: Path) -> None:
-    state_dict = {"a": torch.randn(30, 20), "b": torch.arange(7), "h": torch.randn(5).half(), "e": torch.empty(0, 2)}
-    safetensors.torch.save_file(state_dict, tmp_path / "f.safetensors")
-    ours = sluice.load_state_dict(tmp_path / "f.safetensors")
-    theirs = safetensors.torch.load_file(tmp_path / "f.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert all(same(ours[name], theirs[name]) for name in theirs)
 
 
 def test_dtype_casts_real_floating_point_only(tmp_path: Path) -> None:

@@ -119,16 +119,6 @@ def test_a_training_state_comes_back(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "o.pt", weights_only=True)["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_parameters_stay_parameters(tmp_path: Path) -> None:
-    frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-    sluice.save({"a": nn.Parameter(torch.randn(2)), "b": frozen, "c": frozen}, tmp_path / "f.pt")
-    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
-    assert type(loaded["a"]) is nn.Parameter
-    assert loaded["a"].requires_grad
-    assert not loaded["b"].requires_grad
-    assert loaded["b"] is loaded["c"]
-
-
 def test_shards_and_their_index(tmp_path: Path) -> None:
     state = {f"layer.{i}.weight": torch.randn(10, 10) for i in range(7)}
     report = sluice.save(state, tmp_path / "m", max_shard_size=900)
@@ -151,12 +141,15 @@ def test_a_model_directory_is_replaced_and_nothing_stale_stays(
     new = {f"new.{i}": torch.randn(10, 10) for i in range(5)}
     sluice.save(old, tmp_path / "m", format="huggingface", max_shard_size=first)
     (tmp_path / "m" / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "m" / "link").symlink_to("config.json")
     report = sluice.save(new, tmp_path / "m", format="huggingface", max_shard_size=second, overwrite=True)
     assert set(sluice.load_state_dict(tmp_path / "m")) == set(new)
     assert {path.name for path in (tmp_path / "m").iterdir()} == {
         "config.json",
+        "link",
         *(Path(file).name for file in report.files),
     }
+    assert (tmp_path / "m" / "link").is_symlink()
 
 
 class Mine:

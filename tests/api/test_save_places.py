@@ -250,18 +250,6 @@ def test_a_failed_save_removes_the_directories_that_it_made(tmp_path: Path) -> N
     assert names(tmp_path) == set()
 
 
-def test_other_files_of_a_directory_stay(tmp_path: Path) -> None:
-    for name, arguments in FORMS[2:]:
-        path = tmp_path / name
-        sluice.save(state(1), path, **arguments)
-        (path / "config.json").write_text("{}")
-        (path / "link").symlink_to("config.json")
-        sluice.save(state(2), path, **arguments, overwrite=True)
-        assert value_of(path) == 2
-        assert (path / "config.json").read_text() == "{}"
-        assert (path / "link").is_symlink()
-
-
 WRITER = """
 import sys, torch, sluice
 from pathlib import Path

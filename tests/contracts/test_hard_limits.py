@@ -66,14 +66,6 @@ if method == "sluice":
 elif method == "naive":
     model = Net().to(dtype)
     model.load_state_dict(torch.load(path, weights_only=True))
-elif method == "meta-sequential":
-    with torch.device("meta"):
-        model = Net().to(dtype)
-    model.to_empty(device="cpu")
-    state = torch.load(path, weights_only=True)
-    with torch.no_grad():
-        for name, weight in model.state_dict().items():
-            weight.copy_(state[name])
 else:
     sluice.empty_init, sluice.load_into  # the interpreter and its imports alone
     with torch.device("meta"):
@@ -235,12 +227,6 @@ def test_a_stream_trains_a_model_in_half_of_its_memory(large: Path) -> None:
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr
     assert done.peak_bytes is not None
     assert done.peak_bytes <= limit
-
-
-@pytest.mark.long
-def test_the_leaner_ways_of_the_tutorial_are_killed_there_too(large: Path, interpreter: int) -> None:
-    killed = run_limited(program("meta-sequential", large), FINAL + (64 + 64) * MIB + interpreter)
-    assert killed.oom_killed, killed
 
 
 @pytest.mark.parametrize("room", [FINAL, pytest.param(FINAL // 2, marks=pytest.mark.long)])

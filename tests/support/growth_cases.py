@@ -7,8 +7,9 @@ fresh process; ``support.growth`` measures the call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ from sluice import rules
 from support.growth import Outcome
 from support.growth_files import EVEN, LARGE, MANY, MIB, MOST, SHAPES, Shapes
 
-Call = Callable[[], Outcome]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -29,16 +28,29 @@ class Case:
 
     #: The checkpoint that it reads; a key of ``growth_files.FILES``, or empty.
     file: str
-    #: Returns the call, with everything before it done. Takes the path of the file and a path for an output.
-    prepare: Callable[[str, str], Call]
+    #: Prepares the call and yields, then makes it and yields its outcome. Takes the path of the file, a path for an
+    #: output, and the limits of memory.
+    call: Callable[..., Iterator[Outcome | None]]
     #: S: bytes of staging.
-    staging_bytes: int
-    #: Bytes of the finished tensors, to check that the table is right about what is new.
-    final_bytes: int
+    staging_bytes: int = 4 * MIB
+    #: Bytes of the finished tensors, to check that the table is right about what is new; 0 for what is not checked.
+    final_bytes: int = 0
     #: Whether the file is not in the page cache.
     cold: bool = False
     #: Whether CI leaves it out.
     long: bool = False
+
+    def prepare(self, path: str, output: str) -> Callable[[], Outcome]:
+        """Return the call, with everything before it done."""
+        running = self.call(path, output, sluice.MemoryLimits(staging=self.staging_bytes))
+        next(running)
+
+        def call() -> Outcome:
+            outcome = next(running)
+            assert outcome is not None
+            return outcome
+
+        return call
 
 
 def nbytes(shapes: Shapes, item: int = 4) -> int:
@@ -55,157 +67,130 @@ def _numbered(shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def _into(
-    shapes: Mapping[str, tuple[int, ...]], staging: int, *, live: bool = False, readers: int | None = None, **how: Any
-) -> Callable[[str, str], Call]:
-    def prepare(path: str, _output: str) -> Call:
-        model = _empty(shapes, device="cpu" if live else "meta")
-        load_into, memory = sluice.load_into, sluice.MemoryLimits(staging=staging)
-        if readers:
-            from sluice.planning import planner
+    path: str,
+    _output: str,
+    memory: sluice.MemoryLimits,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    live: bool = False,
+    readers: int | None = None,
+    **how: Any,
+) -> Iterator[Outcome | None]:
+    model, load_into = _empty(shapes, device="cpu" if live else "meta"), sluice.load_into
+    if readers:
+        from sluice.planning import planner
 
-            vars(planner)["reader_count"] = lambda reads, *_, **__: min(readers, len(reads))
-
-        def call() -> Outcome:
-            report = load_into(model, path, memory=memory, **how)
-            assert report.measured is not None
-            return Outcome(
-                predicted_bytes=report.predicted.total_bytes,
-                reported_bytes=report.measured.total_bytes,
-                new=tuple if live else model.parameters,
-                moved=shapes.values() if live else (),
-            )
-
-        return call
-
-    return prepare
+        vars(planner)["reader_count"] = lambda reads, *_, **__: min(readers, len(reads))
+    yield None
+    report = load_into(model, path, memory=memory, **how)
+    assert report.measured is not None
+    yield Outcome(
+        predicted_bytes=report.predicted.total_bytes,
+        reported_bytes=report.measured.total_bytes,
+        new=tuple if live else model.parameters,
+        moved=shapes.values() if live else (),
+    )
 
 
-def _refreshed(path: str, _output: str) -> Call:
-    """Return a refresh of the first tensor, which is most of the file: it is read next to the live one."""
-    model, memory = _empty(_ALL, device="cpu"), sluice.MemoryLimits(staging=_S)
+def _refreshed(path: str, _output: str, memory: sluice.MemoryLimits) -> Iterator[Outcome | None]:
+    """Refresh the first tensor, which is most of the file: it is read next to the live one."""
+    model = _empty(_ALL, device="cpu")
     state = sluice.load_into(model, path, memory=memory).state
     assert state is not None
     since = replace(state, contents={**state.contents, "0": ""})
-
-    def call() -> Outcome:
-        report = sluice.refresh(model, path, since=since, memory=memory).report
-        assert report is not None
-        predicted = report.predicted.total_bytes
-        return Outcome(predicted_bytes=predicted, new=lambda: [model.get_parameter("0")], moved=SHAPES[1:])
-
-    return call
+    yield None
+    report = sluice.refresh(model, path, since=since, memory=memory).report
+    assert report is not None
+    predicted = report.predicted.total_bytes
+    yield Outcome(predicted_bytes=predicted, new=lambda: [model.get_parameter("0")], moved=SHAPES[1:])
 
 
-def _state_dict(staging: int, **how: Any) -> Callable[[str, str], Call]:
-    def prepare(path: str, _output: str) -> Call:
-        load_state_dict, memory = sluice.load_state_dict, sluice.MemoryLimits(staging=staging)
-        planned = sluice.plan(None, path, memory=memory, **how).predicted.total_bytes
-
-        def call() -> Outcome:
-            state = load_state_dict(path, memory=memory, **how)
-            return Outcome(predicted_bytes=planned, new=state.values)
-
-        return call
-
-    return prepare
+def _state_dict(path: str, _output: str, memory: sluice.MemoryLimits) -> Iterator[Outcome | None]:
+    load_state_dict = sluice.load_state_dict
+    planned = sluice.plan(None, path, memory=memory).predicted.total_bytes
+    yield None
+    state = load_state_dict(path, memory=memory)
+    yield Outcome(predicted_bytes=planned, new=state.values)
 
 
 def _optimizer(
-    staging: int, dtype: torch.dtype = torch.float32, *, with_model: bool = False
-) -> Callable[[str, str], Call]:
-    """Return a load of the state for parameters of a dtype, or of the model and the state from one checkpoint."""
+    path: str,
+    _output: str,
+    memory: sluice.MemoryLimits,
+    *,
+    dtype: torch.dtype = torch.float32,
+    with_model: bool = False,
+) -> Iterator[Outcome | None]:
+    """Load the state for parameters of a dtype, or the model and the state from one checkpoint."""
+    parameters = _empty(_numbered(EVEN[:8]), device="cpu").to(dtype).parameters()
+    optimizer, model = torch.optim.AdamW(parameters), _empty(_ALL)
+    warm = torch.optim.AdamW([nn.Parameter(torch.zeros(2, dtype=dtype))])
+    warm.load_state_dict(warm.state_dict())  # what torch itself does at first use
+    load_into, load_optimizer = sluice.load_into, sluice.load_optimizer
 
-    def prepare(path: str, _output: str) -> Call:
-        parameters = _empty(_numbered(EVEN[:8]), device="cpu").to(dtype).parameters()
-        optimizer, model = torch.optim.AdamW(parameters), _empty(_ALL)
-        warm = torch.optim.AdamW([nn.Parameter(torch.zeros(2, dtype=dtype))])
-        warm.load_state_dict(warm.state_dict())  # what torch itself does at first use
-        load_into, load_optimizer, memory = (
-            sluice.load_into,
-            sluice.load_optimizer,
-            sluice.MemoryLimits(staging=staging),
+    def state() -> list[torch.Tensor]:
+        return [value for state in optimizer.state.values() for value in state.values()]
+
+    yield None
+    with sluice.open(path) as checkpoint:
+        if with_model:
+            load_into(model, checkpoint, key="model", memory=memory)
+        report = load_optimizer(optimizer, checkpoint, key="optimizer", memory=memory)
+    assert report.measured is not None
+    yield (
+        Outcome(new=lambda: [*model.parameters(), *state()])
+        if with_model
+        else Outcome(
+            predicted_bytes=report.predicted.total_bytes, reported_bytes=report.measured.total_bytes, new=state
         )
-
-        def state() -> list[torch.Tensor]:
-            return [value for state in optimizer.state.values() for value in state.values()]
-
-        def call() -> Outcome:
-            with sluice.open(path) as checkpoint:
-                if with_model:
-                    load_into(model, checkpoint, key="model", memory=memory)
-                report = load_optimizer(optimizer, checkpoint, key="optimizer", memory=memory)
-            if with_model:
-                return Outcome(new=lambda: [*model.parameters(), *state()])
-            assert report.measured is not None
-            return Outcome(
-                predicted_bytes=report.predicted.total_bytes, reported_bytes=report.measured.total_bytes, new=state
-            )
-
-        return call
-
-    return prepare
+    )
 
 
-def _pretrained(staging: int, **how: Any) -> Callable[[str, str], Call]:
-    def prepare(path: str, _output: str) -> Call:
-        import transformers
+def _pretrained(path: str, _output: str, memory: sluice.MemoryLimits, **how: Any) -> Iterator[Outcome | None]:
+    import transformers
 
-        small = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8)
-        transformers.GPT2LMHeadModel(small)  # imports
-        from_pretrained, memory = sluice.hf.from_pretrained, sluice.MemoryLimits(staging=staging)
-
-        def call() -> Outcome:
-            reports: list[Any] = []
-            model = from_pretrained(path, memory=memory, report=reports.append, **how)
-            return Outcome(
-                predicted_bytes=reports[0].predicted.total_bytes,
-                new=lambda: [*model.parameters(), *model.buffers()],
-            )
-
-        return call
-
-    return prepare
+    small = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8)
+    transformers.GPT2LMHeadModel(small)  # imports
+    from_pretrained, reports = sluice.hf.from_pretrained, list[Any]()
+    yield None
+    model = from_pretrained(path, memory=memory, report=reports.append, **how)
+    yield Outcome(predicted_bytes=reports[0].predicted.total_bytes, new=lambda: [*model.parameters(), *model.buffers()])
 
 
-def _merged(path: str, output: str) -> Call:
-    """Return a merge of three inputs with a search for thresholds: 48 MiB besides the staging of a conversion."""
+def _merged(path: str, output: str, _memory: sluice.MemoryLimits) -> Iterator[Outcome | None]:
+    """Merge three inputs with a search for thresholds: 48 MiB besides the staging of a conversion."""
     links = [Path(output, f"{number}.pt") for number in range(3)]
     for link in links:
         link.symlink_to(path)
     merge, memory = sluice.merge, sluice.MemoryLimits(staging=16 * MIB)
-
-    def call() -> Outcome:
-        weights, parameters = dict.fromkeys(map(str, links[1:]), 0.5), {"density": 0.3}
-        merge(weights, Path(output, "f.pt"), method="ties", base=links[0], parameters=parameters, memory=memory)
-        return Outcome(moved=SHAPES)
-
-    return call
+    yield None
+    weights, parameters = dict.fromkeys(map(str, links[1:]), 0.5), {"density": 0.3}
+    merge(weights, Path(output, "f.pt"), method="ties", base=links[0], parameters=parameters, memory=memory)
+    yield Outcome(moved=SHAPES)
 
 
-def _convert(name: str, staging: int, shapes: Shapes = SHAPES, **how: Any) -> Callable[[str, str], Call]:
-    def prepare(path: str, output: str) -> Call:
-        convert, memory = sluice.convert, sluice.MemoryLimits(staging=staging)
-
-        def call() -> Outcome:
-            convert(path, f"{output}/{name}", memory=memory, **how)
-            return Outcome(moved=shapes, tensor_bytes=1024)
-
-        return call
-
-    return prepare
+def _convert(
+    path: str, output: str, memory: sluice.MemoryLimits, *, name: str, shapes: Shapes = SHAPES, **how: Any
+) -> Iterator[Outcome | None]:
+    convert = sluice.convert
+    yield None
+    convert(path, f"{output}/{name}", memory=memory, **how)
+    yield Outcome(moved=shapes, tensor_bytes=1024)
 
 
-def _save(name: str, make: Callable[[], dict[str, torch.Tensor]], **how: Any) -> Callable[[str, str], Call]:
-    def prepare(_path: str, output: str) -> Call:
-        state, save = make(), sluice.save
-
-        def call() -> Outcome:
-            save(state, f"{output}/{name}", **how)
-            return Outcome(moved=[tuple(tensor.shape) for tensor in state.values()])
-
-        return call
-
-    return prepare
+def _save(
+    _path: str,
+    output: str,
+    _memory: sluice.MemoryLimits,
+    *,
+    name: str,
+    make: Callable[[], dict[str, torch.Tensor]],
+    **how: Any,
+) -> Iterator[Outcome | None]:
+    state, save = make(), sluice.save
+    yield None
+    save(state, f"{output}/{name}", **how)
+    yield Outcome(moved=[tuple(tensor.shape) for tensor in state.values()])
 
 
 # States of 192 MiB, several times what a save may take
@@ -240,7 +225,7 @@ _F_EVEN = nbytes(EVEN)
 def _load(file: str, *, staging: int = _S, cold: bool = False, long: bool = False, item: int = 4, **how: Any) -> Case:
     """Return a load of ``SHAPES``."""
     return Case(
-        file=file, prepare=_into(_ALL, staging, **how), staging_bytes=staging, final_bytes=nbytes(SHAPES, item),
+        file=file, call=partial(_into, shapes=_ALL, **how), staging_bytes=staging, final_bytes=nbytes(SHAPES, item),
         cold=cold, long=long,
     )  # fmt: skip
 
@@ -250,17 +235,20 @@ def _even(
 ) -> Case:
     """Return a load of ``EVEN``, a file that is large enough for direct reads."""
     return Case(
-        file=file, prepare=_into(_numbered(EVEN), staging, **how), staging_bytes=staging,
+        file=file, call=partial(_into, shapes=_numbered(EVEN), **how), staging_bytes=staging,
         final_bytes=nbytes(EVEN, item), cold=cold, long=long,
     )  # fmt: skip
 
 
 def _saved(name: str, make: Callable[[], dict[str, torch.Tensor]], *, long: bool = True, **how: Any) -> Case:
-    return Case(file="", prepare=_save(name, make, **how), staging_bytes=16 * MIB, final_bytes=0, long=long)
+    call = partial(_save, name=name, make=make, **how)
+    return Case(file="", call=call, staging_bytes=16 * MIB, long=long)
 
 
-def _written(file: str, prepare: Callable[[str, str], Call], *, long: bool = False, staging: int = 16 * MIB) -> Case:
-    return Case(file=file, prepare=prepare, staging_bytes=staging, final_bytes=0, long=long)
+def _written(file: str, name: str, shapes: Shapes = SHAPES, *, long: bool = False, **how: Any) -> Case:
+    """Return a conversion."""
+    call = partial(_convert, name=name, shapes=shapes, **how)
+    return Case(file=file, call=call, staging_bytes=16 * MIB, long=long)
 
 
 _HALF = "bfloat16"
@@ -294,82 +282,56 @@ CASES: dict[str, Case] = {
     "distributed, cold": _load("distributed", cold=True, page_cache="bypass", long=True),
     "parameters, cold": _load("parameters", cold=True, page_cache="bypass", long=True),
     # Verbs and targets
-    "live": Case(file="zip.pt", prepare=_into(_ALL, _S, live=True), staging_bytes=_S, final_bytes=0),
-    "refresh": Case(file="zip.pt", prepare=_refreshed, staging_bytes=_S, final_bytes=nbytes(SHAPES[:1])),
-    "state dict": Case(file="zip.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=_F),
+    "live": Case(file="zip.pt", call=partial(_into, shapes=_ALL, live=True)),
+    "refresh": Case(file="zip.pt", call=_refreshed, final_bytes=nbytes(SHAPES[:1])),
+    "state dict": Case(file="zip.pt", call=_state_dict, final_bytes=_F),
     "state dict, legacy, cold": Case(
-        file="even-legacy.pt", prepare=_state_dict(_DEFAULT), staging_bytes=_DEFAULT, final_bytes=_F_EVEN,
-        cold=True, long=True,
+        file="even-legacy.pt", call=_state_dict, staging_bytes=_DEFAULT, final_bytes=_F_EVEN, cold=True, long=True
     ),
     "state dict, views": Case(
-        file="views.pt",
-        prepare=_state_dict(_S),
-        staging_bytes=_S,
-        final_bytes=4 * (9216 * 1024 + 4608 * 1024 + 216 * 2048),
+        file="views.pt", call=_state_dict,  final_bytes=4 * (9216 * 1024 + 4608 * 1024 + 216 * 2048)
     ),
-    "optimizer": Case(
-        file="training.pt", prepare=_optimizer(_S), staging_bytes=_S, final_bytes=2 * nbytes(EVEN[:8]) + 8 * 4
-    ),
+    "optimizer": Case(file="training.pt", call=_optimizer, final_bytes=2 * nbytes(EVEN[:8]) + 8 * 4),
     "optimizer, cast": Case(
-        file="training.pt", prepare=_optimizer(_S, torch.bfloat16), staging_bytes=_S,
-        final_bytes=nbytes(EVEN[:8]) + 8 * 4,
+        file="training.pt", call=partial(_optimizer, dtype=torch.bfloat16), final_bytes=nbytes(EVEN[:8]) + 8 * 4
     ),
     "model and optimizer": Case(
-        file="training.pt", prepare=_optimizer(_S, with_model=True), staging_bytes=_S,
-        final_bytes=_F + 2 * nbytes(EVEN[:8]) + 8 * 4,
+        file="training.pt", call=partial(_optimizer, with_model=True), final_bytes=_F + 2 * nbytes(EVEN[:8]) + 8 * 4
     ),
-    "hf": Case(file="huggingface", prepare=_pretrained(_S), staging_bytes=_S, final_bytes=0, long=True),
-    "hf, cast": Case(
-        file="huggingface", prepare=_pretrained(_S, dtype=_HALF), staging_bytes=_S, final_bytes=0, long=True
-    ),
-    "many tensors": Case(
-        file="many.pt", prepare=_into(_numbered(MANY), _S), staging_bytes=_S, final_bytes=nbytes(MANY)
-    ),
+    "hf": Case(file="huggingface", call=_pretrained, long=True),
+    "hf, cast": Case(file="huggingface", call=partial(_pretrained, dtype=_HALF), long=True),
+    "many tensors": Case(file="many.pt", call=partial(_into, shapes=_numbered(MANY)), final_bytes=nbytes(MANY)),
     "100,000 tensors": Case(
-        file="most.pt", prepare=_into(_numbered(MOST), _S), staging_bytes=_S, final_bytes=nbytes(MOST),
-        long=True,
+        file="most.pt", call=partial(_into, shapes=_numbered(MOST)), final_bytes=nbytes(MOST), long=True
     ),
-    "100,000 tensors, state dict": Case(
-        file="most.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=nbytes(MOST),
-        long=True,
-    ),
+    "100,000 tensors, state dict": Case(file="most.pt", call=_state_dict, final_bytes=nbytes(MOST), long=True),
     # Conversions and saves
-    "convert torch to safetensors": _written("zip.pt", _convert("f.safetensors", 16 * MIB), long=True),
-    "convert legacy to torch, cast": _written("legacy.pt", _convert("f.pt", 16 * MIB, dtype=_HALF)),
+    "convert torch to safetensors": _written("zip.pt", "f.safetensors", long=True),
+    "convert legacy to torch, cast": _written("legacy.pt", "f.pt", dtype=_HALF),
     "convert safetensors to shards": _written(
-        "plain.safetensors", _convert("model", 16 * MIB, format="huggingface", max_shard_size="20MiB")
+        "plain.safetensors", "model", format="huggingface", max_shard_size="20MiB"
     ),
-    "convert distributed to safetensors": _written("distributed", _convert("f.safetensors", 16 * MIB)),
-    "convert, transposed": _written(
-        "even.pt", _convert("f.safetensors", 16 * MIB, EVEN, rules=[rules.transpose("*")])
-    ),
-    "convert unaligned to torch": _written("unaligned.safetensors", _convert("f.pt", 16 * MIB), long=True),
-    "convert gguf to safetensors": _written("packed.gguf", _convert("f.safetensors", 16 * MIB)),
-    "convert gguf to torch, transposed": _written(
-        "packed.gguf", _convert("f.pt", 16 * MIB, rules=[rules.transpose("0")]), long=True
-    ),
-    "convert shards to torch": _written("shards", _convert("f.pt", 16 * MIB), long=True),
-    "convert parameters to safetensors": _written("parameters", _convert("f.safetensors", 16 * MIB), long=True),
-    "convert distributed to torch, cast": _written(
-        "distributed", _convert("f.pt", 16 * MIB, dtype=_HALF), long=True
-    ),
-    "convert large to torch, cast": _written("large.pt", _convert("f.pt", 16 * MIB, LARGE, dtype=_HALF)),
-    "convert large to safetensors": _written("large.pt", _convert("f.safetensors", 16 * MIB, LARGE)),
+    "convert distributed to safetensors": _written("distributed", "f.safetensors"),
+    "convert, transposed": _written("even.pt", "f.safetensors", EVEN, rules=[rules.transpose("*")]),
+    "convert unaligned to torch": _written("unaligned.safetensors", "f.pt", long=True),
+    "convert gguf to safetensors": _written("packed.gguf", "f.safetensors"),
+    "convert gguf to torch, transposed": _written("packed.gguf", "f.pt", rules=[rules.transpose("0")], long=True),
+    "convert shards to torch": _written("shards", "f.pt", long=True),
+    "convert parameters to safetensors": _written("parameters", "f.safetensors", long=True),
+    "convert distributed to torch, cast": _written("distributed", "f.pt", dtype=_HALF, long=True),
+    "convert large to torch, cast": _written("large.pt", "f.pt", LARGE, dtype=_HALF),
+    "convert large to safetensors": _written("large.pt", "f.safetensors", LARGE),
     "convert large to safetensors, transposed": _written(
-        "large.pt", _convert("f.safetensors", 16 * MIB, LARGE, rules=[rules.transpose("*")])
+        "large.pt", "f.safetensors", LARGE, rules=[rules.transpose("*")]
     ),
-    "convert large to torch": _written("large.pt", _convert("f.pt", 16 * MIB, LARGE), long=True),
-    "convert large to torch, transposed": _written(
-        "large.pt", _convert("f.pt", 16 * MIB, LARGE, rules=[rules.transpose("*")]), long=True
-    ),
-    "convert large to safetensors, cast": _written(
-        "large.pt", _convert("f.safetensors", 16 * MIB, LARGE, dtype=_HALF), long=True
-    ),
-    "convert large to shards, cast": _written("large.pt", _convert("model", 16 * MIB, LARGE, dtype=_HALF), long=True),
-    "convert many": _written("many.pt", _convert("f.pt", 16 * MIB, MANY)),
-    "convert 100,000 to torch": _written("most.pt", _convert("f.pt", 16 * MIB, MOST), long=True),
-    "convert 100,000 to safetensors": _written("most.pt", _convert("f.safetensors", 16 * MIB, MOST), long=True),
-    "merge": _written("zip.pt", _merged, staging=64 * MIB),
+    "convert large to torch": _written("large.pt", "f.pt", LARGE, long=True),
+    "convert large to torch, transposed": _written("large.pt", "f.pt", LARGE, rules=[rules.transpose("*")], long=True),
+    "convert large to safetensors, cast": _written("large.pt", "f.safetensors", LARGE, dtype=_HALF, long=True),
+    "convert large to shards, cast": _written("large.pt", "model", LARGE, dtype=_HALF, long=True),
+    "convert many": _written("many.pt", "f.pt", MANY),
+    "convert 100,000 to torch": _written("most.pt", "f.pt", MOST, long=True),
+    "convert 100,000 to safetensors": _written("most.pt", "f.safetensors", MOST, long=True),
+    "merge": Case(file="zip.pt", call=_merged, staging_bytes=64 * MIB),
     "save torch": _saved("f.pt", _many, long=False),
     "save torch, cast": _saved("f.pt", _many, dtype=_HALF),
     "save torch, one": _saved("f.pt", _huge),
@@ -406,8 +368,7 @@ def _add_rules() -> None:
     for name, (file, shapes, applied, how) in table.items():
         CASES[name] = Case(
             file=file,
-            prepare=_into(shapes, _S, rules=applied, strict=False, **how),
-            staging_bytes=_S,
+            call=partial(_into, shapes=shapes, rules=applied, strict=False, **how),
             final_bytes=nbytes(tuple(shapes.values()), 2 if how else 4),
             long=name in {"rule transpose, cast", "rule scale", "rule resize", "rule split"},
         )
@@ -442,12 +403,13 @@ _add_readers()
 def _broken(case: Case, damage: Callable[[], None], *, long: bool = True) -> Case:
     """Return a case whose process has a defect from before the call on."""
 
-    def prepare(path: str, output: str) -> Call:
-        call = case.prepare(path, output)
+    def call(*arguments: Any) -> Iterator[Outcome | None]:
+        running = case.call(*arguments)
+        yield next(running)
         damage()
-        return call
+        yield next(running)
 
-    return replace(case, prepare=prepare, long=long)
+    return replace(case, call=call, long=long)
 
 
 def _allocate_too_much_staging() -> None:

@@ -6,7 +6,6 @@ import hashlib
 import shutil
 import struct
 import tarfile
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import sluice
 from sluice.formats.manifest import TensorHash
 from support import directories, distributed, gguf_files, oracles, zero_files
+from support.torch_files import saved_big_endian
 
 Tensors = dict[str, torch.Tensor]
 
@@ -91,12 +91,7 @@ def _composites(path: Path) -> Tensors:
 
 def _big_endian(path: Path) -> Tensors:
     tensors = {name: one for name, one in plain_tensors().items() if name != "e4m3"}
-    torch.save(tensors, path)
-    with zipfile.ZipFile(path) as old:
-        records = {record.filename: old.read(record) for record in old.infolist()}
-    with zipfile.ZipFile(path, "w") as new:
-        for name, data in records.items():
-            new.writestr(name, b"big" if name.endswith("byteorder") else data)
+    path.write_bytes(saved_big_endian(tensors))
     return dict(torch.load(path, weights_only=True))
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 import sluice
 from sluice import _defaults, _options
+from support.directories import write_legacy, write_parameters, write_safetensors, write_zip
 from support.fault_injection import Injection, failing, short
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="this platform has no preadv")
@@ -33,31 +33,16 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def write_zip(path: Path) -> None:
-    torch.save(tensors(), path)
-
-
-def write_legacy(path: Path) -> None:
-    torch.save(tensors(), path, _use_new_zipfile_serialization=False)
-
-
-def write_safetensors(path: Path) -> None:
-    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors().items()}, path)
-
-
-def write_parameters(path: Path) -> None:
-    path.mkdir()
-    for name, tensor in tensors().items():
-        torch.save(tensor, path / f"{name}.pt")
-
-
 WRITERS = [write_zip, write_legacy, write_safetensors, write_parameters]
 
 
 @pytest.fixture(scope="module", params=WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint") / "f"
-    request.param(path)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    state = tensors()
+    if request.param is write_safetensors:  # it takes no other layouts
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+    path: Path = request.param(folder, state)
     return path
 
 
@@ -129,10 +114,10 @@ def test_an_interrupted_or_refused_read_is_tried_again(
 def test_a_read_that_is_refused_for_good_is_a_read_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    write_zip(tmp_path / "f")
+    path = write_zip(tmp_path, tensors())
     Injection(monkeypatch, failing(number))
     with pytest.raises(sluice.ReadError, match=os.strerror(number)):
-        sluice.load_state_dict(tmp_path / "f")
+        sluice.load_state_dict(path)
 
 
 @pytest.mark.usefixtures("_direct")

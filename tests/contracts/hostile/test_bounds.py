@@ -14,7 +14,7 @@ import torch
 import sluice
 from sluice.testing import assert_peak
 from support.hostile_archives import Raw, encode, storage, tensor_call, torch_archive
-from support.hostile_files import BOMBS, LEAVES, doubled
+from support.hostile_files import LEAVES, doubled
 from support.work import at_most
 
 MIB = 1 << 20
@@ -59,18 +59,6 @@ def test_too_many_of_anything_meets_a_limit(tmp_path: Path, kind: str) -> None:
     with at_most(4_000_000), assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="more than") as caught:
         sluice.open(tmp_path / "f", limits=limits)
     assert caught.value.file == str(tmp_path / "f")
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_a_kilobyte_of_containers_in_containers(tmp_path: Path, bomb: str) -> None:
-    assert len(BOMBS[bomb]) < 1600
-    (tmp_path / "f").write_bytes(BOMBS[bomb])
-    with (
-        at_most(2_000_000),
-        assert_peak(64 * MIB),
-        pytest.raises(sluice.LimitError, match="repeated values in shared containers"),
-    ):
-        sluice.open(tmp_path / "f")
 
 
 def test_what_the_limit_on_repeated_places_lets_through_is_small_and_fast(tmp_path: Path) -> None:
