@@ -80,18 +80,6 @@ def test_overlapping_views_within_the_limit_are_written_out(tmp_path: Path) -> N
         sluice.convert(tmp_path / "in.pt", tmp_path / "p.safetensors", limits=Limits(repeated_bytes=100))
 
 
-def test_a_file_is_not_replaced_unless_asked(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(3)}, tmp_path / "in.pt")
-    for name in ("out.pt", "model"):
-        sluice.convert(tmp_path / "in.pt", tmp_path / name)
-        before = listing(tmp_path)
-        with pytest.raises(sluice.SaveError, match="overwrite=True"):
-            sluice.convert(tmp_path / "in.pt", tmp_path / name)
-        assert listing(tmp_path) == before
-        report = sluice.convert(tmp_path / "in.pt", tmp_path / name, overwrite=True)
-        assert len(report.replaced) == 1
-
-
 def test_a_file_may_become_itself(tmp_path: Path) -> None:
     state = {"w": torch.randn(1000, 30), "v": torch.randn(7).double()}
     torch.save(state, tmp_path / "m.pt")
@@ -108,6 +96,8 @@ def test_a_file_may_become_itself(tmp_path: Path) -> None:
 def test_a_model_directory_may_become_itself(tmp_path: Path, second: int | None) -> None:
     state = {f"w{i}": torch.randn(10, 10) for i in range(6)}
     sluice.save(state, tmp_path / "m", max_shard_size=500)
+    with pytest.raises(sluice.SaveError, match="overwrite=True"):
+        sluice.convert(tmp_path / "m", tmp_path / "m", max_shard_size=second)
     sluice.convert(tmp_path / "m", tmp_path / "m", max_shard_size=second, overwrite=True, dtype=torch.bfloat16)
     found = sluice.load_state_dict(tmp_path / "m")
     assert same(dict(found), {name: tensor.bfloat16() for name, tensor in state.items()})

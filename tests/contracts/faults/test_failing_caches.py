@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,6 +23,7 @@ import sluice
 from sluice import _defaults as defaults
 from sluice.testing import memory_limit_refusal, run_limited
 from support.cached_objects import entries, parts
+from support.fresh_process import SUBPROCESS
 from support.range_server import RangeServer, cut, headers, status
 
 STATE = {f"weight{number}": torch.arange(number, 200_000 + number).reshape(400, 500) for number in range(4)}
@@ -62,6 +64,12 @@ def is_right(loaded: dict[str, torch.Tensor]) -> bool:
 
 def load(server: RangeServer, cache: Path) -> dict[str, torch.Tensor]:
     return sluice.load_state_dict(sluice.Remote(server.url("/m"), cache=cache))
+
+
+def started(program: str, server: RangeServer, cache: Path) -> Any:
+    """Return a new process that runs a program, with the URL and the cache as its arguments."""
+    command, pipe = [sys.executable, "-c", program, server.url("/m"), str(cache)], SUBPROCESS.PIPE
+    return SUBPROCESS.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +120,16 @@ def test_a_full_disk_is_noted_and_the_load_succeeds(
     assert len(server.requests) == 1
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_processes_that_fill_one_entry_at_once_download_it_once(
     server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(defaults, "CACHE_PIECE_BYTES", 8 << 20)  # that of the processes
     server.bandwidth = 20e6
-    command = [sys.executable, "-c", LOAD, server.url("/m"), str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert outputs == [b"True\n"] * 3
+    with ExitStack() as stack:
+        processes = [stack.enter_context(started(LOAD, server, tmp_path)) for _ in range(3)]
+        outputs = [process.stdout.read() for process in processes]
+    assert outputs == ["True\n"] * 3
     received = sum(_requested(request.headers["Range"]) for request in server.requests)
     assert received < 1.5 * len(server.files["/m"])
     server.requests.clear()
@@ -133,6 +142,7 @@ def _requested(header: str) -> int:
     return int(last) + 1 - int(first)
 
 
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.long)])
 def test_loads_that_are_killed_at_random_times_leave_a_cache_that_is_right(
     server: RangeServer, tmp_path: Path, rounds: int
@@ -140,10 +150,8 @@ def test_loads_that_are_killed_at_random_times_leave_a_cache_that_is_right(
     """Kill loads at random times, flip a byte of what they left now and then, and compare what the next one loads."""
     server.bandwidth = 2e6
     numbers = random.Random(rounds)
-    command = [sys.executable, "-c", KILLED, server.url("/m"), str(tmp_path)]
     for _ in range(rounds):
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
+        with started(KILLED, server, tmp_path) as process:
             process.stdout.readline()  # imports are done
             time.sleep(numbers.uniform(0.0, 0.6))
             process.kill()
