@@ -16,6 +16,7 @@ from sluice.adapters.opening import open_adapted
 from sluice.adapters.steps import BaseWeight
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.cli import main
+from support.range_server import RangeServer
 
 
 class Net(nn.Module):
@@ -222,3 +223,18 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(
         sluice.convert(base, tmp_path / "new.safetensors", adapters=tmp_path / "a.safetensors")
 
     assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_the_url_of_a_directory_is_an_adapter(base: Path, adapter: Path) -> None:
+    pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+    own, served = empty(), empty()
+    sluice.load_into(own, base, adapters=adapter)
+    with RangeServer({f"/lora/{each.name}": each.read_bytes() for each in adapter.iterdir()}) as server:
+        sluice.load_into(served, base, adapters=server.url("/lora/"))
+    assert all(map(torch.equal, own.state_dict().values(), served.state_dict().values()))
+
+
+def test_a_checkpoint_is_not_an_adapter(base: Path, tmp_path: Path) -> None:
+    torch.save(Net().state_dict(), tmp_path / "other.pth")
+    with pytest.raises(sluice.UnsupportedError, match="whole weights, and no adapter"):
+        sluice.load_into(empty(), base, adapters=tmp_path / "other.pth")

@@ -15,6 +15,7 @@ from torch import nn
 import sluice
 from sluice.merging import source as _source
 from support.fault_injection import Injection, failing
+from support.range_server import RangeServer
 
 State = dict[str, torch.Tensor]
 
@@ -143,6 +144,21 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert torch.allclose(summed[f"model.layers.{layer}.q"], expected)
 
 
+def test_inputs_are_sources_of_any_kind(tmp_path: Path) -> None:
+    pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+    a, b, c = written(tmp_path, states(3))
+    with RangeServer({"/b": Path(b).read_bytes()}) as server, sluice.open(c) as checkpoint:
+        inputs: list[Any] = [sluice.Patched(a), sluice.Remote(server.url("/b")), checkpoint]
+        sluice.merge(inputs, tmp_path / "swa.pth")
+        sluice.merge(
+            {inputs[0]: 0.5, inputs[1]: 1.0}, tmp_path / "task.pth", method="task_arithmetic", base=sluice.Patched(c)
+        )
+    sluice.merge([a, b, c], tmp_path / "swa.safetensors")
+    sluice.merge({a: 0.5, b: 1.0}, tmp_path / "task.safetensors", method="task_arithmetic", base=c)
+    for name in ("swa", "task"):
+        assert same(torch.load(tmp_path / f"{name}.pth"), safetensors.torch.load_file(tmp_path / f"{name}.safetensors"))
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     found = states(2)
     a, b = written(tmp_path, found)
@@ -151,7 +167,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({a: 1, b: 1}, {"method": "sce"}, sluice.UnsupportedError, "is not one of linear"),
         ({a: 1, b: 1}, {"method": "ties"}, sluice.FormatError, "needs a base_model"),
         ({a: 1, b: 1}, {"method": "slerp", "base": a}, sluice.FormatError, "no value of 't'"),
-        ({a: 1, b: "much"}, {}, sluice.FormatError, "not a number"),
+        ({a: 1, b: "much"}, {}, sluice.FormatError, "not a finite number"),
+        ({a: 1, b: float("nan")}, {}, sluice.FormatError, "not a finite number"),
+        ({}, {}, ValueError, "config is empty"),
         ({a: 1}, {"method": "model_stock", "base": a}, sluice.FormatError, "takes 3 or more inputs, not 1"),
         ({"merge_method": "linear", "models": [{"model": a}], "weights": 1}, {}, sluice.FormatError, "weights"),
         ({"merge_method": "linear", "models": [{"model": a}]}, {"base": a}, ValueError, "a configuration has its own"),

@@ -126,9 +126,14 @@ def test_an_equal_etag_reads_nothing(validators: Any, *, known: bool) -> None:
         assert (again.changed, again.report.read_bytes) == ((), 0) if known else (("weight",), 16384)
         assert state is not None
         assert (again.version == state.version) == known
+        server.files["/other.safetensors"] = contents[0]  # another object with an equal ETag
+        moved = sluice.refresh(model, server.url("/other.safetensors"), since=again)
+        assert moved.changed == ("weight",)
         server.files["/m.safetensors"] = contents[1]
         assert sluice.refresh(model, server.url("/m.safetensors"), since=again).changed == ("weight",)
     assert torch.equal(model.weight, torch.full((64, 64), 2.0))
+    with pytest.raises(TypeError, match="since is a dict, but not the content of a manifest"):
+        sluice.refresh(model, io.BytesIO(contents[0]), since={"weight": model.weight})
     memory = [io.BytesIO(content) for content in contents]  # of one size; nothing else is known
     state = sluice.refresh(model, memory[0])
     assert sluice.refresh(model, memory[1], since=state).changed == ("weight",)

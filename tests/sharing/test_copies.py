@@ -17,6 +17,7 @@ from torch import nn
 import sluice
 from sluice.sharing import store as stores
 from support import fresh_process
+from support.range_server import RangeServer
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
 
@@ -118,6 +119,66 @@ def test_a_cast_is_copied_and_the_report_says_so(path: Path) -> None:
     with sluice.shared(path, dtype="bf16") as copy:
         report = sluice.load_into(empty(), copy)
     assert (report.mapped_bytes, dict(report.cast)) == (0, {"bfloat16->float32": 4})
+
+
+def test_two_addresses_with_one_etag_are_two_copies(model: nn.Module, path: Path, tmp_path: Path) -> None:
+    """Servers make ETags of sizes and times, and fine-tunes that are copied together have both in common."""
+    pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+    tuned = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tuned["0.weight"][32] += 1  # not near the ends of the file, of which this server makes its ETag
+    sluice.save(tuned, tmp_path / "tuned.safetensors")
+    contents = {f"/{each.stem}": each.read_bytes() for each in (path, tmp_path / "tuned.safetensors")}
+    with RangeServer(contents) as server:
+        loaded = [empty(), empty()]
+        for each, name in zip(loaded, contents, strict=True):
+            sluice.load_into(each, server.url(name), place="shared")
+        server.validators = "modified"
+        with pytest.raises(sluice.UnsupportedError, match="strong ETag"):
+            sluice.shared(server.url("/model"))
+    assert torch.equal(loaded[0].get_parameter("0.weight"), model.get_parameter("0.weight"))
+    assert torch.equal(loaded[1].get_parameter("0.weight"), tuned["0.weight"])
+
+
+def test_a_copy_of_a_cached_url_is_that_of_its_first_download(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+    with RangeServer({"/m": path.read_bytes()}) as server:
+        remote = sluice.Remote(server.url("/m"), cache=tmp_path / "cache")
+        with sluice.shared(remote) as first, sluice.shared(remote) as second:
+            assert (first.built, second.built) == (True, False)
+
+
+def test_a_base_under_deltas_is_shared(model: nn.Module, path: Path, tmp_path: Path) -> None:
+    model.get_parameter("0.bias").data += 1
+    sluice.save(model, tmp_path / "new.safetensors")
+    sluice.diff(path, tmp_path / "new.safetensors", patch=tmp_path / "delta.safetensors", sparse=True)
+    patched, loaded = sluice.Patched(path, tmp_path / "delta.safetensors"), empty()
+    sluice.load_into(loaded, patched, place="shared")
+    assert torch.equal(loaded.get_parameter("0.bias"), model.get_parameter("0.bias"))
+    with sluice.shared(patched) as copy, sluice.shared(path) as base:
+        assert not copy.built
+        assert copy.key != base.key
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_casts_of_rules_are_those_of_a_load(path: Path, dtype: str | None) -> None:
+    changes: dict[str, Any] = {"dtype": dtype, "rules": [sluice.rules.cast("0.*", "float16")]}
+    own, mapped = empty(), empty()
+    sluice.load_into(own, path, **changes)
+    plan = sluice.plan(mapped, path, place="shared", **changes)
+    assert sluice.load_into(mapped, path, place="shared", **changes).mapped_bytes == plan.mapped_bytes > 0
+    assert {name: each.dtype for name, each in own.state_dict().items()} == {
+        name: each.dtype for name, each in mapped.state_dict().items()
+    }
+    mixed = empty()
+    mixed.get_submodule("0").half()
+    if dtype is None:
+        with pytest.raises(ValueError, match=r"several \(float16, float32\)"):
+            sluice.load_into(mixed, path, place="shared", **changes)
+
+
+def test_a_copy_is_planned_without_a_model(path: Path) -> None:
+    with sluice.shared(path) as copy:
+        assert sluice.plan(None, copy).total == 4
 
 
 def test_a_plan_shows_the_mapping_before_and_after_the_build(path: Path, store: Path) -> None:

@@ -562,8 +562,11 @@ def test_a_streamed_model_is_not_streamed_again_or_loaded_into(file: Path) -> No
     with sluice.stream(running, file, memory=3 * block_bytes()):
         with pytest.raises(StreamError, match="streamed already"):
             sluice.stream(running, file, memory=3 * block_bytes())
-        with pytest.raises(SluiceError, match="streamed model cannot be loaded into"):
-            sluice.load_into(running, file)
+        for place in ("copy", "map", "shared"):
+            with pytest.raises(StreamError, match="streamed model cannot be loaded into"):
+                sluice.load_into(running, file, place=place)
+        with pytest.raises(StreamError, match="streamed model cannot be saved"):
+            sluice.save(running, file.with_name("saved.safetensors"))
 
 
 def test_too_little_memory_touches_nothing(file: Path) -> None:

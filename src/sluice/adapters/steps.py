@@ -83,6 +83,9 @@ def steps_of(file: AdapterFile, weights: Mapping[str, BaseWeight]) -> Iterator[t
     lost = [path for path, home in (homes | wholes).items() if home is None]
     if lost or not (parts or others):
         raise _unmatched(file, lost, whole if not parts else paths)
+    if not parts and not file.config.method:
+        advice = "Load it as the checkpoint itself, or pass the directory with its adapter_config.json."
+        raise UnsupportedError("it holds whole weights, and no adapter", file=file.path, advice=advice)
     for name, found in wholes.items():
         if found is not None:
             yield _checked(file, found, weights, MergeStep(kind="replaced", parts={"whole": name}))

@@ -11,6 +11,7 @@ import torch
 
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
+from sluice._errors import StreamError
 from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
@@ -24,6 +25,7 @@ from sluice.loading.load import load
 from sluice.loading.module_request import ModuleRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
+from sluice.modules.parked import is_guarded
 from sluice.modules.refused_models import is_assembled_model
 from sluice.modules.unloaded import refusing
 from sluice.reports.load import LoadReport
@@ -124,6 +126,7 @@ def load_into(
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed during the load.
         PartialLoadError: One of the above, after live tensors began to change.
+        StreamError: The module is streamed.
         RankError: The model has DTensors, and one of their ranks raised any of the above, or ended.
 
     Example:
@@ -137,6 +140,8 @@ def load_into(
     arguments = locals()
     check_model(model, source, "load_into(model, source)")
     check_load(**arguments)
+    if is_guarded(model):
+        raise StreamError("a streamed model cannot be loaded into", advice="End the stream first.")
     if place == "shared" or isinstance(source, SharedCopy):
         return load_shared(load_into, **arguments)
     request = ModuleRequest.of(arguments)

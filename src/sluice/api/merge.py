@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +19,7 @@ from sluice._public import explain_keywords, public
 from sluice.api.convert import convert
 from sluice.api.load import load_into
 from sluice.api.save import save_destination
-from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.converting.convert import check_destination
 from sluice.merging.opening import open_merge
 from sluice.merging.recipe import recipe_of
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["merge"]
 
 #: Inputs of ``sluice.merge``: a configuration or its file, weights by path, or paths.
-MergeConfig: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Sequence[str | os.PathLike[str]]"
+MergeConfig: TypeAlias = "str | os.PathLike[str] | Mapping[Any, Any] | Sequence[CheckpointSource]"
 
 #: Names that only a configuration has.
 _CONFIG = frozenset({"merge_method", "models", "slices", "modules"})
@@ -48,7 +49,7 @@ def merge(
     path_or_into: str | os.PathLike[str] | Remote | torch.nn.Module,
     *,
     method: str | None = None,
-    base: str | os.PathLike[str] | None = None,
+    base: CheckpointSource | None = None,
     parameters: Mapping[str, Any] | None = None,
     key: str | None = None,
     dtype: DType | None = None,
@@ -70,13 +71,13 @@ def merge(
     hold one whole tensor of each input.
 
     Args:
-        config: ``{"a.pth": 0.3, "b/": 0.7}``, the weight of each input by its path or URL; a list of paths, for
-            averages; a configuration as mergekit takes it (``models``, ``slices`` or ``modules``), or the path of its
-            YAML or JSON file. Paths in it are relative to the working directory, as in mergekit.
+        config: ``{"a.pth": 0.3, "b/": 0.7}``, the weight of each input by its path, URL, ``Remote`` or ``Patched``; a
+            list of sources, for averages; a configuration as mergekit takes it (``models``, ``slices`` or
+            ``modules``), or the path of its YAML or JSON file, with paths relative to the working directory.
         path_or_into: Where the result is written, as in ``convert``; or the module that it fills, as in ``load_into``.
-        method: Method for weights or paths; ``"linear"`` by default, and ``"swa"`` for paths.
-        base: Base model for weights or paths.
-        parameters: Parameters of the method for weights or paths, such as ``{"density": 0.5}``.
+        method: Method for weights or sources; ``"linear"`` by default, and ``"swa"`` for a list.
+        base: Base model for weights or sources.
+        parameters: Parameters of the method for weights or sources, such as ``{"density": 0.5}``.
         key: Part of each input, such as ``"model_state_dict"``; None for the only state dict in it.
         dtype: Dtype of the result; None for that of the configuration, or of the inputs.
         format: As in ``convert``.
@@ -105,13 +106,15 @@ def merge(
         >>> report = sluice.merge({"model.pth": 0.3, "half.pth": 0.7}, "average.safetensors")
     """
     check_load(key=key, limits=limits, progress=progress)
-    recipe = recipe_of(*_configuration(config, method, base, parameters))
+    sources: dict[str, CheckpointSource] = {}
+    recipe = recipe_of(*_configuration(config, method, base, parameters, sources))
+    opening = partial(open_merge, recipe, sources=sources, key=key, limits=limits, seed=seed)
     title = f"the merge of {len(recipe.models)} checkpoints"
     wanted = dtype_argument(dtype, auto_is_none=True)
     if isinstance(path_or_into, torch.nn.Module):
         if format or max_shard_size or overwrite or dry_run:
             raise ValueError("format, max_shard_size, overwrite and dry_run are for files")
-        with open_merge(recipe, title=title, key=key, limits=limits, seed=seed) as checkpoint:
+        with opening(title=title) as checkpoint:
             return load_into(path_or_into, checkpoint, dtype=wanted, memory=memory, progress=progress)
     place = save_destination(path_or_into, "path_or_into")
     chosen = choose_format(Path(place.name), format, max_shard_size, CONVERT_FORMATS)
@@ -120,7 +123,7 @@ def merge(
         if isinstance(place, Path):
             check_destination(checkpoint, place, chosen)
 
-    with open_merge(recipe, title=title, key=key, limits=limits, seed=seed, check=check) as checkpoint:
+    with opening(title=title, check=check) as checkpoint:
         return convert(
             checkpoint,
             path_or_into,
@@ -135,20 +138,32 @@ def merge(
 
 
 def _configuration(
-    config: MergeConfig, method: str | None, base: object, parameters: Mapping[str, Any] | None
+    config: MergeConfig,
+    method: str | None,
+    base: CheckpointSource | None,
+    parameters: Mapping[str, Any] | None,
+    sources: dict[str, CheckpointSource],
 ) -> tuple[Mapping[str, Any], str | None]:
-    """Return the configuration, and its file if it has one."""
+    """Return the configuration, and its file if it has one; fill ``sources`` with inputs that are not paths."""
+
+    def named(source: Any) -> str:
+        name: str = os.fspath(source) if isinstance(source, (str, os.PathLike)) else repr(source)
+        sources[name] = source
+        return name
+
     if isinstance(config, Mapping) and not _CONFIG & config.keys():
-        models = [{"model": os.fspath(path), "parameters": {"weight": weight}} for path, weight in config.items()]
+        models = [{"model": named(source), "parameters": {"weight": weight}} for source, weight in config.items()]
     elif isinstance(config, Sequence) and not isinstance(config, str):
-        models = [{"model": os.fspath(path)} for path in config]
+        models = [{"model": named(source)} for source in config]
         method = method or "swa"
     else:
         if method is not None or base is not None or parameters is not None:
             raise ValueError("method, base and parameters are for weights or paths; a configuration has its own")
         return (config, None) if isinstance(config, Mapping) else _read(path_argument(config, "config"))
+    if not models:
+        raise ValueError("a merge needs a checkpoint: config is empty")
     own = {"merge_method": method or "linear", "models": models, "parameters": parameters}
-    return own if base is None else {**own, "base_model": os.fspath(base)}, None  # type: ignore[call-overload]
+    return own if base is None else {**own, "base_model": named(base)}, None
 
 
 def _read(path: str) -> tuple[Mapping[str, Any], str]:

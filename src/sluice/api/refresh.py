@@ -12,6 +12,7 @@ import torch
 
 from sluice._arguments import check_load, check_model, path_argument
 from sluice._dtypes import DType
+from sluice._messages import type_of
 from sluice._options import Limits, Memory
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
@@ -112,5 +113,9 @@ def refresh(
 
 def _manifest(given: str | os.PathLike[str] | Mapping[str, Any], name: str, limits: Limits | None) -> Manifest:
     if isinstance(given, Mapping):
-        return parse_manifest(json.dumps(given).encode(), f"{name}=", limits or Limits())
+        try:
+            content = json.dumps(given)
+        except TypeError as error:
+            raise TypeError(f"{name} is {type_of(given)}, but not the content of a manifest: {error}") from error
+        return parse_manifest(content.encode(), f"{name}=", limits or Limits())
     return read_manifest(path_argument(given, name), limits or Limits())

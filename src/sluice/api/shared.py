@@ -19,7 +19,7 @@ from sluice._public import explain_keywords, public
 from sluice._units import format_bytes
 from sluice.adapters.config import Adapters, adapter_list
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
-from sluice.entries.rules import Rule
+from sluice.entries.rules import EachRule, Rule
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
 from sluice.sharing.copies import SharedCopy, builder, find_or_build
@@ -105,13 +105,13 @@ def load_shared(
     if isinstance(source, SharedCopy):
         source.hold_for(model)
         return load(model, source.path, **{**others, "place": "map"})
-    dtype = _stored_dtype(others)
+    dtype = _stored_dtype(model, others)
     same = {
         name: others[name]
         for name in ("key", "rename", "rules", "adapters", "memory", "limits", "encoding", "progress")
     }
     with shared(source, dtype=dtype, **same) as copy:
-        return load_shared(load, model, copy, **{**others, "key": None, "rename": None, "rules": (), "adapters": None})
+        return load_shared(load, model, copy, **_of_copy(others, dtype))
 
 
 def plan_shared(
@@ -119,10 +119,10 @@ def plan_shared(
 ) -> PlanReport:
     """Plan the mapping of a shared copy, of one that is not built yet from its header; ``plan`` is ``sluice.plan``."""
     if isinstance(source, SharedCopy):
-        return plan(model, source.path, **{**others, "place": "map"})
-    dtype = _stored_dtype(others)
+        return plan(model, source.path, **{**others, "place": "copy" if model is None else "map"})
+    dtype = _stored_dtype(model, others)
     changes = {name: others[name] for name in ("key", "rename", "rules")}
-    mapped = {**others, "place": "map", "key": None, "rename": None, "rules": (), "adapters": None}
+    mapped = {**_of_copy(others, dtype), "place": "map"}
     store = open_store()
     with borrow(source, limits=others["limits"], encoding=others["encoding"]) as checkpoint:
         request = CopyRequest(checkpoint=checkpoint, dtype=dtype, adapters=adapter_list(others["adapters"]), **changes)
@@ -136,10 +136,28 @@ def plan_shared(
     return dataclasses.replace(report, notes=(*report.notes, note))
 
 
-def _stored_dtype(arguments: dict[str, Any]) -> str | None:
+def _of_copy(arguments: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """Return the arguments for the load of a copy, in which all changes are made: a cast of a rule stays."""
+    own = arguments["dtype"] if dtype is None else "auto"
+    return {**arguments, "dtype": own, "key": None, "rename": None, "rules": (), "adapters": None}
+
+
+def _stored_dtype(model: torch.nn.Module | None, arguments: dict[str, Any]) -> str | None:
+    """Return the dtype of the copy; that of the model, as in a load, where the order of casts makes a difference."""
     if arguments["quantize"] is not None:
         raise ValueError(
             "place='shared' does not quantize: load once with quantize=, write the model with sluice.save, and share "
             "that file"
         )
-    return dtype_argument(arguments["dtype"], auto_is_none=True)
+    dtype = dtype_argument(arguments["dtype"], auto_is_none=True)
+    casts = any(isinstance(rule, EachRule) and rule.kind == "cast" for rule in arguments["rules"])
+    if model is None or arguments["dtype"] is not None or not (casts or arguments["adapters"]):
+        return dtype
+    tensors = (*model.parameters(), *model.buffers())
+    found = {str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()}
+    if len(found) > 1:
+        raise ValueError(
+            f"place='shared' needs dtype= here: casts and adapters follow the dtype of the model, which has several "
+            f"({', '.join(sorted(found))})"
+        )
+    return dtype_argument(*found) if found else None

@@ -116,8 +116,8 @@ _KINDS = (
     _Kind(
         rb'\s*\{.*"weight_map"',
         UnsupportedError,
-        "this is the index of a sharded checkpoint under a name that does not end in .json",
-        "Rename it to end in .index.json, next to its shards.",
+        "this is the index of a sharded checkpoint, read as if it were a checkpoint itself",
+        "Pass its path, under a name that ends in .index.json, next to its shards.",
     ),
     _unread(rb"\s*[{\[]\s*[\"{\[\]}\d-]", "JSON text", "Look next to it for the weights that it describes."),
     _Kind(

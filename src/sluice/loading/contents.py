@@ -1,9 +1,9 @@
 """Contents of the tensors of a load, as short texts that are equal only if their bytes are; nothing is read for it.
 
 A storage is known by the hash that a manifest has for the tensor that fills it, else by the CRC-32 of its record in a
-zip file, else by its file (inode and times, or the strong ETag or version of a remote object) and its place in it. So
-after a file without checksums was written anew, all of its tensors count as changed; so they do at any time if nothing
-shows that a file is the same, as in memory.
+zip file, else by its file (inode and times; address and strong ETag or version of a remote object) and its place in
+it. So after a file without checksums was written anew, all of its tensors count as changed; so they do at any time if
+nothing shows that a file is the same, as in memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _view(entry: Entry, storage: Callable[[int], str]) -> tuple[object, ...]:
 
 def _storage_contents(index: Index, hashes: Mapping[int, str], *, of_index: bool) -> Callable[[int], str]:
     unknown = f"unknown {os.urandom(_DIGEST_BYTES).hex()}"
-    files = [file.identity.describe() if file.identity.exact and of_index else unknown for file in index.files]
+    files = [file.describe() if file.identity.exact and of_index else unknown for file in index.files]
     offsets = [storage.offset for storage in index.storages]
 
     def content(position: int) -> str:

@@ -18,7 +18,7 @@ from sluice._messages import listed
 from sluice._options import Limits
 from sluice._units import format_bytes
 from sluice.checkpoint.merging import moved
-from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.open_file import OpenFile
 from sluice.entries.lookup import subtree
 from sluice.entries.tree import flatten
@@ -60,6 +60,7 @@ def open_merge(
     title: str,
     key: str | None,
     limits: Limits | None,
+    sources: Mapping[str, CheckpointSource],
     seed: int = 0,
     check: Callable[[OpenCheckpoint], None] = lambda _: None,
 ) -> Iterator[OpenCheckpoint]:
@@ -70,6 +71,7 @@ def open_merge(
         title: Name for messages.
         key: Part of each input; None for the only state dict in it.
         limits: Bounds for hostile files.
+        sources: Inputs by their names in the recipe; other names are paths and URLs.
         seed: Where random draws begin.
         check: Called with each input.
 
@@ -77,7 +79,7 @@ def open_merge(
         MismatchError: The inputs do not have the same tensors; nothing was read.
     """
     with ExitStack() as stack:
-        checkpoints = [stack.enter_context(borrow(path, limits=limits)) for path in recipe.models]
+        checkpoints = [stack.enter_context(borrow(sources.get(name, name), limits=limits)) for name in recipe.models]
         for checkpoint in checkpoints:
             check(checkpoint)
         joined, inputs = _joined(recipe.models, checkpoints, key)

@@ -107,6 +107,7 @@ def _patched(base: OpenCheckpoint, deltas: Sequence[Delta]) -> OpenCheckpoint:
     source = _source(f"{base.path}, patched", inputs, steps, names)
     for each in opened:
         source.closing.callback(each.close)
+    source.origins = inputs.index.files
     patched, entries = source.added_to(base)
     tree_of = dict(zip(steps, entries, strict=True))
     index, largest = base.index, max((entry.nbytes for entry in steps), default=0)

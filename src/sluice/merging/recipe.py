@@ -8,6 +8,7 @@ Tokenizers are not merged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -232,6 +233,10 @@ def _interpolated(values: Sequence[Any], at: float) -> Any:
 
 def _typed(value: Any, name: str, default: Any) -> bool | float:
     try:
-        return bool(value) if isinstance(default, bool) else float(value)
+        if isinstance(default, bool):
+            return bool(value)
+        if not math.isfinite(number := float(value)):
+            raise ValueError
+        return number
     except (TypeError, ValueError) as error:
-        raise FormatError(f"the value of {name!r} in the merge is not a number", found=repr(value)) from error
+        raise FormatError(f"the value of {name!r} in the merge is not a finite number", found=repr(value)) from error

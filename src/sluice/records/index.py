@@ -77,6 +77,14 @@ class FileRecord(Struct, frozen=True, kw_only=True):
     #: Identity of the file when it was indexed.
     identity: FileIdentity
 
+    def describe(self) -> str:
+        """Return text that is equal only for equal bytes, if the identity is exact.
+
+        Two objects may have one version: servers make ETags of sizes and times.
+        """
+        address = "" if self.identity.version is None else f"{self.path}, "
+        return address + self.identity.describe()
+
 
 class Storage(Struct, frozen=True, gc=False):
     """A contiguous range of bytes that one or more entries view."""

@@ -51,14 +51,19 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
         checkpoint = self.checkpoint
         index = checkpoint.index
         merged = list(map(AdapterFile, self.adapters))
-        for file in (*index.files, *(file for each in merged for file in each.files)):
-            if file.identity.version is None and not file.identity.inode:
-                problem = "a source without an inode or a version cannot be shared: its content could be any"
+        records = zip(index.files, checkpoint.open_files, strict=True)
+        files = [file for record, each in records for file in getattr(each.source, "origins", ()) or [record]]
+        for file in (*files, *(file for each in merged for file in each.files)):
+            if not file.identity.exact:
+                problem = "a source without inode, strong ETag or version cannot be shared: its content could be any"
                 raise UnsupportedError(problem, file=file.path, advice="Write it to a file first.")
         digest = blake2b(digest_size=_KEY_BYTES)
-        identities = [file.identity for file in index.files]
-        steps = [(each.config, each.files, each.adapter.weight, each.adapter.prefix) for each in merged]
-        for part in (__version__, steps, identities, index.storages, index.crcs, sorted(checkpoint.metadata.items())):
+        steps = [
+            (each.config, [file.describe() for file in each.files], each.adapter.weight, each.adapter.prefix)
+            for each in merged
+        ]
+        described = [file.describe() for file in files]
+        for part in (__version__, steps, described, index.storages, index.crcs, sorted(checkpoint.metadata.items())):
             digest.update(repr(part).encode("utf-8", "surrogatepass"))
         for name, entry in self.entries().items():
             dtype = self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from msgspec.structs import replace
 
 from sluice._errors import TruncatedError
-from sluice.records import AccessFacts, FileIdentity, local_access
+from sluice.records import AccessFacts, FileIdentity, FileRecord, local_access
 from sluice.sources.protocol import DirectIOUnavailable
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class ComputedSource(RangedSource):
     at_once: ClassVar[int] = 1
     #: Host memory of the computation, in bytes.
     working_bytes: int = 0
+    #: Files of which alone its bytes follow; empty if they depend on more.
+    origins: tuple[FileRecord, ...] = ()
 
     def __init__(self, path: str, inputs: OpenCheckpoint, nbytes: int) -> None:
         """Compute nothing yet; ``path`` is a name for messages."""

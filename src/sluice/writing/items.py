@@ -42,6 +42,8 @@ class StorageSpan(Struct):
 def refuse_unsupported(tensor: torch.Tensor, name: str = "") -> None:
     """Raise ``SaveError`` for a tensor that no format stores; ``name`` is for messages."""
     problem, advice = "", None
+    if hasattr(tensor, "refuse"):  # a weight of a stream
+        tensor.refuse("be saved")
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         problem = f"tensors of class {type(tensor).__qualname__} cannot be saved"
         if type(tensor).__module__.startswith("torchao."):

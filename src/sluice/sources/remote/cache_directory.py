@@ -66,6 +66,8 @@ class CacheEntry(Struct, frozen=True, kw_only=True):
     key: str
     #: Its size in bytes.
     nbytes: int
+    #: Its version, with which the server named it.
+    version: str | None = None
 
     @property
     def pieces(self) -> range:

@@ -35,11 +35,13 @@ class CompleteFile(LocalFile):
     def __init__(self, cached: CacheFile, address: str) -> None:
         """Use a complete file, and the address of the remote one without credentials; raises as ``LocalFile`` does."""
         self._cached: CacheFile | None = cached
+        self._version = cached.entry.version
         note, record_bytes = "read from the cache", cached.entry.record_bytes
         super().__init__(cached.path, shown=address, note=note, trailer_bytes=record_bytes)
 
     def _identified(self, status: os.stat_result) -> FileIdentity:
-        return replace(super()._identified(status), ctime_ns=0)  # that of the last use by any process
+        # The time of the last change is that of the last use by any process.
+        return replace(super()._identified(status), ctime_ns=0, version=self._version)
 
     def close(self) -> None:
         super().close()

@@ -56,7 +56,7 @@ def cached_source(source: Source, remote: Remote) -> Source:
         return source  # a local file already, such as one of the cache of huggingface_hub
     try:
         version, nbytes = _lasting_version(source, remote), source.identity.nbytes
-        entry = CacheEntry(key=object_key(remote, version, nbytes), nbytes=nbytes)
+        entry = CacheEntry(key=object_key(remote, version, nbytes), nbytes=nbytes, version=version)
         cache = CacheDirectory(remote.cache, remote.cache_bound)
         found = cache.complete(entry)
         if found is None:

@@ -25,6 +25,8 @@ _USUAL_NAMES = (
     "latest",
     "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
 )
 
 __all__ = ["RemoteDirectory", "RemoteEntry", "SiblingFiles", "below", "check_relative"]
