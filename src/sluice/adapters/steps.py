@@ -126,11 +126,9 @@ def _kind_and_rank(file: AdapterFile, home: str, needed: set[str], parts: Mappin
     if any(needed == {*first, *second} for first in _factors("lokr_w1") for second in _factors("lokr_w2")):
         ranks = [file.shapes[parts[part]][0] for part in ("lokr_w1_b", "lokr_w2_b") if part in needed]
         return "LoKr", config.rank_of(home) if config.method else ranks[-1] if ranks else 0
-    raise UnsupportedError(
-        f"the adapter of {home!r} has the tensors {sorted(needed)}, which are not merged",
-        file=file.path,
-        advice="Merge it with the library that trained it, save the model, and load that.",
-    )
+    problem = f"the adapter of {home!r} has the tensors {sorted(needed)}, which are not merged"
+    advice = "Merge it with the library that trained it, save the model, and load that."
+    raise UnsupportedError(problem, file=file.path, advice=advice)
 
 
 def _factors(name: str) -> tuple[tuple[str, ...], ...]:

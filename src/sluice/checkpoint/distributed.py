@@ -191,7 +191,8 @@ class _IndexBuilder:
         position = len(self._files) - 1
         file.storages.append(Storage(file=position, offset=offset, nbytes=nbytes, key=key, located=located))
         self._count += 1
-        check_limit(self._limits, "entries", self._count, "the number of storages in all files", file=self._path)
+        if self._count > self._limits.entries:
+            check_limit(self._limits, "entries", self._count, "the number of storages in all files", file=self._path)
         return self._count - 1
 
     def _check_chunk(self, inner: Entry, listed: ListedItem, source: Source) -> None:

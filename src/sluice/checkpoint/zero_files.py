@@ -135,12 +135,10 @@ class _Files:
         ranked, settings = not self._exists(_MODEL), _PARAMETERS + UNIVERSAL_OPTIMIZER
         first = _ranked(0, MODEL_STATES) if ranked else _MODEL
         if (ranked and not self._exists(first)) or not self._exists(settings):
-            raise IncompleteCheckpointError(
-                "the optimizer states of rank 0 are missing, which hold its weights",
-                file=self._path,
-                expected=self._tag + _ranked(0, OPTIMIZER_STATES),
-                advice=f"Find the missing files. Without ZeRO, DeepSpeed writes none: pass the path of {_MODEL}.",
-            )
+            problem = "the optimizer states of rank 0 are missing, which hold its weights"
+            expected = self._tag + _ranked(0, OPTIMIZER_STATES)
+            advice = f"Find the missing files. Without ZeRO, DeepSpeed writes none: pass the path of {_MODEL}."
+            raise IncompleteCheckpointError(problem, file=self._path, expected=expected, advice=advice)
         model = model_states(*self._tree(self._tag + first), self._limits)
         models = [_ranked(rank, MODEL_STATES) for rank in range(max(1, model.world))] if ranked else [first]
         own = ["fp32.pt"]

@@ -116,13 +116,9 @@ def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> 
     total = sum(nbytes for nbytes in repeated.values() if nbytes > 0)
     if total > checkpoint.limits.repeated_bytes:
         worst = max(entries, key=lambda name: entries[name].nbytes)
-        raise LimitError(
-            "views of shared bytes would be written in full; format='torch' keeps them as views",
-            file=checkpoint.path,
-            tensor=worst,
-            expected=f"at most {checkpoint.limits.repeated_bytes} bytes more (repeated_bytes)",
-            found=f"{total} bytes",
-        )
+        problem = "views of shared bytes would be written in full; format='torch' keeps them as views"
+        expected = f"at most {checkpoint.limits.repeated_bytes} bytes more (repeated_bytes)"
+        raise LimitError(problem, file=checkpoint.path, tensor=worst, expected=expected, found=f"{total} bytes")
 
 
 def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tuple[Mapping[str, object], str]:

@@ -117,8 +117,6 @@ class Renaming:
         for name in known:
             self.new_name(name)
         for pattern in self._unused:
-            raise MismatchError(
-                f"rename={spell(pattern)} matches no name of the checkpoint",
-                expected=f"a name that {spell(pattern)} matches",
-                found=nearest_to_pattern(pattern, known),
-            )
+            problem = f"rename={spell(pattern)} matches no name of the checkpoint"
+            expected, found = f"a name that {spell(pattern)} matches", nearest_to_pattern(pattern, known)
+            raise MismatchError(problem, expected=expected, found=found)

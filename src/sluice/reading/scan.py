@@ -74,13 +74,9 @@ def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:
     """
     stored = sum(checkpoint.index.storages[number].nbytes for number in entry.storages)
     if entry.nbytes > defaults.SCAN_REPEATS * max(1 << 20, stored):
-        raise LimitError(
-            "the tensor repeats its stored elements too often to be read element by element",
-            file=checkpoint.path,
-            tensor=name,
-            expected=f"at most {defaults.SCAN_REPEATS} times",
-            found=f"{entry.nbytes} bytes",
-        )
+        problem = "the tensor repeats its stored elements too often to be read element by element"
+        expected, found = f"at most {defaults.SCAN_REPEATS} times", f"{entry.nbytes} bytes"
+        raise LimitError(problem, file=checkpoint.path, tensor=name, expected=expected, found=found)
 
 
 def windows(first: int, end: int) -> Iterator[tuple[int, int]]:

@@ -121,7 +121,7 @@ def test_declared_sizes_that_lie(numel: int) -> None:
     [
         *(("magic", magic, "magic number", 0) for magic in (0x1950A86A20F9469CFC6D, 0x1950A86A20F9469CFC6C + 2**78)),
         *(("version", version, "protocol version", 15) for version in (1000, 1002, -1, "1001", 1001.0, None, True)),
-        *(("system", system, "system information", 22) for system in ([], None, "little_endian")),
+        *(("system", system, "system information", 22) for system in ((), None, "little_endian")),
     ],
 )
 def test_other_pickles_before_the_object(part: str, value: object, words: str, offset: int) -> None:

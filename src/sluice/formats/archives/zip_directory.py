@@ -41,6 +41,7 @@ __all__ = [
     "LOCAL_HEADER_BYTES",
     "CentralDirectory",
     "ZipRecord",
+    "archive_error",
     "first_names",
     "read_directory",
 ]
@@ -212,13 +213,9 @@ def _read_end(source: Source) -> _End:
     if tail[-_END.size - _LOCATOR.size :][:4] == b"PK\6\7":
         end, at = _read_end64(source, tail, end), size - _TAIL_BYTES
     if end.offset + end.nbytes != at or end.entries * _ENTRY.size > end.nbytes:
-        raise FormatError(
-            "the central directory is not at the offset in the end record, or bytes precede the archive",
-            file=source.path,
-            offset=at,
-            expected=f"{end.entries} entries in bytes {end.offset} to {at}",
-            found=f"{end.nbytes} bytes",
-        )
+        problem = "the central directory is not at the offset in the end record, or bytes precede the archive"
+        expected = f"{end.entries} entries in bytes {end.offset} to {at}"
+        raise archive_error(problem, source, at, expected, f"{end.nbytes} bytes")
     return end
 
 
@@ -226,13 +223,8 @@ def _read_end64(source: Source, tail: bytes, end: _End) -> _End:
     size = source.identity.nbytes
     _, disk, at, disks = _LOCATOR.unpack_from(tail, len(tail) - _END.size - _LOCATOR.size)
     if len(tail) < _TAIL_BYTES or disk or disks != 1 or at != size - _TAIL_BYTES:
-        raise FormatError(
-            "the zip64 end record does not precede its locator",
-            file=source.path,
-            offset=size - _END.size - _LOCATOR.size,
-            expected=size - _TAIL_BYTES,
-            found=at,
-        )
+        problem, offset = "the zip64 end record does not precede its locator", size - _END.size - _LOCATOR.size
+        raise archive_error(problem, source, offset, size - _TAIL_BYTES, at)
     signature, rest, disk, directory_disk, here, entries, nbytes, offset = _END64.unpack_from(tail)
     if signature != b"PK\6\6" or rest != _END64.size - 12 or disk or directory_disk or here != entries:
         raise FormatError("the zip64 end record is damaged", file=source.path, offset=at)
@@ -242,7 +234,7 @@ def _read_end64(source: Source, tail: bytes, end: _End) -> _End:
         (end.offset, offset, _IN_ZIP64_32),
     ):
         if small not in (large, escape):
-            raise FormatError("the two end records disagree", file=source.path, offset=at, expected=small, found=large)
+            raise archive_error("the two end records disagree", source, at, small, large)
     return _End(entries=entries, nbytes=nbytes, offset=offset)
 
 
@@ -251,15 +243,16 @@ def _missing_end(source: Source) -> FormatError | TruncatedError:
     start = max(0, size - _SEARCH_BYTES)
     found = source.read_at(start, size - start).rfind(b"PK\5\6", 0, max(0, size - start - _END.size + 4))
     if found >= 0:
-        return FormatError(
-            "bytes follow the end of the archive",
-            file=source.path,
-            offset=start + found + _END.size,
-            expected="the end of the file",
-            found=f"{size - start - found - _END.size} bytes",
-            advice=_ADDED,
-        )
+        at, expected = start + found + _END.size, "the end of the file"
+        return archive_error("bytes follow the end of the archive", source, at, expected, f"{size - at} bytes", _ADDED)
     return TruncatedError("the file ends before the archive's end record", file=source.path, offset=size)
+
+
+def archive_error(
+    problem: str, source: Source, offset: int, expected: object, found: object, advice: str | None = None
+) -> FormatError:
+    """Return the error for a damaged archive."""
+    return FormatError(problem, file=source.path, offset=offset, expected=expected, found=found, advice=advice)
 
 
 class _DirectoryParser:
@@ -334,18 +327,15 @@ class _DirectoryParser:
         elif flags & ~KNOWN_FLAGS or method:
             self._note_unsupported(name, flags, method, nbytes, at)
         if packed != nbytes and not method:
-            raise self._error(
-                f"record {_printable(name)} is uncompressed but declares two different sizes",
-                at,
-                expected=nbytes,
-                found=packed,
-            )
+            problem = f"record {_printable(name)} is uncompressed but declares two different sizes"
+            raise self._error(problem, at, expected=nbytes, found=packed)
         return following, name, header, packed, crc
 
     def _key(self, name: bytes, at: int, *, is_directory: bool) -> str:
         if not self._prefix:
             self._prefix = name[: name.find(b"/") + 1]
-        check_limit(self._limits, "name_bytes", len(name), "the name of a record", file=self._file)
+        if len(name) > self._limits.name_bytes:
+            check_limit(self._limits, "name_bytes", len(name), "the name of a record", file=self._file)
         prefix = self._prefix
         plain = name[:-1] if is_directory else name
         if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(plain):

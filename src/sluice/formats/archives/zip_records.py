@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
+from sluice._errors import CheckpointError, IntegrityError, LimitError
 from sluice._options import Limits
 from sluice.formats.archives.zip64 import zip64_fields
 from sluice.formats.archives.zip_directory import (
@@ -28,6 +28,7 @@ from sluice.formats.archives.zip_directory import (
     KNOWN_FLAGS,
     LOCAL_HEADER_BYTES,
     ZipRecord,
+    archive_error,
     read_directory,
 )
 from sluice.formats.protocol import Checksum
@@ -109,13 +110,9 @@ def _check_offset(source: Source, record: ZipRecord, offset: int, header: bytes)
     """Raise unless a local header is right and ends at ``offset``."""
     found, _ = _locate(source, record, header)
     if found != offset:
-        raise FormatError(
-            f"the local header of record {record.name!r} does not end where the data begins",
-            file=source.path,
-            offset=record.header,
-            expected=f"data at byte {offset}, in front of the next header",
-            found=f"data at byte {found}",
-        )
+        problem = f"the local header of record {record.name!r} does not end where the data begins"
+        expected = f"data at byte {offset}, in front of the next header"
+        raise archive_error(problem, source, record.header, expected, f"data at byte {found}")
 
 
 def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int, bytes]:
@@ -196,13 +193,9 @@ def _check_by_checksum(source: Source, record: ZipRecord, offset: int) -> None:
         crc = zlib.crc32(piece, crc)
         at += len(piece)
     if crc != record.crc:
-        raise FormatError(
-            f"the data of record {record.name!r} is not at the offset that its local header declares",
-            file=source.path,
-            offset=offset,
-            expected=f"data that ends in front of byte {record.limit}, or a CRC-32 of {record.crc:#010x}",
-            found=f"{crc:#010x}",
-        )
+        problem = f"the data of record {record.name!r} is not at the offset that its local header declares"
+        expected = f"data that ends in front of byte {record.limit}, or a CRC-32 of {record.crc:#010x}"
+        raise archive_error(problem, source, offset, expected, f"{crc:#010x}")
 
 
 def _header_bytes(record: ZipRecord) -> int:
@@ -225,12 +218,9 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> tuple[int, bool
     expected = DEFLATED if record.unpacked is not None else 0
     plain = signature == b"PK\3\4" and method == expected and not flags & ~KNOWN_FLAGS
     if not plain or name_bytes != len(name) or name != record.name.encode():
-        raise FormatError(
-            f"the local header of record {record.name!r} does not match the central directory",
-            file=source.path,
-            offset=record.header,
-            found=f"signature {signature!r}, flags {flags:#x}, method {method}, name {name[:80]!r}",
-        )
+        problem = f"the local header of record {record.name!r} does not match the central directory"
+        found = f"signature {signature!r}, flags {flags:#x}, method {method}, name {name[:80]!r}"
+        raise archive_error(problem, source, record.header, None, found)
     extra = record.header + LOCAL_HEADER_BYTES + name_bytes
     if _IN_ZIP64 in (packed, nbytes):
         known = header[extra - record.header :][:extra_bytes]
@@ -239,20 +229,11 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> tuple[int, bool
     follow = flags & _SIZES_FOLLOW and (nbytes, packed) == (0, 0)
     unpacked = record.nbytes if record.unpacked is None else record.unpacked
     if not follow and (nbytes, packed) != (unpacked, record.nbytes):
-        raise FormatError(
-            f"the sizes in the local header of record {record.name!r} do not match the central directory",
-            file=source.path,
-            offset=record.header,
-            expected=record.nbytes,
-            found=nbytes,
-        )
+        problem = f"the sizes in the local header of record {record.name!r} do not match the central directory"
+        raise archive_error(problem, source, record.header, record.nbytes, nbytes)
     offset: int = extra + extra_bytes
     if offset + record.nbytes > record.limit:
-        raise FormatError(
-            f"the data of record {record.name!r} overlaps the next record or the central directory",
-            file=source.path,
-            offset=offset,
-            expected=f"at most {record.limit - offset} bytes",
-            found=f"{record.nbytes} bytes",
-        )
+        problem = f"the data of record {record.name!r} overlaps the next record or the central directory"
+        most = f"at most {record.limit - offset} bytes"
+        raise archive_error(problem, source, offset, most, f"{record.nbytes} bytes")
     return offset, bool(flags & _SIZES_FOLLOW)

@@ -115,13 +115,8 @@ class _Fields:
         if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
             return value
         found = "nothing" if value is None else type(value).__name__
-        raise FormatError(
-            f"{name!r} in a DeepSpeed checkpoint is not a {kind.__name__}",
-            file=self.file,
-            tensor=self.where,
-            expected=kind.__name__,
-            found=found,
-        )
+        problem = f"{name!r} in a DeepSpeed checkpoint is not a {kind.__name__}"
+        raise FormatError(problem, file=self.file, tensor=self.where, expected=kind.__name__, found=found)
 
 
 def model_states(tree: object, file: str, limits: Limits) -> ModelStates:

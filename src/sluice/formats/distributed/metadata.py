@@ -270,7 +270,8 @@ class _MetadataReader:
         if type(chunks) is not list or not chunks:
             raise self._error("a tensor has no list of chunks", name)
         self._chunks += len(chunks)
-        check_limit(self._limits, "entries", self._chunks, "the metadata", file=self._file)
+        if self._chunks > self._limits.entries:
+            check_limit(self._limits, "entries", self._chunks, "the metadata", file=self._file)
         for chunk in chunks:
             fields = self._fields(chunk, "ChunkStorageMetadata", "a chunk", name)
             start = self._sizes(fields.get("offsets"), name, "the offset of a chunk")

@@ -71,7 +71,8 @@ def _checked_path(name: str, path: object, limits: Limits, file: str) -> tuple[A
     if type(path) not in (tuple, list) or not path:
         raise FormatError("the path of an item is not a tuple", file=file, tensor=name)
     assert isinstance(path, (tuple, list))
-    check_limit(limits, "depth", len(path), "the nesting of an item", file=file, tensor=name)
+    if len(path) > limits.depth:
+        check_limit(limits, "depth", len(path), "the nesting of an item", file=file, tensor=name)
     for key in path:
         if type(key) is not str and (type(key) is not int or key < 0):
             problem = "the path of an item has a component that is neither text nor a list position"

@@ -183,11 +183,9 @@ class TorchAllowlist(DeclaredStorages):
         if elements * item_bytes > MAX_SIGNED:
             raise FormatError("a tensor has more bytes than torch can count", expected=MAX_SIGNED)
         if not empty and (last + 1) * item_bytes > storage.nbytes:
-            raise FormatError(
-                f"a tensor extends past the end of its storage {storage.key!r}",
-                expected=f"at most {storage.nbytes} bytes",
-                found=f"{(last + 1) * item_bytes} bytes",
-            )
+            problem = f"a tensor extends past the end of its storage {storage.key!r}"
+            expected, found = f"at most {storage.nbytes} bytes", f"{(last + 1) * item_bytes} bytes"
+            raise FormatError(problem, expected=expected, found=found)
 
     def _rebuild_parameter(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (3, 4))
@@ -244,11 +242,8 @@ def _check_number(arguments: tuple[Any, ...], permitted: tuple[int, ...]) -> Non
     if len(arguments) > permitted[-1]:
         raise UnsupportedError(f"a tensor saved in {len(arguments)} parts, of which sluice knows {permitted[-1]}")
     if len(arguments) not in permitted:
-        raise FormatError(
-            "the call that rebuilds a tensor has the wrong number of arguments",
-            expected=permitted[0],
-            found=len(arguments),
-        )
+        problem = "the call that rebuilds a tensor has the wrong number of arguments"
+        raise FormatError(problem, expected=permitted[0], found=len(arguments))
 
 
 def _check_hooks(hooks: object) -> None:

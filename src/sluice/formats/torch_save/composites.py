@@ -154,11 +154,9 @@ def _per_tensor(values: Entry, parameters: tuple[Any, ...]) -> Quantized:
 def _per_channel(values: Entry, parameters: tuple[Any, ...], *, floats: bool) -> Quantized:
     _, scales, zero_points, axis = parameters if len(parameters) == 4 else (None, None, None, None)
     if type(axis) is not int or not 0 <= axis < len(values.shape):
-        raise FormatError(
-            "the axis of a quantized tensor is not one of its dimensions",
-            expected=f"below {len(values.shape)}",
-            found=axis,
-        )
+        problem = "the axis of a quantized tensor is not one of its dimensions"
+        expected = f"below {len(values.shape)}"
+        raise FormatError(problem, expected=expected, found=axis)
     channels = values.shape[axis]
     if type(scales) is list and type(zero_points) is list:  # the representation before torch 1.5
         if len(scales) != channels or len(zero_points) != channels:

@@ -109,11 +109,8 @@ class LegacyAllowlist(TorchAllowlist):
 
     def _early_parameter(self, arguments: tuple[Any, ...]) -> PendingObject:
         if len(arguments) > 1:
-            raise FormatError(
-                "the constructor of a parameter has the wrong number of arguments",
-                expected="0 or 1",
-                found=len(arguments),
-            )
+            problem = "the constructor of a parameter has the wrong number of arguments"
+            raise FormatError(problem, expected="0 or 1", found=len(arguments))
         return PendingObject(
             finish=partial(self._finish_parameter, *arguments) if arguments else self._finish_empty_parameter
         )

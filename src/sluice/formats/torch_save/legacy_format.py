@@ -197,13 +197,9 @@ def _check_counts(source: Source, order: Sequence[StorageReference], data_start:
 def _check_count(file: str, storage: StorageReference, start: int, raw: bytes) -> None:
     (count,) = _COUNT.unpack(raw)
     if count != storage.numel:
-        raise FormatError(
-            f"the size of storage {storage.key!r} does not match its declaration in the object",
-            file=file,
-            offset=start,
-            expected=f"{storage.numel} elements of {storage.dtype}",
-            found=count,
-        )
+        problem = f"the size of storage {storage.key!r} does not match its declaration in the object"
+        expected = f"{storage.numel} elements of {storage.dtype}"
+        raise FormatError(problem, file=file, offset=start, expected=expected, found=count)
 
 
 def _storages(

@@ -127,11 +127,9 @@ class DeclaredStorages:
             self.storages.append(known)
         elif known.dtype != kind.dtype or known.numel != numel:
             if known.numel or numel:
-                raise FormatError(
-                    f"storage {key!r} is declared twice with different dtypes or sizes",
-                    expected=f"{known.numel} of {known.dtype}",
-                    found=f"{numel} of {kind.dtype}",
-                )
+                problem = f"storage {key!r} is declared twice with different dtypes or sizes"
+                expected, found = f"{known.numel} of {known.dtype}", f"{numel} of {kind.dtype}"
+                raise FormatError(problem, expected=expected, found=found)
             # torch.save can declare one empty storage with the dtypes of all its views.
             known = known._replace(dtype=kind.dtype)
         return known

@@ -186,7 +186,8 @@ class _TreeCheck:
     def _leave(self) -> None:
         visit = self._path.pop()
         if not self._path:
-            self._check_names(visit.characters)
+            what = "the length of all dotted names of the checkpoint"
+            check_limit(self._limits, "header_bytes", visit.characters, what, file=self._file)
             return
         if type(visit.result) is list and type(visit.container) is tuple:
             visit.result = tuple(visit.result)
@@ -205,13 +206,10 @@ class _TreeCheck:
         visit.add(known)
         self._check_depth()
 
-    def _check_names(self, characters: int) -> None:
-        what = "the length of all dotted names of the checkpoint"
-        check_limit(self._limits, "header_bytes", characters, what, file=self._file)
-
     def _check_depth(self) -> None:
         depth = len(self._path) - 1 + self._path[-1].height  # the path starts with a list around the tree
-        check_limit(self._limits, "depth", depth, "the nesting of the checkpoint", file=self._file)
+        if depth > self._limits.depth:
+            check_limit(self._limits, "depth", depth, "the nesting of the checkpoint", file=self._file)
 
     def _replacement(self, leaf: object) -> Entry | UnsupportedValue:
         """Return the leaf that replaces a bare storage; raise the error of any other placeholder."""
