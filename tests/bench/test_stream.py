@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import stream
+from bench import _stream_nested, stream
 from sluice.benchmark.records import Outcome
 from sluice.measuring import memory_limit_refusal
 
@@ -35,3 +35,18 @@ def test_the_command_on_a_small_model(tmp_path: Path, more: list[str]) -> None:
     done = CliRunner().invoke(stream.main, [*options, "--directory", str(tmp_path / "in"), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "stream.md").read_text().count("| yes |") == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("more", "count"), [("--models", 3), ("--generate", 2)])
+def test_the_tables_of_nested_models_and_of_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, count: int
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    if reason := memory_limit_refusal():
+        pytest.skip(reason)
+    monkeypatch.setattr("bench._stream_nested.NESTED", {"Swin": _stream_nested.NESTED["Swin"]})
+    monkeypatch.setattr("bench._stream_generation.BATCHES", (1, 2))
+    done = CliRunner().invoke(stream.main, [more, "--size", "small", "--share", "50", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "stream.md").read_text().count("| yes |") == count
