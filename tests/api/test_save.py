@@ -97,26 +97,10 @@ def test_a_module_comes_back_with_its_ties(tmp_path: Path, name: str) -> None:
             assert not unexpected
 
 
-def test_a_training_state_comes_back(tmp_path: Path) -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "epoch": 3,
-        "best": (0.5, None, True),
-        "sizes": [torch.Size([1, 2]), torch.float16, torch.device("cpu"), 1 + 2j, b"x", {"a", 1}],
-    }
-    sluice.save(state, tmp_path / "f.pt")
-    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
-    assert {key: loaded[key] for key in ("epoch", "best", "sizes")} == {
-        key: state[key] for key in ("epoch", "best", "sizes")
-    }
-    torch.optim.AdamW(model.parameters()).load_state_dict(loaded["optimizer"])
+def test_an_optimizer_is_saved_as_its_state(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(4, 2).parameters())
     sluice.save(optimizer, tmp_path / "o.pt")
-    assert torch.load(tmp_path / "o.pt", weights_only=True)["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert torch.load(tmp_path / "o.pt", weights_only=True) == optimizer.state_dict()
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:

@@ -99,20 +99,6 @@ def test_the_bits_are_those_of_the_cpu_in_any_order(
     assert model.head.weight is model.embedding.weight
 
 
-def test_a_busy_stream_of_the_caller(file: Path, device: str, sim: Simulator) -> None:
-    stream = torch.get_device_module().Stream(device)
-    with stream:
-        others = [torch.empty(300_000, device=device).fill_(7.0) for _ in range(8)]
-        others.clear()  # the memory of queued work is used for the weights
-        model = empty(build)
-        load(model, file, device=device)
-        seen = [parameter.clone() for parameter in model.parameters()]
-    stream.synchronize()
-    for ours, parameter in zip(seen, model.parameters(), strict=True):
-        assert torch.equal(ours.cpu(), parameter.cpu())
-    assert_equals_the_cpu(model, file)
-
-
 @pytest.mark.parametrize("seed", [None, 0])
 def test_parts_go_to_both_devices_and_the_host(
     file: Path, device: str, second_device: str, sim: Simulator, seed: int | None

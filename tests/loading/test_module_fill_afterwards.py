@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,13 +43,17 @@ class Net(nn.Module):
 TOKENS = torch.arange(12)
 
 
-def pair(path: Path) -> tuple[Net, Net]:
+#: Memory of their own, or pages of the file.
+PLACES = pytest.mark.parametrize("place", ["copy", "map"])
+
+
+def pair(path: Path, place: Any = "copy") -> tuple[Net, Net]:
     """Return a model and a second one loaded from its file."""
     torch.manual_seed(0)
     expected = Net()
     torch.save(expected.state_dict(), path)
     model = empty(Net)
-    sluice.load_into(model, path)
+    sluice.load_into(model, path, place=place)
     return model, expected
 
 
@@ -73,9 +78,10 @@ USES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@PLACES
 @pytest.mark.parametrize("use", USES)
-def test_uses_of_a_loaded_model_equal_those_of_the_original(use: str, tmp_path: Path) -> None:
-    model, expected = (USES[use](one) for one in pair(tmp_path / "f.pth"))
+def test_uses_of_a_loaded_model_equal_those_of_the_original(use: str, place: str, tmp_path: Path) -> None:
+    model, expected = (USES[use](one) for one in pair(tmp_path / "f.pth", place))
     ours, theirs = model.state_dict(), expected.state_dict()
     assert ours.keys() == theirs.keys()
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
@@ -85,10 +91,11 @@ def test_uses_of_a_loaded_model_equal_those_of_the_original(use: str, tmp_path: 
         assert bits(ours[name]) == bits(tensor)
 
 
+@PLACES
 @pytest.mark.parametrize("use", [None, "share_memory"])
-def test_it_trains_like_the_original(use: str | None, tmp_path: Path) -> None:
+def test_it_trains_like_the_original(use: str | None, place: str, tmp_path: Path) -> None:
     states = []
-    for model in pair(tmp_path / "f.pth"):
+    for model in pair(tmp_path / "f.pth", place):
         module = USES[use](model) if use else model
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         for _ in range(3):
