@@ -108,14 +108,7 @@ def merge(
             error.advice = "These are not the parts of one checkpoint: pass the path of one, or only its files."
         raise error
     files, tree = _join(list(found.values()), list(parts.values()))
-    index = Index(
-        format=_format_name(layout, files),
-        files=tuple(chain.from_iterable(file.index.files for file in files)),
-        storages=tuple(chain.from_iterable(file.index.storages for file in files)),
-        tree=tree,
-        metadata=_agreed([file.index.metadata for file in files]),
-        notes=(*layout.notes, *notes, *tied_notes, *_file_notes(found)),
-    )
+    index = _index(_format_name(layout, files), files, tree, (*layout.notes, *notes, *tied_notes, *_file_notes(found)))
     size_note = _size_note(layout.shard_index, index)
     return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
 
@@ -138,15 +131,20 @@ def _merge_shards(
         for number, (file, part) in enumerate(zip(files, parts, strict=True))
     ]
     tree, notes = join_shards(ranks, limits)
-    index = Index(
-        format="torch-sharded",
-        files=tuple(chain.from_iterable(file.index.files for file in joined)),
-        storages=tuple(chain.from_iterable(file.index.storages for file in joined)),
-        tree=joined_tree(files[0].index.tree, tree),
-        metadata=_agreed([file.index.metadata for file in joined]),
-        notes=(*layout.notes, *notes),
+    whole = joined_tree(files[0].index.tree, tree)
+    return _index("torch-sharded", joined, whole, (*layout.notes, *notes)), tuple(joined)
+
+
+def _index(name: str, files: Sequence[OpenFile], tree: object, notes: tuple[str, ...]) -> Index:
+    """Return the index of joined files."""
+    return Index(
+        format=name,
+        files=tuple(chain.from_iterable(file.index.files for file in files)),
+        storages=tuple(chain.from_iterable(file.index.storages for file in files)),
+        tree=tree,
+        metadata=_agreed([file.index.metadata for file in files]),
+        notes=notes,
     )
-    return index, tuple(joined)
 
 
 def _find_ties(
@@ -251,7 +249,9 @@ def _join(
         index = replace(file.index, storages=storages, tree=None, tied={})
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
-        versions.update(trees.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
+        own_versions = trees.metadata(file.index.tree)
+        if isinstance(own_versions, dict):
+            versions.update(trees.map_leaves(own_versions, partial(moved, by=first)))
         first += len(own)
     if versions:
         tree = OrderedDict(tree)
@@ -297,12 +297,6 @@ def moved(entry: Entry, *, by: int | Mapping[int, int]) -> Entry:
         made = replace(made, values=shift(made.values), scales=scales, zero_points=zero_points)
     attributes = trees.map_leaves(entry.attributes, shift)
     return replace(entry, storage=storage, parts=parts, composite=made, attributes=attributes)
-
-
-def _versions(tree: object) -> Mapping[object, object]:
-    """Return the module versions that torch keeps as an attribute of ordered state dicts."""
-    versions = getattr(tree, "_metadata", None) if isinstance(tree, OrderedDict) else None
-    return versions if isinstance(versions, dict) else {}
 
 
 def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ __all__ = [
     "CONTAINERS",
     "children",
     "component",
+    "containers",
     "every_entry",
     "flatten",
     "leaves",
@@ -123,7 +124,7 @@ def flatten(tree: object, limits: Limits) -> dict[str, Entry]:
 def odd_keys(tree: object) -> Iterator[object]:
     """Yield the keys that are neither strings nor integers, of dicts with tensors below them."""
     below = sizes(tree)
-    for container in _bottom_up(tree):
+    for container in containers(tree):
         if isinstance(container, dict) and below[id(container)][0]:
             yield from (key for key in container if type(key) not in (str, int))
 
@@ -144,7 +145,7 @@ def every_entry(tree: object) -> Iterator[Entry]:
 def _entries(tree: object) -> Iterator[Entry]:
     if isinstance(tree, Entry):
         yield tree
-    for container in _bottom_up(tree):
+    for container in containers(tree):
         for child in (*(child for _, child in children(container)), metadata(container)):
             if isinstance(child, Entry):
                 yield child
@@ -165,7 +166,7 @@ def map_leaves(
             finished[id(value)] = function(value)
         return plain(finished[id(value)] if isinstance(value, (Entry, *CONTAINERS)) else value)
 
-    for container in _bottom_up(tree):
+    for container in containers(tree):
         copy: Any
         if isinstance(container, dict):
             copy = type(container)()
@@ -182,7 +183,7 @@ def map_leaves(
 def sizes(tree: object) -> dict[int, tuple[int, int]]:
     """Return the number and the bytes of the tensors below each container, by its ``id``; every name counts in full."""
     totals: dict[int, tuple[int, int]] = {}
-    for container in _bottom_up(tree):
+    for container in containers(tree):
         count = nbytes = 0
         for _, child in children(container):
             more = (1, child.nbytes) if isinstance(child, Entry) else totals.get(id(child), (0, 0))
@@ -224,7 +225,7 @@ def _leaves(tree: object) -> Iterator[tuple[str, object, list[object]]]:
             keys.pop()
 
 
-def _bottom_up(tree: object) -> Iterator[Container]:
+def containers(tree: object) -> Iterator[Container]:
     """Yield each container once, after the containers inside it."""
     finished: set[int] = set()
     stack = [tree] if isinstance(tree, CONTAINERS) else []

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from sluice.entries.tree import containers
 from sluice.sources.directory import Directory
 
 __all__ = ["Divided", "divided_directory", "divided_state"]
@@ -59,19 +60,8 @@ def divided_directory(directory: Directory) -> Divided | None:
 
 def divided_state(tree: object) -> Divided | None:
     """Return the kind of divided state in the nested object of a file, or None."""
-    seen: set[int] = set()
-    pending = [tree]
-    while pending:
-        value = pending.pop()
-        if id(value) in seen or not isinstance(value, (dict, list, tuple)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            divided = _by_keys(value)
-            if divided:
-                return divided
-        pending += value.values() if isinstance(value, dict) else value
-    return None
+    found = (_by_keys(container) for container in containers(tree) if isinstance(container, dict))
+    return next(filter(None, found), None)
 
 
 def _by_keys(keys: Iterable[object]) -> Divided | None:

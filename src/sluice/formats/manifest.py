@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Annotated, Literal, Protocol, get_args
 
@@ -104,19 +104,15 @@ def new_hash(algorithm: HashAlgorithm) -> Hasher:
         ImportError: The hash needs a library that is not installed.
         ValueError: The algorithm is unknown.
     """
-    return _maker(algorithm)()
-
-
-def _maker(algorithm: str) -> Callable[[], Hasher]:
     if algorithm == "sha256":
-        return hashlib.sha256
+        return hashlib.sha256()
     if algorithm not in get_args(HashAlgorithm):
         raise ValueError(f"unknown hash {algorithm!r}: one of {', '.join(get_args(HashAlgorithm))}")
     try:
         import xxhash
     except ImportError as error:
         raise ImportError("xxh3_128 needs the library xxhash: pip install 'sluice[hash]'") from error
-    return xxhash.xxh3_128
+    return xxhash.xxh3_128()
 
 
 def read_manifest(path: str, limits: Limits) -> Manifest:

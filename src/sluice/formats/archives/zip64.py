@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 
 __all__ = ["zip64_fields"]
 
@@ -29,16 +28,8 @@ def zip64_fields(extra: bytes, fields: tuple[int, ...]) -> tuple[int, ...] | Non
         at += 4
         if kind == _ZIP64_EXTRA and at + nbytes <= len(extra):
             values = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, at))
-            return _replace_escapes(fields, values)
+            filled = (next(values, None) if field == _IN_ZIP64_32 else field for field in fields)
+            found = tuple(value for value in filled if value is not None)
+            return found if len(found) == len(fields) else None
         at += nbytes
     return None
-
-
-def _replace_escapes(fields: tuple[int, ...], values: Iterator[int]) -> tuple[int, ...] | None:
-    filled = []
-    for field in fields:
-        value = next(values, None) if field == _IN_ZIP64_32 else field
-        if value is None:
-            return None
-        filled.append(value)
-    return tuple(filled)
