@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from msgspec import Struct
@@ -35,11 +35,8 @@ __all__ = ["joined", "open_merge"]
 _LAYER = re.compile(r"(.*?)\.(\d+)\.(.+)")
 
 
-class _Input(Struct, frozen=True, kw_only=True):
-    """The tensors of one input, with storages of the joined checkpoint."""
-
-    path: str
-    entries: Mapping[str, Entry]
+#: The tensors of each input, by its path, with storages of the joined checkpoint.
+_Inputs: TypeAlias = Mapping[str, Mapping[str, Entry]]
 
 
 class _Output(Struct, frozen=True, kw_only=True):
@@ -107,23 +104,22 @@ def joined(checkpoints: Sequence[OpenCheckpoint], title: str) -> tuple[OpenCheck
 
 def _joined(
     paths: Sequence[str], checkpoints: Sequence[OpenCheckpoint], key: str | None
-) -> tuple[OpenCheckpoint, dict[str, _Input]]:
+) -> tuple[OpenCheckpoint, _Inputs]:
     """Return all inputs as one checkpoint, and the tensors of each."""
     whole, shifts = joined(checkpoints, "the inputs of the merge")
-    inputs = {}
+    inputs: dict[str, Mapping[str, Entry]] = {}
     for path, checkpoint, shift in zip(paths, checkpoints, shifts, strict=True):
         tree = checkpoint.index.tree
         own = flatten(subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key), checkpoint.limits)
-        dense = {name: moved(entry, by=shift) for name, entry in own.items() if entry.composite is None}
-        inputs[path] = _Input(path=checkpoint.path, entries=dense)
+        inputs[path] = {name: moved(entry, by=shift) for name, entry in own.items() if entry.composite is None}
     return whole, inputs
 
 
-def _outputs(recipe: Recipe, inputs: Mapping[str, _Input]) -> list[_Output]:
+def _outputs(recipe: Recipe, inputs: _Inputs) -> list[_Output]:
     """Return the tensors of the result: those outside of the layers, and the layers of all slices."""
     first = recipe.slices[0]
     if all(source.layer_range is None for part in recipe.slices for source in part.sources):
-        names = dict.fromkeys(name for source in first.sources for name in inputs[source.model].entries)
+        names = dict.fromkeys(name for source in first.sources for name in inputs[source.model])
         prefix = _layers(names)
         last = max((layer for name in names if (layer := _layer(name, prefix)) is not None), default=0)
         return [_whole(name, first, prefix, last) for name in names]
@@ -136,9 +132,9 @@ def _whole(name: str, part: OutputSlice, prefix: str, last: int) -> _Output:
     return _Output(name=name, part=part, inputs=(name,) * len(part.sources), at=at)
 
 
-def _sliced(recipe: Recipe, inputs: Mapping[str, _Input]) -> Iterator[_Output]:
+def _sliced(recipe: Recipe, inputs: _Inputs) -> Iterator[_Output]:
     first, last = recipe.slices[0], recipe.slices[-1]
-    names = list(dict.fromkeys(name for source in first.sources for name in inputs[source.model].entries))
+    names = list(dict.fromkeys(name for source in first.sources for name in inputs[source.model]))
     prefix = _layers(names)
     rest = list(dict.fromkeys(m[3] for name in names if (m := _LAYER.fullmatch(name)) and m[1] == prefix))
     outside = [name for name in names if _layer(name, prefix) is None]
@@ -171,7 +167,7 @@ def _layer(name: str, prefix: str) -> int | None:
     return int(match[2]) if match and match[1] == prefix else None
 
 
-def _placed(recipe: Recipe, outputs: Sequence[_Output], inputs: Mapping[str, _Input], seed: int) -> list[PlacedTensor]:
+def _placed(recipe: Recipe, outputs: Sequence[_Output], inputs: _Inputs, seed: int) -> list[PlacedTensor]:
     problems = [problem for output in outputs for problem in _problems(output, inputs)]
     if problems or not outputs:
         error = MismatchError(listed("the inputs of the merge do not have the same tensors", problems))
@@ -179,23 +175,21 @@ def _placed(recipe: Recipe, outputs: Sequence[_Output], inputs: Mapping[str, _In
         raise error
     tensors, at = [], 0
     for output in outputs:
-        own = [
-            inputs[source.model].entries[name] for source, name in zip(output.part.sources, output.inputs, strict=True)
-        ]
+        own = [inputs[source.model][name] for source, name in zip(output.part.sources, output.inputs, strict=True)]
         merged = _merged(recipe, output, own, seed)
         tensors.append(PlacedTensor(merged=merged, inputs=tuple(own), first_byte=at))
         at = round_up(at + tensors[-1].nbytes, ALIGNMENT)
     return tensors
 
 
-def _problems(output: _Output, inputs: Mapping[str, _Input]) -> Iterator[str]:
+def _problems(output: _Output, inputs: _Inputs) -> Iterator[str]:
     shapes = {}
     for source, name in zip(output.part.sources, output.inputs, strict=True):
-        found = inputs[source.model]
-        if name not in found.entries:
-            yield f"{name} is not in {found.path}"
+        entry = inputs[source.model].get(name)
+        if entry is None:
+            yield f"{name} is not in {source.model}"
         else:
-            shapes[found.entries[name].shape] = found.path
+            shapes[entry.shape] = source.model
     if len(shapes) > 1:
         yield f"{output.name} has the shapes " + ", ".join(f"{list(s)} in {path}" for s, path in shapes.items())
 
