@@ -111,7 +111,10 @@ def test_steps_are_those_of_the_model_in_memory(
     assert (report.call_bytes > 0) == (memory < 1)
     steps = 20 * options.get("accumulate", 1)
     assert report.read_bytes <= steps * (2 * report.call_bytes + MIB)
-    assert memory < 0.5 or report.misses <= 8  # the first backward pass is not known before
+    if memory == 0.6:
+        assert report.misses <= 1
+        # What is in memory at both turns is not read again, in the first step neither.
+        assert report.read_bytes <= 2 * steps * (report.call_bytes - 2 * MIB) + 3 * MIB
 
 
 @pytest.mark.parametrize("trained", [["layers.5", "head"], ["head"], ["embedding"]])
@@ -225,7 +228,7 @@ def test_what_cannot_be_right_is_refused_by_name(file: Path) -> None:
         loss = _loss(running)
         assert isinstance(running.layers[0][0].layer.weight, ParkedParameter)
         stream.close()
-        with pytest.raises(StreamError, match="the stream has ended"):
+        with pytest.raises(StreamError, match=r"the stream has ended.*Close it after"):
             loss.backward()  # type: ignore[no-untyped-call]
         with pytest.raises(StreamError, match="not in memory"):
             running(IDS)

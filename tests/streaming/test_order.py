@@ -43,3 +43,9 @@ def test_old_calls_are_forgotten() -> None:
     order = CallOrder([0, 1], 8)
     _after(order, 7, 8, *[0, 1] * 40, 7)
     assert _after(order, 8) == [0, 1]
+
+
+def test_the_first_backward_pass_goes_against_the_definition() -> None:
+    order = CallOrder([0, 1, 2, 3], 8, returns=True)
+    assert _after(order, 0, 1, 2) == [3, 3, 2, 1, 0]
+    assert _after(order, 3, 3) == [2, 1, 0, 0, 1]

@@ -17,7 +17,7 @@ class Calls:
     def __init__(self, job: StreamJob) -> None:
         self._job = job
         always = [i for i, block in enumerate(job.blocks) if job.uses[i] and not block.optional]
-        self._order = CallOrder(always, len(job.blocks))
+        self._order = CallOrder(always, len(job.blocks), returns=job.train)
         #: The first block that uses each unit.
         self.blocks = {unit: number for number, units in reversed([*enumerate(job.uses)]) for unit in units}
         self._counts = [0] * len(job.blocks)

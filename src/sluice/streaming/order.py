@@ -16,8 +16,15 @@ __all__ = ["CallOrder"]
 class CallOrder:
     """The calls of blocks, by their positions."""
 
-    def __init__(self, defined: Sequence[int], blocks: int) -> None:
-        """Know the order in which the model defines the blocks that every call needs, and the number of all blocks."""
+    def __init__(self, defined: Sequence[int], blocks: int, *, returns: bool = False) -> None:
+        """Know the order in which the model defines the blocks that every call needs.
+
+        Args:
+            defined: These blocks, in this order.
+            blocks: Number of all blocks.
+            returns: Whether a backward pass, against the order, is likely to follow.
+        """
+        self._returns = returns
         self._defined = tuple(defined)
         self._place = {block: place for place, block in enumerate(self._defined)}
         self._calls: deque[int] = deque(maxlen=max(16, 8 * blocks))
@@ -54,4 +61,4 @@ class CallOrder:
             elif before >= 0:  # passed over, as by a norm that is defined last and called first
                 yield from self._defined[before + 1 : place]
             yield from self._defined[place + 1 :]
-            yield from self._defined[: place + 1]
+            yield from reversed(self._defined) if self._returns and place >= 0 else self._defined[: place + 1]

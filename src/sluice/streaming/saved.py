@@ -1,18 +1,21 @@
 """Weights that autograd saves for the backward pass: it gets a description instead, and the weight when it needs it.
 
 So the backward pass of a model whose weights are frozen reads the blocks again, in its own order, and nothing is
-computed twice. The result of a cast, as autocast makes it, or of ``dequantize`` is found by its values, and made again.
+computed twice. The result of a cast, as autocast makes it, or of ``dequantize`` is found by its values, and made again;
+``torch.utils.checkpoint``, which holds what is saved for one block at a time, is left to hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 from msgspec import Struct
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sluice import _defaults as defaults
 from sluice._private_torch import saved_tensors_hooks_around
@@ -22,6 +25,9 @@ __all__ = ["SavedWeight", "saving"]
 
 #: Elements that tell at once most tensors that are not casts of a weight.
 _SAMPLE = 256
+
+#: Elements that are cast at once to compare the others: a whole weight does not fit into the caches of a processor.
+_PIECE = 1 << 20
 
 
 class SavedWeight(Struct, frozen=True, eq=False):
@@ -52,9 +58,10 @@ class _Hooks:
     def __init__(self, used: Mapping[int, Unit], lend: Callable[[SavedWeight], torch.Tensor]) -> None:
         self.used, self._lend = used, lend
         self._around = saved_tensors_hooks_around()
+        self._copies = self._around is None or self._around[0].__module__ != checkpoint.__module__
 
     def pack(self, tensor: torch.Tensor) -> object:
-        found = _find(tensor, self.used)
+        found = _find(tensor, self.used, copies=self._copies)
         if found is not None:
             return found
         return tensor if self._around is None else self._around[0](tensor)
@@ -84,17 +91,18 @@ def saving(
     return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
-def _find(tensor: torch.Tensor, used: Mapping[int, Unit]) -> SavedWeight | None:
-    """Return the description of a tensor; None if it is not a view of a weight."""
+def _find(tensor: torch.Tensor, used: Mapping[int, Unit], *, copies: bool) -> SavedWeight | None:
+    """Return the description of a tensor; None unless it views a weight or, with ``copies``, its cast."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter}
     if not plain or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return None
     for number, unit in used.items():
         for part, weight in enumerate(unit.tensors):
-            place = _place(tensor, weight) if tensor.dtype == weight.dtype else _place_by_values(tensor, weight)
+            same = tensor.dtype == weight.dtype
+            place = _place(tensor, weight) if same else _place_by_values(tensor, weight) if copies else None
             if place is not None:
                 return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), place)
-        for part, each in enumerate(unit.plan.weights, len(unit.tensors)):
+        for part, each in enumerate(unit.plan.weights if copies else (), len(unit.tensors)):
             place = _place_in_quantized(tensor, unit.parameter(part - len(unit.tensors))) if each.assembled else None
             if place is not None:
                 return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), place)
@@ -106,8 +114,10 @@ def _place(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
     if tensor.device != weight.device:
         return None
     offset, rest = divmod(tensor.data_ptr() - weight.data_ptr(), weight.itemsize)
+    if rest or not 0 <= offset < weight.numel():
+        return None
     last = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return offset if not rest and 0 <= offset <= last < weight.numel() else None
+    return offset if offset <= last < weight.numel() else None
 
 
 def _place_by_values(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
@@ -116,7 +126,11 @@ def _place_by_values(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
         return None
     count = weight.numel()
     found, flat = tensor.as_strided((count,), (1,), 0), _flat(weight)
-    same = all(torch.equal(found[:most], flat[:most].to(tensor.dtype)) for most in (_SAMPLE, count))
+    bits = torch.int64 if count % 8 == 0 else torch.int8  # faster than numbers; and NaN is NaN
+    same = all(
+        torch.equal(found[first:end].view(bits), flat[first:end].to(tensor.dtype).view(bits))
+        for first, end in pairwise((0, _SAMPLE, *range(_PIECE, count, _PIECE), count))
+    )
     return int(tensor.storage_offset()) if same else None
 
 

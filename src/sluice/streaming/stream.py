@@ -221,7 +221,10 @@ class Stream:
     def _lent_again(self, saved: SavedWeight) -> torch.Tensor:
         with self._lock:
             if not self._close_files.alive:
-                raise StreamError("the stream has ended: the backward pass needs its weights")
+                raise StreamError(
+                    "the stream has ended: the backward pass needs its weights",
+                    advice="Close it after that.",
+                )
             return self._backward.lend(saved)
 
     def _check(self, units: Iterable[int]) -> None:
