@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import Body, ObjectFacts, PieceBody
 from support import distributed
 from support.range_server import RangeServer
+from support.torch_files import saved
 
 pytest.importorskip("urllib3", reason="urllib3 is not installed: pip install 'sluice[remote]'")
 
@@ -42,12 +42,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranges with a gap between them be separate requests."""
     monkeypatch.setattr(defaults, "REMOTE_GAP_BYTES", 0)
-
-
-def saved(state: dict[str, torch.Tensor], *, legacy: bool = False) -> bytes:
-    stream = io.BytesIO()
-    torch.save(state, stream, _use_new_zipfile_serialization=not legacy)
-    return stream.getvalue()
 
 
 def served(server: RangeServer, content: bytes) -> sluice.Remote:

@@ -50,6 +50,7 @@ from support.hostile_archives import (
 )
 from support.oracles import bits, loaded, same
 from support.sources import MemorySource
+from support.torch_files import saved
 
 #: Reasons why sluice accepts files that ``torch.load(weights_only=True)`` refuses, with a pattern for torch's message.
 BEYOND = {"opcodes of protocols 3 to 5": re.compile("Unsupported operand")}
@@ -88,9 +89,7 @@ def _saved(protocol: int, *, legacy: bool = False) -> bytes:
         plain={"step": 3, "list": [1.5, None, "text"], "tuple": (True, b"x")},
         tied=base,
     )
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
-    return buffer.getvalue()
+    return saved(value, protocol, legacy=legacy)
 
 
 def _optimizer() -> bytes:
@@ -98,9 +97,7 @@ def _optimizer() -> bytes:
     optimizer = torch.optim.Adam([parameter])
     parameter.sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    buffer = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "model": torch.nn.Linear(2, 2).state_dict()}, buffer)
-    return buffer.getvalue()
+    return saved({"optimizer": optimizer.state_dict(), "model": torch.nn.Linear(2, 2).state_dict()})
 
 
 def _zip_bases() -> list[bytes]:

@@ -21,11 +21,11 @@ from support.sources import MemorySource
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 
 
-def saved(value: object, protocol: int = 2) -> bytes:
+def saved(value: object, protocol: int = 2, *, legacy: bool = False) -> bytes:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls complex32 experimental
-        torch.save(value, buffer, pickle_protocol=protocol)
+        torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
     return buffer.getvalue()
 
 

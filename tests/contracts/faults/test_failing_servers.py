@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 import sluice
 from sluice import _defaults as defaults
 from support.range_server import Fault, RangeServer, chunked, compressed, cut, headers, moved, shifted, status, whole
+from support.torch_files import saved
 
 #: Faults after which a load succeeds, wherever they occur.
 PASSING: dict[str, Fault] = {
@@ -82,12 +82,6 @@ class Stated(RangeServer):
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def as_torch_file(state: dict[str, torch.Tensor]) -> bytes:
-    stream = io.BytesIO()
-    torch.save(state, stream)
-    return stream.getvalue()
-
-
 @pytest.fixture(params=["pth", "safetensors"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stated]:
     """Return a server whose file takes several requests; failed ones are repeated at once."""
@@ -100,7 +94,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(defaults, "REMOTE_GAP_BYTES", 0)
     torch.manual_seed(0)
     state = Model().state_dict()
-    content = as_torch_file(state) if request.param == "pth" else safetensors.torch.save(state)
+    content = saved(state) if request.param == "pth" else safetensors.torch.save(state)
     with Stated({"/m": content}, state=state) as running:
         yield running
 

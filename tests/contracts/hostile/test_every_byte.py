@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from support.hostile_archives import legacy_file, legacy_storage, storage, tenso
 from support.mutations import Verdicts, judge_safetensors, judge_torch
 from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
+from support.torch_files import saved
 
 
 def archive() -> bytes:
@@ -33,9 +33,7 @@ def archive() -> bytes:
 
 
 def saved_archive() -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"a": torch.arange(3.0), "b": torch.ones(2, dtype=torch.int16)}, buffer)
-    return buffer.getvalue()
+    return saved({"a": torch.arange(3.0), "b": torch.ones(2, dtype=torch.int16)})
 
 
 def legacy() -> bytes:

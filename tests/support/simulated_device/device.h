@@ -86,7 +86,6 @@ void run_until(Point point);
 void wait_for(Point point);  // and raise what failed on its device
 void synchronize_stream(int device, int stream);
 void synchronize_device(int device);
-uint64_t pending(int device);
 
 // Run everything that uses a range of host memory; return whether there was any.
 bool run_users_of(const void* address, uint64_t nbytes);

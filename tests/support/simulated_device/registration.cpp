@@ -162,7 +162,6 @@ int sim_unlock_pages(void* address) { return sim::unlock_pages(address); }
 uint64_t sim_page_locked() { return sim::page_locked_bytes(); }
 uint64_t sim_peak_page_locked() { return sim::peak_page_locked_bytes(); }
 void sim_reset_peak_page_locked() { sim::reset_peak_page_locked_bytes(); }
-uint64_t sim_pending(int device) { return sim::pending(device); }
 void sim_name_host_accesses() { sim::name_host_accesses(); }
 // Copy the faults to `text`, one a line, and forget them.
 void sim_take_faults(char* text, uint64_t nbytes) {

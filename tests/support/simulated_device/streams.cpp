@@ -147,13 +147,6 @@ void synchronize_device(int device) {
   raise(device);
 }
 
-uint64_t pending(int device) {
-  std::lock_guard guard(lock());
-  uint64_t count = 0;
-  for (const Stream& stream : state().streams.at(device)) count += stream.items.size();
-  return count;
-}
-
 bool run_users_of(const void* address, uint64_t nbytes) {
   std::lock_guard guard(lock());
   const char* first = static_cast<const char*>(address);
