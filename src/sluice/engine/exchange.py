@@ -34,6 +34,7 @@ class Exchange:
             target.copy_(source)
             source.copy_(old)
             self._pieces[-1] = (target, source)
+            del old  # before the next piece is copied
         self.complete.add(position)
 
     def undo(self) -> None:
