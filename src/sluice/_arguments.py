@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 
+_PLACES, _PAGE_CACHES, _SHARES = map(get_args, (LoadPlace, PageCache, Share))
+
 _RENAMING_RULE = "rules=[sluice.rules.rename('old.**', 'new.**')]"
 
 
@@ -170,15 +172,15 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
         raise TypeError(
             f"rules= is {type_of(rules)}; write a list, {_RENAMING_RULE}, or rename= for a mapping of names"
         )
-    _check_choice("place", place, get_args(LoadPlace))
-    _check_choice("page_cache", page_cache, get_args(PageCache))
+    _check_choice("place", place, _PLACES)
+    _check_choice("page_cache", page_cache, _PAGE_CACHES)
     if share == "once":
         raise ValueError(
             "share='once' is gone: ranks of one host fetch remote files once with sluice.Remote(url, cache=directory). "
             "Four ranks that loaded 1 GB from a server of 200 MB/s took 7 s with it, with share='once' 16 s, and each "
             "for itself 22 s; on file systems share='once' was the slowest"
         )
-    _check_choice("share", share, get_args(Share))
+    _check_choice("share", share, _SHARES)
 
 
 def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:

@@ -116,6 +116,9 @@ def _check_size(name: str, size: int | str) -> None:
         raise type(error)(f"MemoryLimits({name}=...): {error}") from None
 
 
+#: The limits without ``memory=``.
+NO_LIMITS = MemoryLimits()
+
 #: Type of every ``memory=`` argument: limits, or one size for the growth of host memory.
 Memory: TypeAlias = MemoryLimits | int | str | None
 

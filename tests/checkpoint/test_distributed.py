@@ -193,9 +193,9 @@ def test_a_slice_reads_only_the_chunks_that_it_touches(tmp_path: Path) -> None:
 
 def record(checkpoint: Checkpoint) -> list[RecordingSource]:
     """Replace the sources of a checkpoint by sources that record their reads."""
-    made = [RecordingSource(file.source) for file in checkpoint._files]
-    files = [replace(file, source=source) for file, source in zip(checkpoint._files, made, strict=True)]
-    checkpoint._files = tuple(files)
+    made = [RecordingSource(file.source) for file in checkpoint.open_files]
+    files = [replace(file, source=source) for file, source in zip(checkpoint.open_files, made, strict=True)]
+    checkpoint.open_files = tuple(files)
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,18 +73,18 @@ def test_plans_share_threads_and_staging(weights: Weights, monkeypatch: pytest.M
         begin(targets, staging)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Targets, "begin", noted)
-    with counted_threads(monkeypatch) as started, Session([weights.source]) as session:
+    with counted_threads(monkeypatch) as started, closing(Session([weights.source])) as session:
         for number in range(6):
             plan, views = weights.plan(number)
             targets = Targets(plan)
-            session.run(plan, targets)
+            session.start(plan, targets).wait()
             assert torch.equal(targets.tensors(views)[0], weights.tensors[number].bfloat16())
     assert len(pools) == 1
     assert len(started) == len(set(started)) <= plan.readers + plan.copiers
 
 
 def test_runs_may_be_awaited_in_any_order(weights: Weights) -> None:
-    with Session([weights.source]) as session:
+    with closing(Session([weights.source])) as session:
         plans = [weights.plan(number) for number in range(6)]
         targets = [Targets(plan) for plan, _ in plans]
         running = [session.start(plan, each) for (plan, _), each in zip(plans, targets, strict=True)]
@@ -107,7 +107,7 @@ def test_a_failure_ends_the_session_and_every_plan_in_it(weights: Weights, monke
         finish(targets)
 
     monkeypatch.setattr(Targets, "finish", noted)
-    with Session([weights.source]) as session:
+    with closing(Session([weights.source])) as session:
         first, second = (weights.plan(number)[0] for number in (0, 1))
         running = session.start(first, Targets(first)), session.start(second, Targets(second))
         with pytest.raises(ReadError, match="broken"):
@@ -122,17 +122,17 @@ def test_a_failure_ends_the_session_and_every_plan_in_it(weights: Weights, monke
 
 def test_a_session_that_is_left_early_joins_its_threads(weights: Weights) -> None:
     plan, _ = weights.plan(*range(6))
-    with Session([weights.source]) as session:
+    with closing(Session([weights.source])) as session:
         session.start(plan, Targets(plan))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sluice-")]
 
 
 def test_staging_grows_and_is_released(weights: Weights) -> None:
-    with Session([weights.source]) as session:
+    with closing(Session([weights.source])) as session:
         for numbers in ((0,), tuple(range(6)), (1,)):
             plan, views = weights.plan(*numbers)
             targets = Targets(plan)
-            session.run(plan, targets)
+            session.start(plan, targets).wait()
             session.release_staging()
             found = targets.tensors(views)
             assert all(torch.equal(one, weights.tensors[i].bfloat16()) for one, i in zip(found, numbers, strict=True))
@@ -148,8 +148,8 @@ def test_a_finisher_replaces_the_weight_and_releases_its_memory(weights: Weights
         return whole.sum(1)
 
     targets = Targets(plan, finishers={"halve": halve})
-    with Session([weights.source]) as session:
-        session.run(plan, targets)
+    with closing(Session([weights.source])) as session:
+        session.start(plan, targets).wait()
     for tensor, whole in zip(targets.tensors(views), weights.tensors, strict=True):
         assert torch.equal(tensor, whole.view(1024, -1).sum(1))
     assert shapes == [finisher.shape] * 6
@@ -180,8 +180,8 @@ def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.Monkey
         finished += 1
         return whole[:0].clone()
 
-    with Session([weights.source]) as session:
-        session.run(plan, Targets(plan, finishers={"slow": slow}))
+    with closing(Session([weights.source])) as session:
+        session.start(plan, Targets(plan, finishers={"slow": slow})).wait()
     assert taken == len(plan.reads)
     assert max(under_way) <= 3  # two permits, and one that is released when its result was taken
 
@@ -193,8 +193,8 @@ def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
     def fails(_: torch.Tensor) -> torch.Tensor:
         raise ValueError("this weight cannot be quantized")
 
-    with pytest.raises(ValueError, match="cannot be quantized"), Session([weights.source]) as session:
-        session.run(plan, Targets(plan, finishers={"fails": fails}))
+    with pytest.raises(ValueError, match="cannot be quantized"), closing(Session([weights.source])) as session:
+        session.start(plan, Targets(plan, finishers={"fails": fails})).wait()
 
 
 def test_finishers_are_for_new_tensors(weights: Weights) -> None:
@@ -220,7 +220,7 @@ def test_a_plan_whose_reads_were_done_before_a_failure_is_complete(
     monkeypatch.setattr(LocalFile, "read_into", slow_failure)
     first, second = (weights.plan(*numbers, dtype="float32") for numbers in ((0, 1), (4,)))
     targets = Targets(second[0])
-    with Session([weights.source]) as session:
+    with closing(Session([weights.source])) as session:
         failing, running = session.start(first[0], Targets(first[0])), session.start(second[0], targets)
         wait_until(lambda: running.results.qsize() == len(second[0].reads), "the reads of the second plan")
         second_is_read.set()
@@ -241,8 +241,8 @@ def test_without_threads_finishers_still_keep_up(weights: Weights) -> None:
         return whole[:0].clone()
 
     targets = Targets(plan, finishers={"note": note})
-    with Session([weights.source]) as session:
-        session.run(plan, targets)
+    with closing(Session([weights.source])) as session:
+        session.start(plan, targets).wait()
     assert held == [0] * 6  # the weight that is being finished has left the list
 
 
@@ -264,8 +264,8 @@ def test_a_finisher_gets_a_transposed_weight_row_major_and_an_empty_one(weights:
         return whole.clone()
 
     targets = Targets(plan, finishers={"copy": copy})
-    with Session([weights.source]) as session:
-        session.run(plan, targets)
+    with closing(Session([weights.source])) as session:
+        session.start(plan, targets).wait()
     assert torch.equal(targets.tensors(views)[0], weights.tensors[0].view(1024, 512).T)
     assert [tuple(each.shape) for each in seen] == [(512, 1024), (0,)]
 
@@ -273,7 +273,7 @@ def test_a_finisher_gets_a_transposed_weight_row_major_and_an_empty_one(weights:
 def test_plans_with_buffers_of_different_sizes_may_overlap(weights: Weights) -> None:
     first, second = weights.plan(0), weights.plan(1)
     larger = replace(second[0], staging_buffer_bytes=2 * second[0].staging_buffer_bytes)
-    with Session([weights.source]) as session:
+    with closing(Session([weights.source])) as session:
         targets = [Targets(first[0]), Targets(larger)]
         running = [session.start(plan, each) for plan, each in zip((first[0], larger), targets, strict=True)]
         for run in running:

@@ -21,14 +21,14 @@ from sluice._errors import (
 )
 from sluice._options import Limits
 from sluice.formats.shard_index import ShardIndex, read_shard_index
-from sluice.sources.opening import open_source
+from sluice.sources.opening import find_place
 from support.work import at_most
 
 
 def read(directory: Path, text: str | bytes, limits: Limits | None = None) -> ShardIndex:
     path = directory / "model.safetensors.index.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with closing(open_source(path)) as source:
+    with closing(find_place(path).open_file()) as source:
         return read_shard_index(source, limits or Limits())
 
 
@@ -153,7 +153,7 @@ def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    with closing(open_source(path)) as source, pytest.raises(LimitError, match="header_bytes"):
+    with closing(find_place(path).open_file()) as source, pytest.raises(LimitError, match="header_bytes"):
         read_shard_index(source, Limits())
 
 

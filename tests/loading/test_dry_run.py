@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.engine.running_plan import TargetMemory
-from sluice.engine.session import Session
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.reading import transfer
 from sluice.records import DeviceFacts, LoadPlan
 from support.fake_accelerator import FakeAccelerator
 from support.recorded_reads import record_reads
@@ -66,13 +66,13 @@ def test_the_load_follows_the_plan(
 
     executed: list[LoadPlan] = []
 
-    start = Session.start
+    run = transfer.run
 
-    def noted(session: Session, plan: LoadPlan, targets: TargetMemory) -> Any:
-        executed.append(plan)
-        return start(session, plan, targets)
+    def noted(checkpoint: OpenCheckpoint, prepared: transfer.Prepared, *arguments: Any, **options: Any) -> Any:
+        executed.append(prepared.plan)
+        return run(checkpoint, prepared, *arguments, **options)
 
-    monkeypatch.setattr(Session, "start", noted)
+    monkeypatch.setattr(transfer, "run", noted)
     report = sluice.load_into(model, file, **options)
     made = executed[-1]
     assert planned.predicted == made.predicted == report.predicted

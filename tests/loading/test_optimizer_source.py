@@ -104,9 +104,9 @@ def test_a_failed_read_leaves_the_optimizer_alone(tmp_path: Path) -> None:
     text = repr(optimizer.state_dict())
     for at in range(1, 40):
         with sluice.open(tmp_path / "run.pt") as checkpoint:
-            files = checkpoint._files
+            files = checkpoint.open_files
             source = FaultySource(files[0].source, at=at, error=errno.EIO)
-            checkpoint._files = (replace(files[0], source=source),)
+            checkpoint.open_files = (replace(files[0], source=source),)
             try:
                 sluice.load_optimizer(optimizer, checkpoint)
             except ReadError:

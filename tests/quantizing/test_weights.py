@@ -125,12 +125,12 @@ def test_a_failed_read_leaves_the_model_empty(trained: tuple[Net, Path]) -> None
     _, path = trained
     model = _empty()
     with sluice.open(path) as checkpoint:
-        files = checkpoint._files
+        files = checkpoint.open_files
         faulty = FaultySource(files[0].source, at=5, error=5)
-        checkpoint._files = (type(files[0])(**{**_fields(files[0]), "source": faulty}),)
+        checkpoint.open_files = (type(files[0])(**{**_fields(files[0]), "source": faulty}),)
         with pytest.raises(ReadError):
             sluice.load_into(model, checkpoint, quantize=scale_modules())
-        checkpoint._files = files
+        checkpoint.open_files = files
     assert all(parameter.is_meta for parameter in model.parameters())
     assert threading.active_count() == 1
 

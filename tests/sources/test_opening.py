@@ -14,7 +14,7 @@ from sluice import CheckpointError, TruncatedError, UnsupportedError
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
-from sluice.sources.opening import find_place, open_directory, open_source, refuse_url
+from sluice.sources.opening import find_place, refuse_url
 
 URLS = pytest.mark.parametrize(
     "url",
@@ -26,12 +26,12 @@ def test_file_objects_are_their_files_at_any_position(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"content")
     with (tmp_path / "f").open("rb") as stream:
         stream.seek(3)
-        source = open_source(stream)
+        source = find_place(stream).open_file()
         assert isinstance(source, LocalFile)
         assert source.read_at(0, 7) == b"content"
         assert stream.tell() == 3
     memory = io.BytesIO(b"content")
-    assert isinstance(open_source(memory), MemoryFile)
+    assert isinstance(find_place(memory).open_file(), MemoryFile)
 
 
 @URLS
@@ -57,21 +57,21 @@ def test_local_paths_win_over_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "data:").mkdir()
     sluice.save({}, "data:/f.safetensors")
     (tmp_path / "data:" / "link").symlink_to("nowhere")
-    with closing(open_source("data://f.safetensors")) as source:
+    with closing(find_place("data://f.safetensors").open_file()) as source:
         assert source.path == "data://f.safetensors"
     assert len(sluice.open("data://f.safetensors")) == 0
-    assert isinstance(open_directory("data://"), LocalDirectory)
+    assert isinstance(find_place("data://").directory(), LocalDirectory)
     with pytest.raises(CheckpointError, match="does not exist"):
-        open_source("data://link")  # a link that leads nowhere is a local path, too
+        find_place("data://link").open_file()  # a link that leads nowhere is a local path, too
 
 
 @pytest.mark.parametrize("path", ["C:\\x", "C://x", "://x", "a:b", "no such://file", "1://x", "x:/y"])
 def test_odd_paths_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist") as caught:
-        open_source(path)
+        find_place(path).open_file()
     assert caught.value.file == path
-    assert open_directory(path) is None
+    assert find_place(path).directory() is None
 
 
 def test_directories_and_their_members(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_directories_and_their_members(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to("empty")
     os.mkfifo(tmp_path / "pipe")
-    directory = open_directory(tmp_path)
+    directory = find_place(tmp_path).directory()
     assert directory is not None
     kinds = {entry.name: entry.kind for entry in directory.entries()}
     assert kinds == {"sub": "directory", "empty": "file", "link": "link", "pipe": "special"}
@@ -90,7 +90,7 @@ def test_directories_and_their_members(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     with pytest.raises(TruncatedError):
         directory.open("empty")
-    assert open_directory(tmp_path / "empty") is None
+    assert find_place(tmp_path / "empty").directory() is None
 
 
 def test_links_out_of_a_directory_are_found_at_any_depth(tmp_path: Path) -> None:

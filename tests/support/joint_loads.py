@@ -204,6 +204,7 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
     elif step == "plan":
         patch.setattr(joint, "_proposal", fail)
     elif "read" in step:
+        patch.setattr("sluice.reading.transfer.is_small", lambda _: False)
         patch.setattr(session.Session, "_fetch", nth_read)
     elif step == "before the vote":
         complete = module_fill.ModuleData

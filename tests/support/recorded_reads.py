@@ -64,9 +64,9 @@ def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
         A recording source for each of ``checkpoint.files``. No machine facts are collected for them, so that every read
         is buffered and has exactly the planned range.
     """
-    files = checkpoint._files
+    files = checkpoint.open_files
     recordings = tuple(RecordingSource(file.source) for file in files)
-    checkpoint._files = tuple(
+    checkpoint.open_files = tuple(
         replace(file, source=recording) for file, recording in zip(files, recordings, strict=True)
     )
     return recordings

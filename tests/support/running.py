@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from sluice.engine.running_plan import RunResult, TargetMemory
 from sluice.engine.session import Session
@@ -18,5 +19,5 @@ def execute(
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
 ) -> RunResult:
-    with Session(sources) as session:
-        return session.run(plan, targets, progress=progress, completed=completed)
+    with closing(Session(sources)) as session:
+        return session.start(plan, targets).wait(progress=progress, completed=completed)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
+from sluice.formats.detection import Head
 from sluice.sources.directory import Directory, LocalDirectory
 from sluice.sources.opening import Place
 from sluice.sources.protocol import Source
@@ -40,6 +41,8 @@ class CheckpointLayout(Struct, frozen=True, kw_only=True):
     kind: Literal["file", "whole", "shards", "parts", "parameters", "distributed", "ranks", "zero", "zero-optimizer"]
     #: The open file, for ``file``.
     source: Source | None = None
+    #: Its first bytes, if the checkpoint begins there.
+    head: Head | None = None
     #: First byte of the checkpoint in ``source``, if other objects may follow it; None if it is the whole file.
     start: int | None = None
     #: The directory that holds ``files``; without meaning for ``file``.

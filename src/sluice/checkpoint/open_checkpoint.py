@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol, Self, TypeAlias, runtime_checkable
@@ -42,7 +42,8 @@ class OpenCheckpoint:
         self.place = place
         #: The records of every tensor, which do not need torch.
         self.index = index
-        self._files = files
+        #: The open files, in the order of ``index.files``.
+        self.open_files = files
         self.limits = limits
         self._offsets: dict[int, int] = {}
         self._closed = False
@@ -61,13 +62,13 @@ class OpenCheckpoint:
         If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
         """
         owned = not isinstance(source, OpenCheckpoint)
-        if isinstance(source, OpensItself):
+        if hasattr(source, "open_checkpoint"):  # a comparison with the protocol takes 20 times as long
             source = source.open_checkpoint(limits or Limits(), check_encoding(encoding))
         if isinstance(source, OpenCheckpoint):
-            files = source._files  # noqa: SLF001  (its own class)
-            opened = cls(source.path, source.index, files, source.limits, source.place)
+            opened = cls(source.path, source.index, source.open_files, source.limits, source.place)
         else:
-            opened = cls._open_files(source, limits or Limits(), check_encoding(encoding))
+            limits, encoding = limits or Limits(), check_encoding(encoding)
+            opened = cls.of_layout(classify(source, limits), limits, encoding)
         if key is not None:
             try:
                 opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
@@ -76,10 +77,6 @@ class OpenCheckpoint:
                     opened.close()
                 raise
         return opened
-
-    @classmethod
-    def _open_files(cls, source: SourceLocation | Sequence[PathOrAddress], limits: Limits, encoding: str) -> Self:
-        return cls.of_layout(classify(source, limits), limits, encoding)
 
     @classmethod
     def of_layout(cls, layout: CheckpointLayout, limits: Limits, encoding: str) -> Self:
@@ -111,11 +108,6 @@ class OpenCheckpoint:
         return tuple(dict.fromkeys(file.path for file in self.index.files))
 
     @property
-    def open_files(self) -> tuple[OpenFile, ...]:
-        """The open files, in the order of ``index.files``."""
-        return self._files
-
-    @property
     def nbytes(self) -> int:
         """Bytes of tensor data; bytes that several tensors share count once."""
         return sum(storage.nbytes for storage in self.index.storages)
@@ -123,7 +115,7 @@ class OpenCheckpoint:
     @property
     def working_bytes(self) -> int:
         """Host memory in which files of it are computed when they are read, in bytes."""
-        return sum(getattr(file.source, "working_bytes", 0) for file in self._files)
+        return sum(getattr(file.source, "working_bytes", 0) for file in self.open_files)
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -144,7 +136,7 @@ class OpenCheckpoint:
         """
         if self._closed:
             raise ValueError("the checkpoint is closed")
-        return tuple(file.source for file in self._files)
+        return tuple(file.source for file in self.open_files)
 
     @cached_property
     def stored_names(self) -> Mapping[str, str]:
@@ -160,12 +152,12 @@ class OpenCheckpoint:
         entries = self.entries
         return {name: stored for name, stored in texts.items() if stored in entries and name not in entries}
 
-    def tree_with_ties(self, names: Collection[str]) -> object:
-        """Return the tree of the index with some of the ``stored_names``."""
-        tree = self.index.tree
-        if not names or not isinstance(tree, dict):
-            return tree
-        return type(tree)({**tree, **{name: self.entries[self.stored_names[name]] for name in names}})
+    def tree_with_ties(self, tensors: Iterable[tuple[str, ...]]) -> object:
+        """Return the tree of the index with the ``stored_names`` of tensors, of each of which no name has an entry."""
+        tree, ties, entries = self.index.tree, self.stored_names, self.entries if self.stored_names else {}
+        lacking = (names for names in tensors if not any(name in entries for name in names)) if ties else ()
+        found = {name: entries[ties[name]] for names in lacking for name in names if name in ties}
+        return type(tree)({**tree, **found}) if found and isinstance(tree, dict) else tree
 
     def checksums(self) -> list[list[Checksum | CheckpointError]]:
         """Return the checksums that each file records, and an error for each damaged header in place of its checksum.
@@ -175,17 +167,17 @@ class OpenCheckpoint:
         """
         if self._closed:
             raise ValueError("the checkpoint is closed")
-        return [file.checksums(self.limits) for file in self._files]
+        return [file.checksums(self.limits) for file in self.open_files]
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
         """The first byte of the checkpoint in each file, and the end of its bytes."""
-        return tuple((file.start, file.end) for file in self._files)
+        return tuple((file.start, file.end) for file in self.open_files)
 
     @property
     def source_notes(self) -> tuple[str, ...]:
         """Remarks of the files for the report of a load, one sentence each; also after closing."""
-        return tuple(source_notes(file.source for file in self._files))
+        return tuple(source_notes(file.source for file in self.open_files))
 
     def locate(self, storages: Iterable[int], *, at_once: bool = False) -> dict[int, int]:
         """Return the data offset of each of ``storages``; headers are checked once.
@@ -202,15 +194,17 @@ class OpenCheckpoint:
             raise ValueError("the checkpoint is closed")
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in set(storages) - self._offsets.keys():
-            wanted[self.index.storages[number].file].append(number)
+            storage = self.index.storages[number]
+            if not storage.located:
+                wanted[storage.file].append(number)
         for position, numbers in wanted.items():
-            self._offsets.update(self._files[position].locate(numbers, at_once=at_once))
+            self._offsets.update(self.open_files[position].locate(numbers, at_once=at_once))
         return self._offsets
 
     def close(self) -> None:
         """Release the files. Tensors that were read stay valid; further reads raise ``ValueError``."""
         self._closed = True
-        for file in self._files:
+        for file in self.open_files:
             file.source.close()
 
     def __enter__(self) -> Self:

@@ -9,15 +9,19 @@ from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, TruncatedError
 from sluice._options import Limits
-from sluice.checkpoint.layout import PLACES
-from sluice.formats.detection import detect
+from sluice.checkpoint.layout import CheckpointLayout
+from sluice.formats.detection import Head, detect
 from sluice.formats.protocol import Checksum, Locator
 from sluice.records import Index
 from sluice.sources.protocol import Source, checks_with_data
-from sluice.sources.read_ahead import read_ahead
+from sluice.sources.read_ahead import ReadAhead
 from sluice.sources.section import Section
 
-__all__ = ["OpenFile", "open_alone", "open_file"]
+__all__ = ["OpenFile", "open_file"]
+
+
+#: The layout of a file of which nothing was looked at.
+_ONE_OF_SEVERAL = CheckpointLayout(path="", kind="file")
 
 
 class OpenFile(Struct, frozen=True, kw_only=True):
@@ -70,18 +74,26 @@ class OpenFile(Struct, frozen=True, kw_only=True):
         return Section(self.source, self.start, left) if self.start else self.source
 
 
-def open_file(source: Source, limits: Limits, encoding: str, *, start: int | None = None) -> OpenFile:
-    """Index a file, or the first of the objects that begin at byte ``start``; closes the source if that fails.
+def open_file(source: Source, limits: Limits, encoding: str, layout: CheckpointLayout | None = None) -> OpenFile:
+    """Index a file; closes the source if that fails.
+
+    Args:
+        source: The file.
+        limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote.
+        layout: Its layout, if it is a whole checkpoint; it may begin in the middle.
 
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown format.
         ReadError: It cannot be read.
     """
+    layout = layout or _ONE_OF_SEVERAL
+    start = layout.start
     try:
-        headers = read_ahead(source) if start is None else _after(source, start)
+        head = layout.head or Head.of(_after(source, start) if start else ReadAhead(source))
         try:
-            file_format = detect(headers, encoding=encoding)
-            index = file_format.read_index(headers, limits)
+            file_format = detect(head, encoding=encoding)
+            index = file_format.read_index(head.source, limits)
         except CheckpointError as error:
             if error.offset is not None:
                 error.offset += start or 0
@@ -108,25 +120,3 @@ def _after(source: Source, start: int) -> Section:
         problem = "the file ends where a checkpoint should start"
         raise TruncatedError(problem, file=source.path, offset=start, found="nothing")
     return Section(source, start, left)
-
-
-def open_alone(
-    source: Source, limits: Limits, encoding: str, *, start: int | None
-) -> tuple[Index, tuple[OpenFile, ...]]:
-    """Return the index of a checkpoint of one file, and the file; see ``open_file``."""
-    file = open_file(source, limits, encoding, start=start)
-    index = file.index
-    try:
-        if PLACES in index.metadata or index.tied:
-            # Here, not above: few checkpoints have chunks or declare tied names.
-            from sluice.checkpoint.tied_names import one_file
-
-            index = one_file(index, limits)
-    except BaseException:
-        source.close()
-        raise
-    if start:
-        storages = tuple(replace(storage, offset=storage.offset + start) for storage in index.storages)
-        files = tuple(replace(each, identity=source.identity) for each in index.files)
-        index = replace(index, storages=storages, files=files)
-    return index, (file,)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, Literal, TypeAlias
 
 from msgspec.structs import replace
 
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
-from sluice.checkpoint.open_file import OpenFile, open_alone
+from sluice.checkpoint.layout import METADATA_FILE, PLACES, CheckpointLayout
+from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.formats.archives.tar import TarDirectory, is_tar
+from sluice.formats.detection import Head
 from sluice.records import Index
-from sluice.sources.directory import Directory
 from sluice.sources.opening import Location, PathOrAddress, Place, SourceLocation, find_place
-from sluice.sources.protocol import Source
+from sluice.sources.read_ahead import ReadAhead
 
-__all__ = ["classify", "open_layout"]
+__all__ = ["Kind", "classify", "kind_of", "open_layout"]
 
-_TAR_HEADER_BYTES = 512
+#: What a location means: one file, a list of files, a directory, a tar archive of its files, an index file, or the
+#: metadata file of a distributed checkpoint.
+Kind: TypeAlias = Literal["file", "list", "directory", "archive", "index", "metadata"]
 
 #: End of the name of the first of several parts of a GGUF file; of one part, the file is whole.
 _FIRST_PART = re.compile(r"-00001-of-(?!0000[01])([0-9]{5})\.gguf$")
@@ -44,32 +48,49 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
     if divided is not None:
         place = find_place(_parts(place.location, place.name, int(divided[1])))
     described = place.name.endswith(".json") or place.name == METADATA_FILE
-    found = None if place.kind == "list" or described else _unpacked(place, limits)
-    if found is None or hasattr(found, "entries"):
-        # Here, and below: most checkpoints are one file.
-        from sluice.checkpoint.survey import layout_of_several
-
-        try:
-            return replace(layout_of_several(place, found, limits), place=asked)
-        except BaseException:
-            if isinstance(found, TarDirectory):
-                found.close()
-            raise
+    found = None if place.kind == "list" or (described and place.kind == "remote") else place.open()
+    source = None if found is None or hasattr(found, "entries") else found
     start = None if place.stream is None else place.stream.tell()
-    return CheckpointLayout(path=place.title or found.path, place=place, kind="file", source=found, start=start)
-
-
-def _unpacked(place: Place, limits: Limits) -> Source | Directory:
-    """Return the file or directory at a place; of a tar archive, its members."""
-    found = place.open()
-    if hasattr(found, "entries") or (place.stream is not None and place.stream.tell()):
-        return found
     try:
-        packed = is_tar(found.read_at(0, min(_TAR_HEADER_BYTES, found.identity.nbytes)))
-        return TarDirectory(found, limits) if packed else found
+        head = None if source is None or described or start else Head.of(ReadAhead(source))
+        kind = kind_of(place, head, directory=source is not found)
+        if source is None or kind != "file":
+            return replace(_of_several(place, found, kind, limits), place=asked)
     except BaseException:
-        found.close()
+        if source is not None:
+            source.close()
         raise
+    path = place.title or source.path
+    return CheckpointLayout(path=path, place=place, kind="file", source=source, head=head, start=start)
+
+
+def kind_of(place: Place, head: Head | None, *, directory: bool) -> Kind:
+    """Return what a place means, from what was looked at: the first bytes of a file, or whether it is a directory."""
+    if place.kind == "list":
+        return "list"
+    if directory:  # also one whose name ends like that of an index
+        return "directory"
+    if place.name == METADATA_FILE:
+        return "metadata"
+    if place.name.endswith(".json"):
+        return "index"
+    return "archive" if head is not None and head.known is None and is_tar(head.data) else "file"
+
+
+def _of_several(place: Place, found: Any, kind: Kind, limits: Limits) -> CheckpointLayout:
+    """Return the layout of anything but one file; ``found`` is the open file or directory, or None."""
+    # Here, not above: most checkpoints are one file.
+    from sluice.checkpoint.survey import index_layout, listed_layout, survey
+
+    if kind == "list":
+        return listed_layout(place, limits)
+    if kind in {"directory", "archive"}:
+        return survey(TarDirectory(found, limits) if kind == "archive" else found, limits)
+    directory = place.parent()
+    if kind == "metadata":
+        return CheckpointLayout(path=place.title, directory=directory, kind="distributed", files=(METADATA_FILE,))
+    with closing(found or directory.open(place.name)) as index_file:
+        return index_layout(index_file, directory, limits)
 
 
 def _parts(path: Location, name: str, count: int) -> list[Location]:
@@ -104,8 +125,23 @@ def open_layout(
         RemoteError: A server does not answer.
         UnsupportedError: The format is one that sluice does not read.
     """
-    if layout.source is not None:
-        return open_alone(layout.source, limits, encoding, start=layout.start)
-    from sluice.checkpoint.several_files import open_files
+    if layout.source is None:
+        from sluice.checkpoint.several_files import open_files
 
-    return open_files(layout, limits, encoding)
+        return open_files(layout, limits, encoding)
+    file = open_file(layout.source, limits, encoding, layout)
+    index, start = file.index, file.start
+    try:
+        if PLACES in index.metadata or index.tied:
+            # Here, not above: few checkpoints have chunks or declare tied names.
+            from sluice.checkpoint.tied_names import one_file
+
+            index = one_file(index, limits)
+    except BaseException:
+        file.source.close()
+        raise
+    if start:
+        storages = tuple(replace(storage, offset=storage.offset + start) for storage in index.storages)
+        files = tuple(replace(each, identity=file.source.identity) for each in index.files)
+        index = replace(index, storages=storages, files=files)
+    return index, (file,)

@@ -34,7 +34,7 @@ from collections.abc import Collection, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import filterfalse
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -58,7 +58,7 @@ from sluice.sources.directory import Directory, DirectoryEntry, Subdirectory
 from sluice.sources.opening import Place, missing_advice
 from sluice.sources.protocol import Source
 
-__all__ = ["index_layout", "layout_of_several", "open_member", "optimizer_files", "survey", "zero_directory"]
+__all__ = ["index_layout", "listed_layout", "open_member", "optimizer_files", "survey", "zero_directory"]
 
 _PARTS_SUFFIX = ".safetensors"
 
@@ -132,29 +132,6 @@ class _ListedFiles:
 
     def check_inside(self, name: str) -> None:
         """Return: the caller chose each file, links included."""
-
-
-def layout_of_several(place: Place, found: Source | Directory | None, limits: Limits) -> CheckpointLayout:
-    """Return what is at a place that may name several files; see ``opening.classify``.
-
-    Args:
-        place: A list, a directory, or the path of an index or metadata file.
-        found: The directory; None if it was not opened.
-        limits: Bounds for hostile files.
-    """
-    if place.kind == "list":
-        return listed_layout(place, limits)
-    if found is None and place.kind == "local":
-        found = place.open()
-    if found is not None and hasattr(found, "entries"):  # also one whose name ends like that of an index
-        return survey(cast("Directory", found), limits)
-    directory = place.parent()
-    if place.name == METADATA_FILE:
-        if found is not None:
-            found.close()
-        return CheckpointLayout(path=place.title, directory=directory, kind="distributed", files=(METADATA_FILE,))
-    with closing(directory.open(place.name) if found is None else found) as index_file:
-        return index_layout(index_file, directory, limits)
 
 
 def listed_layout(place: Place, limits: Limits) -> CheckpointLayout:

@@ -33,7 +33,7 @@ from sluice.formats.detection import detect
 from sluice.formats.shard_index import is_plain_path
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source
-from sluice.sources.read_ahead import read_ahead
+from sluice.sources.read_ahead import ReadAhead
 
 __all__ = ["LATEST", "MODEL_STATES", "OPTIMIZER_STATES", "UNIVERSAL_OPTIMIZER", "zero_layout"]
 
@@ -157,7 +157,7 @@ class _Files:
         if source is None:
             raise IncompleteCheckpointError("a file is missing", file=self._path, expected=name)
         with closing(source):
-            headers = read_ahead(source)
+            headers = ReadAhead(source)
             tree = detect(headers, encoding=TEXT_ENCODING).read_index(headers, self._limits).tree
         return tree, source.path
 

@@ -97,7 +97,7 @@ def staged_bytes(copy: Copy, buffer: StagingBuffer, first: int, target_dtype: st
     """
     item = copy.elements.item_bytes
     raw = torch.frombuffer(
-        buffer.memory.mapping,
+        buffer.memory,
         dtype=torch.uint8,
         count=span_elements(copy.shape, copy.source_stride) * item,
         offset=buffer.start + first + copy.offset,

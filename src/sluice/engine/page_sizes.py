@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 
+from msgspec import Struct
+
 from sluice import _defaults as defaults
 from sluice.engine.host_memory import HostMemory
 
@@ -20,14 +22,13 @@ __all__ = ["PageSizes"]
 _FIRST_PAUSE = defaults.READ_BYTES // defaults.HUGE_PAGE_BYTES
 
 
-class PageSizes:
+class PageSizes(Struct):
     """Chooses the pages of the memory of one load. Threads may call it; they can at most touch a page too many."""
 
-    def __init__(self) -> None:
-        #: Huge pages in whose place small ones are used without a touch.
-        self._untouched = 0
-        #: Their number after the next slow touch.
-        self._pause = _FIRST_PAUSE
+    #: Huge pages in whose place small ones are used without a touch.
+    _untouched: int = 0
+    #: Their number after the next slow touch.
+    _pause: int = _FIRST_PAUSE
 
     def choose(self, memory: HostMemory, start: int, nbytes: int) -> None:
         """Choose the pages of a range that is about to be filled, and make its huge pages resident.

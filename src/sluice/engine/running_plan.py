@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,10 +53,8 @@ class TargetMemory(Protocol):
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
-    """The time and the reads that a plan took."""
+    """The reads that a plan took."""
 
-    #: Seconds from the start of the plan to its last copy.
-    seconds: float
     #: Bytes read by each method.
     read_bytes: Mapping[str, int]
     #: Reads that used a later method because the preferred one failed.
@@ -94,7 +91,6 @@ class RunningPlan:
         self.results: queue.SimpleQueue[FinishedRead | BaseException] = queue.SimpleQueue()
         self.has_reader = False
         self._session = session
-        self._started = time.perf_counter()
         self._requests = requests_of(plan.reads)
         self._take = threading.Lock()
         # One permit per read whose result may wait for the caller; without a bound there are none.
@@ -123,7 +119,18 @@ class RunningPlan:
     def wait(
         self, *, progress: Callable[[int], None] | None = None, completed: Callable[[int], None] | None = None
     ) -> RunResult:
-        """Return once every target is filled; see ``Session.run``. If this raises, the session has ended."""
+        """Return once every target is filled or mapped. If this raises, the session has ended.
+
+        Args:
+            progress: Called in this thread with the bytes read so far.
+            completed: Called in this thread with the position of each target whose last byte has arrived.
+
+        Raises:
+            ReadError: The operating system failed a read.
+            TruncatedError: A file is shorter than it was when it was indexed.
+            SourceChangedError: A file is no longer the one that was indexed.
+            SessionEndedError: The session has ended.
+        """
         pending = _Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
         read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
         surprises: dict[Surprise, int] = {}
@@ -152,7 +159,6 @@ class RunningPlan:
             self._session.close()
             raise
         return RunResult(
-            seconds=time.perf_counter() - self._started,
             read_bytes=read_bytes,
             stepped_down=stepped_down,
             surprises=surprises,
@@ -201,6 +207,4 @@ class _Pending:
 
 
 def _positions(read: Read) -> Iterator[int]:
-    if read.into is not None:
-        yield read.into
-    yield from (copy.target for copy in read.copies)
+    return iter((read.into,)) if read.into is not None else (copy.target for copy in read.copies)

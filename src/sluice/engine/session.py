@@ -16,21 +16,20 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Self
 
-import torch
 from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice._threads import Worker, join_threads, start_threads, stops_when
 from sluice.engine.read_methods import ReadMethods
-from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, SessionEndedError, TargetMemory
+from sluice.engine.running_plan import FinishedRead, RunningPlan, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.engine.targets import Targets
 from sluice.records import LoadPlan, Read
 from sluice.records.geometry import round_down, round_up
 from sluice.sources.protocol import DirectIOUnavailable, Source, joins_reads
-from sluice.sources.ranges import too_early
+from sluice.sources.ranges import ended_early
 
 __all__ = ["Session"]
 
@@ -64,36 +63,6 @@ class Session:
         self._pools: dict[int, StagingPool] = {}
         self._running: list[RunningPlan] = []
         self.ended = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def run(
-        self,
-        plan: LoadPlan,
-        targets: TargetMemory,
-        *,
-        progress: Callable[[int], None] | None = None,
-        completed: Callable[[int], None] | None = None,
-    ) -> RunResult:
-        """Fill or map every target of a plan.
-
-        Args:
-            plan: What to do.
-            targets: Where the bytes go.
-            progress: Called in this thread with the bytes read so far.
-            completed: Called in this thread with the position of each target whose last byte has arrived.
-
-        Raises:
-            ReadError: The operating system failed a read.
-            TruncatedError: A file is shorter than it was when it was indexed.
-            SourceChangedError: A file is no longer the one that was indexed.
-            SessionEndedError: The session has ended.
-        """
-        return self.start(plan, targets).wait(progress=progress, completed=completed)
 
     def start(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
         """Begin to run a plan, after those that were started before it; ``RunningPlan.wait`` completes it.
@@ -218,6 +187,10 @@ class Session:
         return nullcontext(source)
 
     def _read_staged(self, run: RunningPlan, source: Source, read: Read) -> None:
+        targets, kept = run.targets, read.methods[0] == "buffered" and not run.plan.drop_behind
+        if kept and isinstance(targets, Targets) and targets.read_straight(source, read):
+            run.results.put(FinishedRead(read, "buffered"))
+            return
         first = read.offset % defaults.BLOCK_BYTES
         buffer = run.staging.borrow()
         try:
@@ -246,9 +219,7 @@ class Session:
         try:
             if self.ended:
                 return
-            # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                run.targets.copy_out(read, filled.buffer, read.offset % defaults.BLOCK_BYTES)
+            run.targets.copy_out(read, filled.buffer, read.offset % defaults.BLOCK_BYTES)
             run.results.put(filled.done)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             run.results.put(error)
@@ -281,7 +252,7 @@ class Session:
             except DirectIOUnavailable:
                 continue
             if first + found < read.offset + read.nbytes:
-                raise _short(source, read, first + found)
+                raise ended_early(source, read.offset, read.nbytes, first + found - read.offset)
             if method == "buffered" and run.plan.drop_behind:
                 source.forget(read.offset, read.nbytes)
             return FinishedRead(read, method, surprise)
@@ -290,15 +261,10 @@ class Session:
     def check(self, plan: LoadPlan) -> None:
         """Raise if a file that a plan read or mapped has changed."""
         # Only those files: a slice needs none of the other shards, and checking one can take a round trip.
-        for number in sorted({fill.file for target in plan.targets for fill in target.fills}):
+        for number in sorted({read.file for read in plan.reads} | {each.file for each in plan.mapped_ranges}):
             self._sources[number].check_unchanged()
 
     def check_process(self) -> None:
         """Raise in the child of a fork, which has none of the threads."""
         if os.getpid() != self._process:
             raise ReadError("the process was forked during the load; only the parent can finish it")
-
-
-def _short(source: Source, read: Read, end: int) -> Exception:
-    source.check_unchanged()
-    return too_early(source.path, read.offset, read.nbytes, end - read.offset)

@@ -6,6 +6,8 @@ them. Buffers are lent oldest first, which makes this wait as short as possible.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import queue
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -25,23 +27,23 @@ class Ticket(Protocol):
 
 
 class StagingBuffer:
-    """A slice of the pool's memory, aligned to 4 KiB so that direct reads can land in it.
+    """A slice of memory; those of a pool are aligned to 4 KiB so that direct reads can land in them.
 
     Attributes:
         memory: The memory that it is a part of, for ``torch.frombuffer``.
         address: Address of its first byte.
-        start: Its first byte in ``memory.mapping``.
+        start: Its first byte in ``memory``.
         view: Its bytes.
         tickets: What to wait for before it is written again.
     """
 
     __slots__ = ("address", "memory", "start", "tickets", "view")
 
-    def __init__(self, memory: HostMemory, offset: int, nbytes: int) -> None:
+    def __init__(self, memory: mmap.mmap | bytearray, start: int, nbytes: int) -> None:
         self.memory = memory
-        self.start = memory.start + offset
-        self.address = memory.address + offset
-        self.view = memory.view()[offset : offset + nbytes]
+        self.start = start
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory, start))
+        self.view = memoryview(memory)[start : start + nbytes]
         self.tickets: list[Ticket] = []
 
 
@@ -69,7 +71,8 @@ class StagingPool:
         self.blocks.append(memory)
         self._count = count
         for number in range(more):
-            self._free.put(StagingBuffer(memory, number * self.buffer_bytes, self.buffer_bytes))
+            start = memory.start + number * self.buffer_bytes
+            self._free.put(StagingBuffer(memory.mapping, start, self.buffer_bytes))
 
     def page_lock(self, lock: Callable[[HostMemory], AbstractContextManager[None]]) -> None:
         """Enter ``lock`` for every block that was not locked before; ``close`` leaves them."""

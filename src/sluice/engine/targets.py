@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,12 @@ from sluice.records.geometry import span_elements
 from sluice.sources.protocol import MappableSource, Source
 
 __all__ = ["Targets"]
+
+#: Least bytes for each copy of a read without staging: the call needs a record of each place.
+_STRAIGHT_BYTES = 4096
+
+#: Most places of one call, less those of gaps and the last copy; Linux and macOS take 1024.
+_MOST_BUFFERS = 1000
 
 
 class Targets:
@@ -100,15 +107,16 @@ class Targets:
             assert isinstance(source, MappableSource)  # the planner was told which are
             self._ranges.append(source.map(each.offset, each.nbytes))
 
-    def begin(self, staging: StagingPool) -> None:
+    def begin(self, staging: StagingPool | None = None) -> None:
         """Prepare accelerators for copies out of ``staging``. ``finish`` must always be called afterwards."""
-        staging.page_lock(lambda memory: page_locked(memory, self._accelerators))
-        for device in self._plan.devices:
-            link = self._accelerators[device.device]
-            self._begun.append(link)
-            link.begin(self._plan.device_scratch_bytes)
-        self.reserve()
-        self._allocate_lasting()
+        if staging is not None and self._plan.devices:
+            staging.page_lock(lambda memory: page_locked(memory, self._accelerators))
+            for device in self._plan.devices:
+                link = self._accelerators[device.device]
+                self._begun.append(link)
+                link.begin(self._plan.device_scratch_bytes)
+            self.reserve()
+            self._allocate_lasting()
         self._map_targets()
         unread = [i for i, target in enumerate(self._plan.targets) if target.constants and not target.fills]
         if unread:  # no read allocates them
@@ -172,11 +180,15 @@ class Targets:
             first: Where its first byte lies in the buffer.
         """
         started: set[str] = set()
+        if read.swap_bytes:
+            _swap_bytes(read, buffer, first)
+        others = [copy for copy in read.copies if not self._moves_bytes(copy, buffer.address + first)]
+        if not others:
+            return
         try:
-            if read.swap_bytes:
-                _swap_bytes(read, buffer, first)
-            for copy in read.copies:
-                if not self._moves_bytes(copy, buffer.address + first):
+            # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for copy in others:
                     self._copy(copy, buffer, first, started)
         finally:  # after a failure too: earlier copies are still under way
             tickets = [self._accelerators[device].mark() for device in started]
@@ -208,21 +220,53 @@ class Targets:
 
         A copy with tensors takes 15 times as long as one of a kilobyte itself.
         """
-        position = copy.target
-        target, block = self._plan.targets[position], self._plan.blocks[position]
-        dtype = target.dtype
-        if copy.elements.dtype != dtype or not copy.verbatim or target.constants:
+        address = self._address(copy)
+        if address is None:
             return False
-        if block.kind == "arena":
-            address = self._arena(block.arena).address + block.arena_offset
-        elif block.kind == "existing" and target.device == "cpu" and target.nbytes < defaults.OWN_MAPPING_BYTES:
-            self.touched.add(position)
-            address = self._existing[position].data_ptr()
-        else:
-            return False
-        item = ITEM_BYTES[dtype]
-        ctypes.memmove(address + copy.target_start * item, read_address + copy.offset, copy.shape[0] * item)
+        if copy.target in self._existing:
+            self.touched.add(copy.target)
+        ctypes.memmove(address, read_address + copy.offset, copy.shape[0] * ITEM_BYTES[copy.elements.dtype])
         return True
+
+    def _address(self, copy: Copy) -> int | None:
+        """Return where unchanged bytes go in small memory of the host; None if a copy is anything else."""
+        target, block = self._plan.targets[copy.target], self._plan.blocks[copy.target]
+        if copy.elements.dtype != target.dtype or not copy.verbatim or target.constants:
+            return None
+        first = copy.target_start * ITEM_BYTES[target.dtype]
+        if block.kind == "arena":
+            return self._arena(block.arena).address + block.arena_offset + first
+        small = block.kind == "existing" and target.device == "cpu" and target.nbytes < defaults.OWN_MAPPING_BYTES
+        return self._existing[copy.target].data_ptr() + first if small else None
+
+    def read_straight(self, source: Source, read: Read) -> bool:
+        """Read bytes of a local file that stay as they are into small memory, by one call and without staging.
+
+        Returns:
+            Whether all of them were read. If not, the read is to be made through staging, which tells why.
+        """
+        if not hasattr(source, "lend") or read.nbytes < _STRAIGHT_BYTES * len(read.copies) or not hasattr(os, "preadv"):
+            return False
+        buffers: list[Any] = []
+        end = 0
+        for copy in read.copies:
+            address = None if read.swap_bytes else self._address(copy)
+            if address is None or copy.offset < end or len(buffers) > _MOST_BUFFERS:
+                return False
+            if copy.offset > end:
+                buffers.append(bytearray(copy.offset - end))
+            nbytes = copy.shape[0] * ITEM_BYTES[copy.elements.dtype]
+            buffers.append((ctypes.c_char * nbytes).from_address(address))
+            end = copy.offset + nbytes
+        live, found = [copy.target for copy in read.copies if copy.target in self._existing], 1
+        with source.lend() as descriptor:
+            try:
+                found = os.preadv(descriptor, buffers, read.offset)
+            except OSError:
+                found = 0
+            finally:  # also if an interrupt comes
+                self.touched.update(live if found else ())
+        return found == read.nbytes
 
     def _send(self, device: str, target: torch.Tensor, source: StridedBytes) -> None:
         """Copy to a device, or start to."""
@@ -257,6 +301,8 @@ class Targets:
 
         The last view of a target is the target's own tensor in another shape, which saves a second one for each.
         """
+        if len(self._existing) == len(views):  # a live tensor has one view
+            return [self._existing[view.target] for view in views]
         uses = [0] * len(self._plan.targets)
         for view in views:
             uses[view.target] += 1
@@ -390,4 +436,4 @@ def _swap_bytes(read: Read, buffer: StagingBuffer, first: int) -> None:
     """Reverse the bytes of each number of a read in a staging buffer."""
     numbers = np.dtype(f"u{read.swap_bytes}")
     count = read.nbytes // read.swap_bytes
-    np.frombuffer(buffer.memory.mapping, numbers, count, buffer.start + first).byteswap(inplace=True)
+    np.frombuffer(buffer.memory, numbers, count, buffer.start + first).byteswap(inplace=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from reprlib import repr as short_repr
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from sluice._errors import (
     CheckpointError,
@@ -108,6 +108,9 @@ def flatten(tree: object, limits: Limits) -> dict[str, Entry]:
         LimitError: The tree is deeper than ``limits.depth`` or has more than ``limits.entries`` tensors.
     """
     entries: dict[str, Entry] = {}
+    kinds = ({*map(type, tree)}, {*map(type, tree.values())}) if isinstance(tree, dict) else None
+    if kinds == ({str}, {Entry}) and len(flat := cast("dict[str, Entry]", tree)) <= limits.entries and limits.depth:
+        return dict(flat)  # as most checkpoints are
     for name, leaf, keys in _leaves(tree):
         if len(keys) > limits.depth:
             raise LimitError("the checkpoint is nested too deeply", expected=f"at most {limits.depth} levels (depth)")

@@ -14,7 +14,7 @@ from sluice.formats.foreign import recognise
 from sluice.formats.protocol import Format
 from sluice.sources.protocol import Source
 
-__all__ = ["FORMATS", "Format", "KnownFormat", "detect"]
+__all__ = ["FORMATS", "Format", "Head", "KnownFormat", "detect"]
 
 #: Bytes of the head that is examined: a tar header has 512, and JSON names its kind early.
 _HEAD_BYTES = 4096
@@ -47,17 +47,34 @@ class KnownFormat(NamedTuple):
 #: The formats that sluice reads. Their first bytes exclude each other.
 FORMATS = (
     KnownFormat("torch-zip", is_torch_zip, "torch_save.zip_format.TorchZipFormat", has_encoding=True),
-    KnownFormat("torch-legacy", is_torch_legacy, "torch_save.legacy_format.TorchLegacyFormat", has_encoding=True),
     KnownFormat("safetensors", is_safetensors, "safetensors.reader.SafetensorsFormat"),
+    KnownFormat("torch-legacy", is_torch_legacy, "torch_save.legacy_format.TorchLegacyFormat", has_encoding=True),
     KnownFormat("gguf", is_gguf, "gguf.reader.GgufFormat"),
 )
 
 
-def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
-    """Return the format that the first bytes of a source indicate; nothing else is read.
+class Head(NamedTuple):
+    """What a look at the beginning of a file shows."""
+
+    #: The source, through which headers are read.
+    source: Source
+    #: The bytes that are examined.
+    data: bytes
+    #: The format that they indicate; None for anything else.
+    known: KnownFormat | None
+
+    @classmethod
+    def of(cls, source: Source) -> Head:
+        """Look at an open source; nothing else of it is read."""
+        data = source.read_at(0, min(_HEAD_BYTES, source.identity.nbytes))
+        return cls(source, data, next((known for known in FORMATS if known.matches(data)), None))
+
+
+def detect(source: Source | Head, *, encoding: str = TEXT_ENCODING) -> Format:
+    """Return the format that the first bytes of a source indicate.
 
     Args:
-        source: An open source.
+        source: An open source, or its head.
         encoding: Encoding of text that Python 2 wrote, for the formats that can contain it.
 
     Raises:
@@ -70,16 +87,14 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
         >>> detect(LocalFile("model.safetensors")).name
         'safetensors'
     """
-    size = source.identity.nbytes
-    head = source.read_at(0, min(_HEAD_BYTES, size))
-    if size < _SMALLEST_BYTES:
-        problem = "the file is too short to be a checkpoint"
-        raise TruncatedError(problem, file=source.path, expected=f"at least {_SMALLEST_BYTES} bytes", found=head)
+    head = source if isinstance(source, Head) else Head.of(source)
+    if len(head.data) < _SMALLEST_BYTES:
+        problem, least = "the file is too short to be a checkpoint", f"at least {_SMALLEST_BYTES} bytes"
+        raise TruncatedError(problem, file=head.source.path, expected=least, found=head.data)
     # The first bytes of a pickle or gzip file can be a safetensors length: formats are tried before other kinds.
-    for known in FORMATS:
-        if known.matches(head):
-            return known.load(encoding)
-    raise _foreign(source, head)
+    if head.known is None:
+        raise _foreign(head.source, head.data)
+    return head.known.load(encoding)
 
 
 def _foreign(source: Source, head: bytes) -> CheckpointError:

@@ -47,7 +47,7 @@ def is_torch_legacy(head: bytes) -> bool:
 
 def is_safetensors(head: bytes) -> bool:
     """Return whether a file with this head starts with the length and the first bytes of a safetensors header."""
-    return _BRACE.match(head, 8) is not None and bool(head[:8].translate(None, _PRINTABLE)) and not is_gguf(head)
+    return _BRACE.match(head, 8) is not None and bool(head[:8].translate(None, _PRINTABLE)) and head[:4] != GGUF_MAGIC
 
 
 def is_gguf(head: bytes) -> bool:

@@ -30,7 +30,7 @@ from sluice._options import Limits
 from sluice.formats.protocol import read_whole
 from sluice.formats.strict_json import decode_json, without_strings
 from sluice.records.bulk import collector_paused
-from sluice.sources.opening import open_source
+from sluice.sources.opening import find_place
 from sluice.sources.remote_names import missing_advice
 
 __all__ = ["HashAlgorithm", "Hasher", "Manifest", "TensorHash", "new_hash", "parse_manifest", "read_manifest"]
@@ -123,7 +123,7 @@ def read_manifest(path: str, limits: Limits) -> Manifest:
         ReadError: The operating system failed a read.
     """
     try:
-        opened = open_source(path)
+        opened = find_place(path).open_file()
     except MissingFileError as error:
         error.advice = missing_advice(path, checkpoint=False)
         raise

@@ -51,10 +51,6 @@ class Format(Locator, Protocol):
     #: Name for reports and messages: ``"torch-zip"``.
     name: str
 
-    def matches(self, head: bytes) -> bool:
-        """Return whether ``head``, the first bytes of a file (up to 4096), indicates this format."""
-        ...
-
     def read_index(self, source: Source, limits: Limits) -> Index:
         """Return the index of the source.
 

@@ -14,7 +14,7 @@ from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest, figures
 from sluice.loading.module_job import ModuleJob
-from sluice.loading.request_meter import RequestMeter
+from sluice.loading.request_meter import planned_requests
 from sluice.planning.alternatives import Change, find_alternatives
 from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
 from sluice.planning.other_methods import (
@@ -53,7 +53,7 @@ def plan_report(
     """
     job, memory = request.job(checkpoint), request.memory
     plan, limits = job.plan, find_limits(job.plan.facts, memory)
-    short, remote = shortages(plan, memory), RequestMeter(checkpoint, plan).planned()
+    short, remote = shortages(plan, memory), planned_requests(checkpoint, plan)
     methods = tuple(_verdicts(job, _plans_by_place(request, job), limits))
     recommended, reason = recommend(methods)
     replan = partial(request.replan, checkpoint)

@@ -10,7 +10,9 @@ and the report are the same for all and are here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,23 +21,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._errors import PartialLoadError
-from sluice._options import MemoryLimits, TransferOptions
+from sluice._options import NO_LIMITS, MemoryLimits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.read_methods import Surprise
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
-from sluice.loading.request_meter import RequestMeter
+from sluice.loading.request_meter import made_requests, planned_requests
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
+from sluice.planning.budget import for_whole_host
 from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
+from sluice.records.bulk import collector_paused
 from sluice.reports.load import LoadReport, RankReport
 from sluice.reports.load_figures import MergedAdapter, Subject
 from sluice.reports.refresh import RefreshState
-from sluice.reports.report_rows import casts, request_rows
+from sluice.reports.report_rows import request_rows
 from sluice.reports.table import TensorRow
 from sluice.sources.protocol import is_caching
 
@@ -70,7 +74,7 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
     @property
     def memory(self) -> MemoryLimits:
         """Memory limits of the load."""
-        return self.options.memory or MemoryLimits()
+        return self.options.memory or NO_LIMITS
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Return the tensors of which this rank may hold parts; the ranks of their meshes load together."""
@@ -181,14 +185,11 @@ class LoadJob(Struct, frozen=True, kw_only=True):
             from sluice.reading.caches import fill_caches  # few files have a cache
 
             fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
-        with byte_progress(progress, self.checkpoint.path, plan.read_bytes) as report:
-            return transfer.run(
-                self.checkpoint,
-                self.prepared,
-                Targets(plan) if targets is None else targets,
-                progress=_with_look(report, self.look),
-                completed=completed,
-            )
+        targets = Targets(plan) if targets is None else targets
+        shown = nullcontext() if progress is False else byte_progress(progress, self.checkpoint.path, plan.read_bytes)
+        with shown as report:
+            look = _with_look(report, self.look)
+            return transfer.run(self.checkpoint, self.prepared, targets, progress=look, completed=completed)
 
     def state_maker(self) -> Callable[[], RefreshState] | None:
         """Return a function that makes the state of the report; None if it has none."""
@@ -221,23 +222,28 @@ class Loaded(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
-    """Decide a load and check that it keeps the memory limits. Nothing is touched.
+def decide(request: LoadRequest, checkpoint: OpenCheckpoint, *, whole_host: bool = False) -> LoadJob:
+    """Decide a load and check that it keeps the memory limits, or those of all ranks of a host. Nothing is touched.
 
     Raises:
         BudgetError: It does not; the error lists the changes with which it would.
     """
-    job = request.job(checkpoint)
+    with collector_paused():
+        job = request.job(checkpoint)
+    plan = for_whole_host(job.plan) if whole_host else job.plan
     replan = partial(request.replan, checkpoint)
-    check_budget(job.plan, request.memory, replan, file=checkpoint.path, offer=request.offers)
+    check_budget(plan, request.memory, replan, file=checkpoint.path, offer=request.offers)
     return job
 
 
 def run(job: LoadJob, *, progress: Progress) -> Loaded:
     """Run a job; measure how the memory of accelerators grows, and the requests for remote files."""
-    before, meter = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan)
+    if not job.plan.devices and all(file.identity.inode for file in job.checkpoint.index.files):
+        return job.install(job.fetch(progress))
+    before, planned = transfer.allocator_state(job.plan), planned_requests(job.checkpoint, job.plan)
     loaded = job.install(job.fetch(progress))
-    return replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=meter.measured())
+    remote = made_requests(job.checkpoint, job.plan, planned)
+    return replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=remote)
 
 
 def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | None) -> Callable[[int], None] | None:
@@ -256,6 +262,7 @@ def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | 
 def figures(job: LoadJob) -> dict[str, Any]:
     """Return the fields of ``LoadFigures`` that a decision determines, for the reports of loads and of dry runs."""
     checkpoint, plan = job.checkpoint, job.plan
+    recast = [request for request in job.requests if request.entry.dtype != request.dtype]
     return {
         "source": checkpoint.path,
         "format": checkpoint.format,
@@ -266,7 +273,7 @@ def figures(job: LoadJob) -> dict[str, Any]:
         "read_bytes": plan.read_bytes,
         "mapped_bytes": plan.mapped_bytes,
         "predicted": plan.predicted,
-        "cast": casts(job.requests),
+        "cast": dict(Counter(f"{request.entry.dtype}->{request.dtype}" for request in recast)),
         **{name: getattr(job, name) for name in _OF_JOB},
     }
 

@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -18,11 +17,10 @@ from msgspec.structs import replace
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
-from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report
-from sluice.loading.request_meter import RequestMeter
+from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load_report
+from sluice.loading.request_meter import made_requests, planned_requests
 from sluice.machine.peaks import PeakMeter
 from sluice.machine.processes import this_process
-from sluice.planning.alternatives import check_budget
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.judgement import Proposal, judge_proposals
@@ -30,7 +28,6 @@ from sluice.ranks.membership import meshes_of
 from sluice.ranks.store_group import StoreGroup
 from sluice.ranks.verdicts import Ruling
 from sluice.reading import transfer
-from sluice.records.bulk import collector_paused
 from sluice.reports.load import LoadReport, RankReport
 
 __all__ = ["load_together"]
@@ -65,14 +62,14 @@ def load_together(
     with Agreement(group, verb=request.verb) as agreement, PeakMeter(sampling=False) as meter, ExitStack() as stack:
         neighbors = agreement.meet()
         request = replace(request, options=replace(request.options, host_ranks=len(neighbors)))
-        job = agreement.attempt(lambda: _decide(request, stack.enter_context(opening)))
+        job = agreement.attempt(lambda: decide(request, stack.enter_context(opening), whole_host=True))
         proposal = agreement.attempt(lambda: _proposal(job, request) if job else None)
         agreement.settle("plan", msgspec.json.encode(proposal), _judge)
         assert job is not None  # otherwise the step failed
         job = replace(job, look=agreement.look)
         if job.plan.readers:
             meter.sample()
-        before, requests = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan)
+        before, planned = transfer.allocator_state(job.plan), planned_requests(job.checkpoint, job.plan)
         fetched = agreement.attempt(job.fetch, progress)
         agreement.settle("read", changed=lambda: job.changed_by(fetched))
         loaded = agreement.attempt(job.install, fetched)
@@ -86,7 +83,8 @@ def load_together(
             undo=job.undo,
         )
         assert loaded is not None
-        loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=requests.measured())
+        remote = made_requests(job.checkpoint, job.plan, planned)
+        loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=remote)
     return load_report(
         job,
         loaded,
@@ -94,15 +92,6 @@ def load_together(
         measured=meter.peaks,
         ranks=msgspec.json.decode(ranks, type=tuple[RankReport, ...]),
     )
-
-
-def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
-    """Decide the load of this rank; its growth alone must keep the limits of the host."""
-    with collector_paused():
-        job = request.job(checkpoint)
-    replan = partial(request.replan, checkpoint)
-    check_budget(for_whole_host(job.plan), request.memory, replan, file=checkpoint.path, offer=request.offers)
-    return job
 
 
 def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:

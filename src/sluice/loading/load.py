@@ -13,7 +13,6 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadRequest, decide, load_report, run
 from sluice.machine.peaks import PeakMeter
 from sluice.ranks.membership import group_of
-from sluice.records.bulk import collector_paused
 from sluice.reports.load import LoadReport
 
 __all__ = ["load"]
@@ -41,8 +40,7 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
 
         return load_together(request, opening, group, progress=progress, started=started)
     with PeakMeter(sampling=False) as meter, opening as checkpoint:
-        with collector_paused():
-            job = decide(request, checkpoint)
+        job = decide(request, checkpoint)
         if job.plan.readers:  # without readers the load takes less time than a thread
             meter.sample()
         loaded = run(job, progress=progress)

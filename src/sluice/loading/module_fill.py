@@ -77,24 +77,20 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
         MismatchError: Tied names have different bytes; nothing was touched.
         PartialLoadError: A failure after live tensors began to change; its cause is the failure.
     """
-    notes = compare_tied(job)
+    notes = compare_tied(job) if job.match.comparisons else ()
     extra_state = {name: read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     attributes = {name: read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
-    with _finishers(job) as make_finishers:
-        return _fetch(job, progress, make_finishers, notes, extra_state, attributes)
-
-
-@contextmanager
-def _finishers(job: ModuleJob) -> Iterator[Callable[[], _Finishers]]:
-    """Lend what makes the functions that quantize weights."""
     if not job.quantized:
-        yield dict
-        return
+        return _fetch(job, progress, dict, notes, extra_state, attributes)
     from sluice.quantizing.weights import quantizing_threads  # rarely needed
 
     cores = job.plan.facts.cores
     with quantizing_threads(cores) as workers:
-        yield lambda: {job.requests[i].name: weight.finisher(workers, cores) for i, weight in job.quantized.items()}
+
+        def make_finishers() -> _Finishers:
+            return {job.requests[i].name: weight.finisher(workers, cores) for i, weight in job.quantized.items()}
+
+        return _fetch(job, progress, make_finishers, notes, extra_state, attributes)
 
 
 def _fetch(
@@ -107,13 +103,12 @@ def _fetch(
 ) -> ModuleData:
     """Read the data; see ``fetch_module``."""
     finishers: _Finishers = {}
-    targets = Targets(
-        job.plan,
-        {i: local_of(job.state.tensors[slot]) for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
-        finishers=finishers,
-    )
+    live = {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing}
+    if any(slot.region is not None for slot in job.state.outline.slots):
+        live = {i: local_of(tensor) for i, tensor in live.items()}
+    targets = Targets(job.plan, live, finishers=finishers)
     finished: set[int] = set()  # of the live tensors
-    initial = _compute_initial(job, targets)
+    initial = _compute_initial(job, targets) if job.match.zeroed or job.match.initialised else {}
     if job.quantized:
         _prepare_finishers(targets, finishers, make_finishers)
 
@@ -174,8 +169,6 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:
     """Compute the tensors on meta that the checkpoint does not fill, in their final memory."""
     slots = (*job.match.zeroed, *job.match.initialised)
-    if not slots:
-        return {}
     try:
         targets.reserve()
         memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))

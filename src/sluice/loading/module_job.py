@@ -32,8 +32,8 @@ from sluice.reports.table import TensorRow
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
-    from sluice.adapters.config import Adapter
     from sluice.adapters.opening import AdaptedCheckpoint
+    from sluice.loading.module_request import IntoModule
     from sluice.quantizing.weights import QuantizedWeight
 
 __all__ = ["ModuleJob", "module_job"]
@@ -122,29 +122,22 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
 
 
 def module_job(
-    checkpoint: OpenCheckpoint,
-    state: ModuleState,
-    match_on: Callable[..., Match],
-    device: Device,
-    options: TransferOptions,
-    *,
-    strict: bool,
-    quantize: object = None,
-    adapters: Sequence[Adapter] = (),
+    checkpoint: OpenCheckpoint, state: ModuleState, match_on: Callable[..., Match], request: IntoModule, *, strict: bool
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
-    matched, placement = _placed(state, match_on, device, options.memory)
+    options = request.options
+    matched, placement = _placed(state, match_on, request.device, options.memory)
     merged: AdaptedCheckpoint | None = None
-    if adapters:
+    if request.adapters:
         from sluice.loading.adapted import adapted  # here, not above: most loads merge nothing
 
-        merged, matched = adapted(checkpoint, state, matched, adapters)
+        merged, matched = adapted(checkpoint, state, matched, request.adapters)
         checkpoint = merged.checkpoint
     quantized = None
-    if quantize is not None:
+    if request.quantize is not None:
         from sluice.loading.quantized import quantized as find_quantized  # here, not above: most loads do not quantize
 
-        quantized = find_quantized(state, matched, quantize)
+        quantized = find_quantized(state, matched, request.quantize)
         state, matched = quantized.state, quantized.match
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
@@ -154,8 +147,8 @@ def module_job(
         options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         later_copies = list(padding_copies(state, matched))
     refuse_quantized(
-        (slots[slot].names[0], state.tensors[slot], request.entry.dtype)
-        for slot, request in zip(matched.slots, matched.requests, strict=True)
+        (slots[slot].names[0], state.tensors[slot], each.entry.dtype)
+        for slot, each in zip(matched.slots, matched.requests, strict=True)
     )
     prepared = plan_transfer(
         checkpoint,
@@ -199,6 +192,8 @@ def _placed(
     state: ModuleState, match_on: Callable[..., Match], device: Device, memory: MemoryLimits | None
 ) -> tuple[Match, Placement]:
     """Return the match on the requested devices, and these devices; choose them for ``"auto"``."""
+    if device is None:
+        return match_on(placement={}), {}
     placement = parse_placement(device)
     if placement == "auto":
         placement = choose_placement(state, match_on(), memory)

@@ -6,7 +6,7 @@ All that headers can show is settled here, before a byte of tensor data is read:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Self
@@ -26,7 +26,7 @@ from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, other_devices, parse_placement
 from sluice.loading.job import LoadRequest
 from sluice.loading.module_job import ModuleJob, module_job
-from sluice.matching.match import Match, Outline, match
+from sluice.matching.match import match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
@@ -40,13 +40,13 @@ from sluice.planning.alternatives import Change
 from sluice.records import Entry, UnsupportedValue
 from sluice.sharding.dtensors import local_of
 
-__all__ = ["EntriesRequest", "ModuleRequest"]
+__all__ = ["EntriesRequest", "IntoModule", "ModuleRequest"]
 
 #: The dtype offered if a load does not fit: half the size of float32, with the same range.
 _SMALLER_DTYPE = "bfloat16"
 
 
-class _IntoModule(LoadRequest, frozen=True, kw_only=True):
+class IntoModule(LoadRequest, frozen=True, kw_only=True):
     """A load into a module, which several ranks may hold."""
 
     #: The module to load into.
@@ -65,14 +65,8 @@ class _IntoModule(LoadRequest, frozen=True, kw_only=True):
         reshard(self.model)  # a gathered parameter is an ordinary tensor
         return chain(self.model.parameters(), self.model.buffers())
 
-    def _decide(
-        self, checkpoint: OpenCheckpoint, state: ModuleState, match_on: Callable[..., Match], *, strict: bool
-    ) -> ModuleJob:
-        own: dict[str, Any] = {"quantize": self.quantize, "adapters": self.adapters}
-        return module_job(checkpoint, state, match_on, self.device, self.options, strict=strict, **own)
 
-
-class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
+class ModuleRequest(IntoModule, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_into``."""
 
     #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
@@ -101,7 +95,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         transfer = {name: arguments[name] for name in ("page_cache", "place") if name in arguments}
         fields = {name: arguments[name] for name in cls.__struct_fields__ if name in arguments} | {
             "dtype": dtype_argument(arguments["dtype"]),
-            "adapters": adapter_list(arguments.get("adapters")),
+            "adapters": () if arguments.get("adapters") is None else adapter_list(arguments["adapters"]),
             "options": TransferOptions(memory=memory_limits(arguments["memory"]), **transfer),
         }
         return cls(**{**fields, **own})
@@ -131,7 +125,9 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
 
     def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         state = self.describe()
-        tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
+        tree, limits = checkpoint.index.tree, checkpoint.limits
+        if checkpoint.metadata:
+            tree = checkpoint.tree_with_ties(slot.names for slot in state.outline.slots)
         outline, base = state.outline, None
         if "peft" in sys.modules:
             base = base_names(self.model, outline, checkpoint.entries)
@@ -140,7 +136,8 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         selection = select(tree, outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
         if base is not None:
             selection = through_wrappers(selection, state.outline, base)
-        _refuse_opaques(self, selection, state, checkpoint)
+        if not (isinstance(tree, dict) and set(map(type, tree.values())) == {Entry}):  # as most trees are
+            _refuse_opaques(self, selection, state, checkpoint)
         followed = follow_loading(
             self.model,
             selection.entries,
@@ -169,7 +166,8 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         )
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
         skipped = [name for name, value in own.items() if trees.opaques(value)]
-        job = self._decide(checkpoint, state, match_on, strict=self.strict)
+        moved = self.device is None and any(slot.on_meta for slot in state.outline.slots)
+        job = module_job(checkpoint, state, match_on, self, strict=self.strict)
         return replace(
             job,
             key=selection.key,
@@ -181,7 +179,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
                 *selection.notes,
                 *followed.notes,
                 *job.notes,
-                *(describe_moves(map(local_of, state.tensors)) if self.device is None else ()),
+                *(describe_moves(map(local_of, state.tensors)) if moved else ()),
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
         )
@@ -197,7 +195,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         return [*_other_places(self.device, self.options), *(Change(dtype=dtype) for dtype in dtypes)]
 
 
-class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
+class EntriesRequest(IntoModule, frozen=True, kw_only=True):
     """A load of entries that have the module's names already, because a library converted them.
 
     Nothing is searched, and load hooks of modules are not followed: the library has handled both. Tensors without an
@@ -213,7 +211,7 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
         """See ``LoadRequest.job``."""
         state = collect(self.model)
         match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
-        return self._decide(checkpoint, state, match_on, strict=False)
+        return module_job(checkpoint, state, match_on, self, strict=False)
 
     def offers(self) -> Sequence[Change]:
         """See ``LoadRequest.offers``."""
@@ -234,15 +232,6 @@ def _other_places(device: Device, options: TransferOptions) -> Iterator[Change]:
         yield Change(place="map")
     for other in other_devices(parse_placement(device)):
         yield Change(device=other)
-
-
-def _without_entry(outline: Outline, checkpoint: OpenCheckpoint) -> set[str]:
-    """Return the names that the module has, and the checkpoint only in metadata that may name tied tensors."""
-    ties = checkpoint.stored_names
-    if not ties:
-        return set()
-    slots = (slot.names for slot in outline.slots if not any(name in checkpoint.entries for name in slot.names))
-    return {name for names in slots for name in names if name in ties}
 
 
 def _refuse_opaques(

@@ -14,7 +14,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.checkpoint.survey import optimizer_files, zero_directory
 from sluice.formats.divided import divided_directory
 from sluice.loading.optimizer_job import OptimizerRequest
-from sluice.sources.opening import find_place, open_directory
+from sluice.sources.opening import find_place
 
 __all__ = ["optimizer_checkpoint"]
 
@@ -38,7 +38,7 @@ def optimizer_checkpoint(
         UnsupportedError: It holds a state that was divided over ranks.
     """
     place = source.place if isinstance(source, OpenCheckpoint) else find_place(source)
-    listed = open_directory(place.location) if place is not None and place.location else None
+    listed = place.directory() if place is not None and place.location else None
     names = optimizer_files(listed) if listed else []
     if listed and not names:
         limits, found = limits or Limits(), {entry.name for entry in listed.entries()}

@@ -5,52 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.records import LoadPlan, RemoteReads, Traffic
-from sluice.sources.protocol import RemoteSource
+from sluice.records import LoadPlan, RemoteReads
 
-__all__ = ["RequestMeter"]
+__all__ = ["made_requests", "planned_requests"]
 
 
-class RequestMeter:
-    """The requests for the files of a checkpoint, before and after a plan was run."""
+def planned_requests(checkpoint: OpenCheckpoint, plan: LoadPlan) -> RemoteReads | None:
+    """Return the figures of a plan before it is run, when headers have been read; None if no file is remote."""
+    found = [source.traffic for source in checkpoint.sources if hasattr(source, "traffic")]
+    if not found:
+        return None
+    planned = plan.traffic()
+    return RemoteReads(
+        header_requests=sum(each.requests for each in found),
+        header_bytes=sum(each.nbytes for each in found),
+        planned_requests=planned.requests,
+        planned_bytes=planned.nbytes,
+    )
 
-    def __init__(self, checkpoint: OpenCheckpoint, plan: LoadPlan) -> None:
-        """Note the requests that were made so far.
 
-        Args:
-            checkpoint: The checkpoint, whose headers have been read.
-            plan: The plan that will be run.
-        """
-        # Files of this machine have an inode: the comparison with a protocol takes longer.
-        self._sources = [
-            each for each in checkpoint.sources if not each.identity.inode and isinstance(each, RemoteSource)
-        ]
-        if self._sources:
-            self._before, self._planned = self._now(), plan.traffic()
-
-    def planned(self) -> RemoteReads | None:
-        """Return the figures before the plan is run; None if no file is remote."""
-        if not self._sources:
-            return None
-        return RemoteReads(
-            header_requests=self._before.requests,
-            header_bytes=self._before.nbytes,
-            planned_requests=self._planned.requests,
-            planned_bytes=self._planned.nbytes,
-        )
-
-    def measured(self) -> RemoteReads | None:
-        """Return the figures after the plan was run; None if no file is remote."""
-        planned = self.planned() if self._sources else None
-        if planned is None:
-            return None
-        now = self._now()
-        return replace(
-            planned,
-            requests=now.requests - self._before.requests,
-            received_bytes=now.nbytes - self._before.nbytes,
-        )
-
-    def _now(self) -> Traffic:
-        found = [source.traffic for source in self._sources]
-        return Traffic(sum(each.requests for each in found), sum(each.nbytes for each in found))
+def made_requests(checkpoint: OpenCheckpoint, plan: LoadPlan, planned: RemoteReads | None) -> RemoteReads | None:
+    """Return the figures after the plan was run, from those before."""
+    now = planned_requests(checkpoint, plan)
+    if planned is None or now is None:
+        return None
+    requests, nbytes = now.header_requests - planned.header_requests, now.header_bytes - planned.header_bytes
+    return replace(planned, requests=requests, received_bytes=nbytes)

@@ -44,7 +44,7 @@ _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+)", re.MULTILINE)
 #: When control groups are asked again for a limit.
 _unlimited_until = 0.0
 
-#: Facts for unread files and non-local sources: assume buffered reads.
+#: Facts for unread and for small files, and for non-local sources: assume buffered reads.
 _UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=defaults.PROBE_STEP_BYTES)
 
 
@@ -80,6 +80,8 @@ def file_facts(source: Source) -> FileFacts:
         filesystem = "" if source.identity.inode else REMOTE_FILESYSTEM
         return replace(_UNKNOWN_FILE, filesystem=filesystem, access=source.access)
     nbytes = source.identity.nbytes
+    if nbytes <= defaults.SERIAL_BYTES:  # read through the page cache, wherever it is
+        return _UNKNOWN_FILE
     filesystem = filesystem_type(source.local_path)
     step = max(defaults.PROBE_STEP_BYTES, round_up(-(-nbytes // defaults.PROBES_PER_FILE), defaults.BLOCK_BYTES))
     large = nbytes >= defaults.DIRECT_FILE_BYTES
@@ -87,13 +89,16 @@ def file_facts(source: Source) -> FileFacts:
         filesystem=filesystem,
         direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),
         probe_step_bytes=step,
-        cached=_cached(source, filesystem, range(0, nbytes, step)) if nbytes > defaults.SERIAL_BYTES else (),
+        cached=_cached(source, filesystem, range(0, nbytes, step)),
         access=source.access,
     )
 
 
 def _cached(source: LocalFile, filesystem: str, offsets: range) -> tuple[float, ...]:
-    return (1.0,) * len(offsets) if filesystem in _MEMORY_FILESYSTEMS else _probe_cache(source, offsets)
+    if filesystem in _MEMORY_FILESYSTEMS:
+        return (1.0,) * len(offsets)
+    with source.lend() as descriptor:
+        return probe_cache(descriptor, offsets)
 
 
 def takes_direct_io(path: str) -> bool:
@@ -150,8 +155,3 @@ def _opens_direct(source: LocalFile) -> bool:
             return True
     except DirectIOUnavailable:
         return False
-
-
-def _probe_cache(source: LocalFile, offsets: range) -> tuple[float, ...]:
-    with source.lend() as descriptor:
-        return probe_cache(descriptor, offsets)

@@ -117,7 +117,8 @@ class PeakMeter:
 
     def __exit__(self, *error: object) -> None:
         self._stop.release()
-        join_threads(self._samplers)
+        if self._samplers:
+            join_threads(self._samplers)
         self._take()
 
     @property

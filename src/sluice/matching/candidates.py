@@ -70,7 +70,7 @@ def _is_model(part: object) -> bool:
 
 def _candidates(tree: object) -> dict[str, object]:
     """Return the candidates by key, the largest first; see ``state_dict_candidates``."""
-    if isinstance(tree, dict) and not any(isinstance(child, CONTAINERS) for child in tree.values()):
+    if isinstance(tree, dict) and not any(issubclass(kind, CONTAINERS) for kind in set(map(type, tree.values()))):
         return {} if _named_tensor_bytes(tree) is None else {"": tree}  # a flat state dict, as most are
     below = sizes(tree)
     candidates: dict[str, object] = {}
@@ -148,7 +148,7 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
             FormatError: Two tensors have the same dotted name.
             MismatchError: ``key`` does not exist, or ``rename`` or a rule does not apply.
         """
-        part = subtree(self.tree, key)
+        part = subtree(self.tree, key) if key else self.tree
         versions = {}
         metadata = getattr(part, "_metadata", None)  # torch's own name for it
         if isinstance(metadata, dict):

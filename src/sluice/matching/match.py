@@ -257,17 +257,20 @@ class _Matcher(Struct, kw_only=True):
             return None
         if slot.shape == () and entry.shape == (1,):
             entry = slice_entry(entry, 0)
-        dtype = entry.cast or finished_dtype(entry.dtype, slot.dtype, self.dtype)
+        stored = entry.dtype
+        dtype = entry.cast or (slot.dtype if self.dtype is None else finished_dtype(stored, slot.dtype, self.dtype))
         if entry.shape != slot.shape:
             self.findings.shapes.append((name, slot.shape, entry.shape))
             return None
-        reason = why_no_cast(entry.dtype, dtype, requires_grad=slot.requires_grad)
-        if reason:
-            self.findings.dtypes.append((name, reason))
-            return None
+        if not stored == dtype == slot.dtype:
+            reason = why_no_cast(stored, dtype, requires_grad=slot.requires_grad)
+            if reason:
+                self.findings.dtypes.append((name, reason))
+                return None
         if slot.region is not None:
             entry = select_region(entry, slot.region)
-        device = device_of(slot.names[0], self.placement) or (slot.home if slot.on_meta else slot.device)
+        placed = device_of(slot.names[0], self.placement) if self.placement else None
+        device = placed or (slot.home if slot.on_meta else slot.device)
         existing = slot.in_place and (dtype, device) == (slot.dtype, slot.device)
         keeps_stride = existing or is_dense(entry.shape, slot.stride)
         stride = slot.stride if keeps_stride else contiguous_stride(entry.shape)

@@ -204,7 +204,8 @@ def _selection(fit: NameFit, *, keep_unexpected: bool, candidates: tuple[str, ..
     elif fit.outside:
         notes.append(f"{fit.outside} tensors of the checkpoint outside {fit.prefix!r} were left out")
     module_of: dict[str, str] = {}
-    for path in dict.fromkeys(path for name in own.values() for path in _modules_around(name)):
+    paths = (path for name in own.values() for path in _modules_around(name)) if candidate.versions else ()
+    for path in dict.fromkeys(paths):
         module_of.setdefault(unwrap(path) if fit.spelling.unwrapped else path, path)
     versions = {}
     for path, version in candidate.versions.items():

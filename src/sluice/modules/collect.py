@@ -138,7 +138,8 @@ def collect(module: nn.Module) -> ModuleState:
     slots: list[_Collected] = []
     refused: list[_Collected] = []
     unsaved: list[_Collected] = []
-    for held in _join_aliases(collected.values()):
+    shared = _shared_addresses(collected.values())
+    for held in _join_aliases(collected.values(), shared) if shared else collected.values():
         (unsaved if not held.names else slots if held.can_be_loaded else refused).append(held)
     on_meta = {id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners}
     leftovers = find_leftovers(module, [(held.path, held.memory) for held in unsaved], collected)
@@ -153,7 +154,7 @@ def collect(module: nn.Module) -> ModuleState:
             refused=tuple(name for held in refused for name in held.names),
             problems=(
                 *map(_describe_refused, refused),
-                *_overlaps(slots),
+                *(_overlaps(slots, shared) if shared else ()),
                 *leftovers,
             ),
         ),
@@ -175,7 +176,7 @@ def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
 
 def _shard_memories(module: nn.Module) -> Mapping[int, ShardMemory]:
     """Return the memory of parameters that ``fully_shard`` divided, by their ids. Gathered ones are divided again."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    if "torch.distributed.fsdp" not in sys.modules or not torch.distributed.is_initialized():
         return {}
     from sluice.modules.fully_sharded import reshard, shard_memories
 
@@ -207,7 +208,7 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
 
 def _found(tensor: torch.Tensor, path: str, *, parameter: bool) -> _Collected:
     """Return a tensor that was found first under a path."""
-    if not is_dtensor(tensor):
+    if type(tensor) is nn.Parameter or not is_dtensor(tensor):
         return _Collected(tensor=tensor, memory=tensor, path=path, parameter=parameter, plain=is_plain(tensor))
     memory = local_of(tensor)
     held = _Collected(tensor=tensor, memory=memory, path=path, parameter=parameter, plain=is_plain(memory))
@@ -218,15 +219,21 @@ def _found(tensor: torch.Tensor, path: str, *, parameter: bool) -> _Collected:
     return held
 
 
-def _join_aliases(collected: Collection[_Collected]) -> list[_Collected]:
+def _shared_addresses(collected: Collection[_Collected]) -> set[int]:
+    """Return the addresses of the storages that several tensors view; nearly all tensors have their own."""
+    addresses = [storage_address(held.memory) for held in collected if held.plain]
+    if len(set(addresses)) == len(addresses):
+        return set()
+    return {address for address, count in Counter(addresses).items() if count > 1}
+
+
+def _join_aliases(collected: Collection[_Collected], shared: Container[int]) -> list[_Collected]:
     """Merge objects that view the same memory in the same way into the first, which gets all names."""
     joined: list[_Collected] = []
     first_of: dict[object, _Collected] = {}
-    addresses = [storage_address(held.memory) if held.plain else None for held in collected]
-    shared = {address for address, count in Counter(addresses).items() if count > 1}
-    for address, held in zip(addresses, collected, strict=True):
-        tensor = held.memory
-        if address not in shared or not held.plain or tensor.numel() == 0:
+    for held in collected:
+        tensor, address = held.memory, storage_address(held.memory) if held.plain else None
+        if address is None or address not in shared or tensor.numel() == 0:
             joined.append(held)
             continue
         view = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
@@ -240,16 +247,15 @@ def _join_aliases(collected: Collection[_Collected]) -> list[_Collected]:
     return joined
 
 
-def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
+def _overlaps(slots: Sequence[_Collected], shared: Container[int]) -> Iterator[str]:
     """Yield a problem for each tensor that shares part of its memory with another one, or lies between its elements.
 
     Live tensors with gaps are filled in place and may share.
     """
-    storages = [storage_address(held.memory) if held.plain else None for held in slots]
-    shared = Counter(storages)  # nearly all tensors have their own storage
     places: dict[int, list[tuple[int, int, _Collected]]] = {}
-    for storage, held in zip(storages, slots, strict=True):
-        if storage is not None and shared[storage] > 1 and held.memory.numel():
+    for held in slots:
+        storage = storage_address(held.memory) if held.plain else None
+        if storage is not None and storage in shared and held.memory.numel():
             memory, shape, stride = held.memory, tuple(held.memory.shape), held.memory.stride()
             if memory.is_meta or is_dense(shape, stride):
                 start = int(memory.storage_offset()) * memory.itemsize
@@ -300,7 +306,7 @@ def _slot(
         and any(id(owner.module) in resettable for owner in held.owners),
         added_in=held.added_in,
         lazy=lazy,
-        home="cpu" if lazy else _home_of(held, shard),
+        home=_home_of(held, shard) if shown.is_meta and not lazy else "cpu",
         region=held.region,
     )
 

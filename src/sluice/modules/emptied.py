@@ -133,7 +133,7 @@ def home_of(tensor: torch.Tensor) -> str:
 
 def describe_moves(tensors: Iterable[torch.Tensor]) -> Iterator[str]:
     """Yield a note for each device to which the constructor moved some of the tensors."""
-    devices = Counter(device for device in map(moved_to, tensors) if device is not None)
+    devices = Counter(filter(None, map(moved_to, tensors)))
     for device, count in devices.items():
         what = f"the constructor moved {count} {'tensor' if count == 1 else 'tensors'} to {device}"
         yield what if _is_available(device) else f"{what}, which is not available: placed on the CPU"

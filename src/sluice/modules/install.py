@@ -52,14 +52,19 @@ def install(
         Names of tensors that became new objects, because torch refused to swap their memory.
     """
     replaced: list[str] = []
+    new: list[tuple[int, torch.Tensor]] = []
+    for slot, request, tensor in zip(match.slots, match.requests, tensors, strict=True):
+        if not request.existing:
+            new.append((slot, tensor))
+            continue
+        note_written(state.tensors[slot])
+        for holding in state.aliases.get(slot, ()):
+            note_written(holding.tensor)
+    new += (initial or {}).items()
+    if not (new or match.kept or state.unsaved):
+        return ()
     with torch.inference_mode(mode=False), torch.no_grad():
-        for slot, request, tensor in zip(match.slots, match.requests, tensors, strict=True):
-            if request.existing:
-                for holding in state.holdings(slot):
-                    note_written(holding.tensor)
-            elif not install_one(state, slot, tensor):
-                replaced.append(state.outline.slots[slot].names[0])
-        for slot, tensor in (initial or {}).items():
+        for slot, tensor in new:
             if not install_one(state, slot, tensor):
                 replaced.append(state.outline.slots[slot].names[0])
         for slot in match.kept:

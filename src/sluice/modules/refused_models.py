@@ -53,8 +53,9 @@ _PACKAGES = {
 
 def is_assembled_model(module: nn.Module) -> bool:
     """Return whether a module without DTensors has parameters that consist of other tensors."""
-    others = [parameter for parameter in module.parameters() if type(parameter) is not nn.Parameter]
-    return any(hasattr(other, "__tensor_flatten__") for other in others) and not any(map(is_dtensor, others))
+    kinds = {*map(type, module.parameters())} - {nn.Parameter}
+    assembled = bool(kinds) and any(hasattr(kind, "__tensor_flatten__") for kind in kinds)
+    return assembled and not any(map(is_dtensor, module.parameters()))
 
 
 def advice_for(module: nn.Module) -> str | None:

@@ -16,13 +16,13 @@ from sluice.planning.mappings import NOTHING_MAPPED, Mapped
 from sluice.planning.memory_layout import lay_out_blocks
 from sluice.planning.reads import (
     CollapsedFill,
-    StagedReads,
     cached_share,
-    collapse_fills,
+    collapse_fill,
     join_requests,
     needs_no_staging,
     read_in_place,
     shared_ids,
+    staged_reads,
 )
 from sluice.planning.reasons import read_reasons
 from sluice.planning.threads import buffer_count, copier_count, reader_count, staging_buffer_bytes
@@ -67,16 +67,18 @@ def plan_load(
     Raises:
         BudgetError: ``staging_bytes`` is less than the smallest staging.
     """
-    fills = [fill for fill in collapse_fills(targets) if fill.target not in mapped.blocks]
+    read = ((position, target) for position, target in enumerate(targets) if position not in mapped.blocks)
+    fills = [collapse_fill(position, fill) for position, target in read for fill in target.fills]
     access = largest_access(facts.files[file].access for file in {fill.fill.file for fill in fills})
     buffer_bytes = staging_buffer_bytes(staging_bytes, access)
     reads, leads = _plan_reads(fills, targets, facts, buffer_bytes, page_cache)
-    if not any(target.finisher for target in targets):  # otherwise readers wait between two reads
+    finishers = any(target.finisher for target in targets)
+    if access.joins_reads and not finishers:  # with finishers readers wait between two reads
         reads = list(join_requests(reads, facts.files))
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
     readers = reader_count(reads, facts, serial_bytes=serial_bytes)
     buffers = buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
-    most_unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
+    most_unfinished = 2 * max(1, readers) if finishers else 0
     unfinished = _most_unfinished(reads, targets, most_unfinished, lambda each: each.nbytes * (each.device == "cpu"))
     predicted = _predict(targets, blocks, arenas, staging_bytes=buffers * buffer_bytes, unfinished=unfinished)
     return LoadPlan(
@@ -111,25 +113,21 @@ def _plan_reads(
     page_cache: PageCache,
 ) -> tuple[list[Read], dict[int, int]]:
     """Return all reads in file order, and the bytes to leave before each target that is read without staging."""
-    shared = shared_ids(fills)
+    candidates = [fill for fill in fills if needs_no_staging(targets[fill.target], fill)]
+    shared = shared_ids(fills) if candidates else set()
     reads: list[Read] = []
     leads: dict[int, int] = {}
-    staged = StagedReads(
-        facts.files,
-        buffer_bytes=buffer_bytes,
-        page_cache=page_cache,
-    )
-    for fill in fills:
-        target = targets[fill.target]
-        in_place = None
-        if needs_no_staging(target, fill) and id(fill) not in shared:
-            in_place = read_in_place(fill, target, facts.files[fill.fill.file], page_cache)
-        if in_place is None:
-            staged.add(fill)
-        else:
-            leads[fill.target], target_reads = in_place
+    in_place: set[int] = set()
+    for fill in candidates:
+        found = None
+        if id(fill) not in shared:
+            found = read_in_place(fill, targets[fill.target], facts.files[fill.fill.file], page_cache)
+        if found is not None:
+            leads[fill.target], target_reads = found
+            in_place.add(fill.target)
             reads.extend(target_reads)
-    reads.extend(staged.reads())
+    staged = [fill for fill in fills if fill.target not in in_place] if in_place else fills
+    reads.extend(staged_reads(staged, facts.files, buffer_bytes=buffer_bytes, page_cache=page_cache))
     reads.sort(key=lambda read: (read.file, read.offset))
     return reads, leads
 

@@ -23,16 +23,15 @@ from sluice.records.geometry import CopyPiece, collapse, cut, span_elements, spl
 
 __all__ = [
     "CollapsedFill",
-    "StagedReads",
     "cached_share",
     "collapse_fill",
-    "collapse_fills",
     "is_cached",
     "is_verbatim",
     "join_requests",
     "needs_no_staging",
     "read_in_place",
     "shared_ids",
+    "staged_reads",
 ]
 
 #: File systems whose files are in memory: they answer no probe, and their reads are copies.
@@ -74,11 +73,6 @@ _FillPiece = tuple[CollapsedFill, CopyPiece]
 _collapse = lru_cache(maxsize=256)(collapse)
 
 
-def collapse_fills(targets: Sequence[Target]) -> list[CollapsedFill]:
-    """Return every fill of the targets, collapsed."""
-    return [collapse_fill(position, fill) for position, target in enumerate(targets) for fill in target.fills]
-
-
 def collapse_fill(position: int, fill: Fill) -> CollapsedFill:
     """Return a fill of the target at ``position``, collapsed."""
     shape, source, target = _collapse(fill.shape, fill.source_stride, fill.target_stride)
@@ -106,7 +100,7 @@ def is_verbatim(target: Target, collapsed: CollapsedFill) -> bool:
 
 def needs_no_staging(target: Target, collapsed: CollapsedFill) -> bool:
     """Return whether the stored bytes can be read straight into a target: unchanged, on the CPU, and large enough."""
-    return is_verbatim(target, collapsed) and target.device == "cpu" and target.nbytes >= defaults.OWN_MAPPING_BYTES
+    return target.nbytes >= defaults.OWN_MAPPING_BYTES and target.device == "cpu" and is_verbatim(target, collapsed)
 
 
 def read_in_place(
@@ -172,76 +166,61 @@ def cached_share(facts: FileFacts, offset: int, nbytes: int) -> float:
     return cached / nbytes
 
 
-class StagedReads:
-    """Collector of the fills that go through staging, which joins their pieces into reads that fit one buffer.
+def staged_reads(
+    fills: Iterable[CollapsedFill], facts: Sequence[FileFacts], *, buffer_bytes: int, page_cache: PageCache
+) -> Iterator[Read]:
+    """Yield the reads of fills that go through staging, in file order, with neighboring pieces in one read.
 
-    A buffer holds the read, and up to a block of alignment at each end.
+    A buffer holds the read, and up to a block of alignment at each end. Big-endian pieces are read alone.
+
+    Args:
+        fills: The fills.
+        facts: Facts of all files of the plan.
+        buffer_bytes: Bytes of one staging buffer.
+        page_cache: Use of the page cache.
     """
-
-    def __init__(
-        self,
-        facts: Sequence[FileFacts],
-        *,
-        buffer_bytes: int,
-        page_cache: PageCache,
-    ) -> None:
-        """Create a collector without fills.
-
-        Args:
-            facts: Facts of all files of the plan.
-            buffer_bytes: Bytes of one staging buffer.
-            page_cache: Use of the page cache.
-        """
-        self._facts = facts
-        self._page_cache = page_cache
-        self._limit_bytes = buffer_bytes - 2 * defaults.BLOCK_BYTES
-        self._pieces: list[_FillPiece] = []
-
-    def add(self, collapsed: CollapsedFill) -> None:
-        """Add a fill."""
-        item = collapsed.fill.elements.item_bytes
-        access = self._facts[collapsed.fill.file].access
-        pieces = cut(collapsed.piece, item, limit_bytes=self._read_limit(access), gap_bytes=access.gap_bytes)
-        self._pieces.extend((collapsed, piece) for piece in pieces)
-
-    def reads(self) -> Iterator[Read]:
-        """Yield the reads in file order, with neighboring pieces in one read; big-endian pieces are read alone."""
-        pending: list[_FillPiece] = []
-        start = end = 0
-        for collapsed, piece in sorted(self._pieces, key=lambda item: (item[0].fill.file, item[1].start_byte)):
-            piece_end = piece.start_byte + piece.nbytes
-            fits = (
-                pending
-                and pending[0][0].fill.file == collapsed.fill.file
-                and piece.start_byte - end <= (access := self._facts[collapsed.fill.file].access).gap_bytes
-                and max(end, piece_end) - start <= self._read_limit(access)
-                and not (collapsed.fill.elements.swap_bytes or pending[0][0].fill.elements.swap_bytes)
-            )
-            if pending and not fits:
-                yield self._join(pending, start, end)
-                pending = []
-            if not pending:
-                start, end = piece.start_byte, piece_end
-            pending.append((collapsed, piece))
-            end = max(end, piece_end)
-        if pending:
-            yield self._join(pending, start, end)
-
-    def _read_limit(self, access: AccessFacts) -> int:
-        """Return the most bytes of one read from a source."""
-        return min(self._limit_bytes, access.request_bytes)
-
-    def _join(self, pieces: list[_FillPiece], start: int, end: int) -> Read:
-        """Return one read of the bytes from ``start`` to ``end`` with a copy for each piece."""
-        file = pieces[0][0].fill.file
-        return Read(
-            file=file,
-            offset=start,
-            nbytes=end - start,
-            methods=_permitted_methods(self._facts[file], start, end - start, self._page_cache),
-            copies=tuple(_copy(collapsed, piece, start) for collapsed, piece in pieces),
-            swap_bytes=pieces[0][0].fill.elements.swap_bytes,
+    room = buffer_bytes - 2 * defaults.BLOCK_BYTES
+    pieces = [(fill, piece) for fill in fills for piece in _pieces(fill, facts[fill.fill.file].access, room)]
+    pieces.sort(key=lambda item: (item[0].fill.file, item[1].start_byte))
+    pending: list[_FillPiece] = []
+    file, start, end, swaps = -1, 0, 0, False
+    for fill, piece in pieces:
+        access, elements = facts[fill.fill.file].access, fill.fill.elements
+        piece_end = piece.start_byte + piece.nbytes
+        fits = (
+            file == fill.fill.file
+            and piece.start_byte - end <= access.gap_bytes
+            and max(end, piece_end) - start <= min(room, access.request_bytes)
+            and not (swaps or elements.swap_bytes)
         )
+        if not fits:
+            if pending:
+                yield _join(pending, start, end, facts[file], page_cache)
+            pending, file, start, end, swaps = [], fill.fill.file, piece.start_byte, 0, bool(elements.swap_bytes)
+        pending.append((fill, piece))
+        end = max(end, piece_end)
+    if pending:
+        yield _join(pending, start, end, facts[file], page_cache)
+
+
+def _pieces(fill: CollapsedFill, access: AccessFacts, room: int) -> Iterable[CopyPiece]:
+    """Return the pieces of a fill that fit one read."""
+    item, limit = fill.fill.elements.item_bytes, min(room, access.request_bytes)
+    if fill.contiguous and fill.end <= limit - item:  # before the first cut
+        return (fill.piece,)
+    return cut(fill.piece, item, limit_bytes=limit, gap_bytes=access.gap_bytes)
+
+
+def _join(pieces: list[_FillPiece], start: int, end: int, facts: FileFacts, page_cache: PageCache) -> Read:
+    """Return one read of the bytes from ``start`` to ``end`` of a file, with a copy for each piece."""
+    return Read(
+        file=pieces[0][0].fill.file,
+        offset=start,
+        nbytes=end - start,
+        methods=_permitted_methods(facts, start, end - start, page_cache),
+        copies=tuple(_copy(collapsed, piece, start) for collapsed, piece in pieces),
+        swap_bytes=pieces[0][0].fill.elements.swap_bytes,
+    )
 
 
 def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int) -> Copy:

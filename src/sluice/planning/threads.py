@@ -86,7 +86,9 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
     if not facts.threads:
         return 0
     total = sum(read.nbytes for read in reads)
-    local = all(facts.files[read.file].access == local_access() for read in reads)
+    local = all(facts.files[file].access == local_access() for file in {read.file for read in reads})
+    if local and 0 < total <= serial_bytes:
+        return 0
     waiting = [read for read in reads if _waits(read, facts)]
     mostly_waits = 2 * sum(read.nbytes for read in waiting) > total
     probed = any(file.cached for file in facts.files)

@@ -6,7 +6,7 @@ failed plan ends the engine's session; the next plan begins a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Self
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._options import PageCache
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.running_plan import RunningPlan, RunResult, SessionEndedError, TargetMemory
+from sluice.engine.running_plan import RunningPlan, SessionEndedError, TargetMemory
 from sluice.engine.session import Session
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts
@@ -55,17 +55,6 @@ class CheckpointReader:
     def facts(self) -> MachineFacts:
         """The machine and all files of the checkpoint, asked once for all plans."""
         return machine_facts(self._checkpoint.sources)
-
-    def run(
-        self,
-        plan: LoadPlan,
-        targets: TargetMemory,
-        *,
-        progress: Callable[[int], None] | None = None,
-        completed: Callable[[int], None] | None = None,
-    ) -> RunResult:
-        """Run a plan; see ``Session.run``."""
-        return self.begin(plan, targets).wait(progress=progress, completed=completed)
 
     def begin(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
         """Begin to run a plan; see ``Session.start``. After a failure this begins a new session."""

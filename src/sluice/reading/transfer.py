@@ -11,11 +11,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._defaults import SERIAL_BYTES, SMALLEST_STAGING_BYTES
-from sluice._options import MemoryLimits, TransferOptions
+from sluice._options import NO_LIMITS, MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
 from sluice.engine.running_plan import RunResult
+from sluice.engine.small import is_small, run_small
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
@@ -67,7 +68,7 @@ def plan_transfer(
         CheckpointError: A header of the requested data is damaged.
     """
     options = options or TransferOptions()
-    memory = options.memory or MemoryLimits()
+    memory = options.memory or NO_LIMITS
     offsets = checkpoint.locate(
         {storage for request in requests if request.entry.numel for storage in request.entry.storages}
     )
@@ -139,14 +140,14 @@ def prepare(
         return plan_transfer(checkpoint, requests, share_storages=share_storages, options=changed(options, change))
 
     prepared = plan_with(Change())
-    memory = options.memory or MemoryLimits()
+    memory = options.memory or NO_LIMITS
     check_budget(prepared.plan, memory, lambda change: plan_with(change).plan, file=checkpoint.path)
     return prepared
 
 
 def changed(options: TransferOptions, change: Change) -> TransferOptions:
     """Return options with the staging size and place of a change."""
-    memory = options.memory or MemoryLimits()
+    memory = options.memory or NO_LIMITS
     if change.staging_bytes is not None:
         memory = dataclasses.replace(memory, staging=change.staging_bytes)
     return replace(options, memory=memory, place=change.place or options.place)
@@ -170,8 +171,11 @@ def run(
         completed: Called with the position of each target as soon as it is whole.
     """
     try:
-        with CheckpointReader(checkpoint) as reader:
-            result = reader.run(prepared.plan, targets, progress=progress, completed=completed)
+        if is_small(prepared.plan):
+            result = run_small(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
+        else:
+            with CheckpointReader(checkpoint) as reader:
+                result = reader.begin(prepared.plan, targets).wait(progress=progress, completed=completed)
         return targets.take(prepared.views), result
     except BaseException as error:
         _forget_tensors(error)

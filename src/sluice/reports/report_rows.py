@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from msgspec import Struct
@@ -16,7 +16,7 @@ from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Index, LoadPlan, Request
 from sluice.reports.table import TensorRow
 
-__all__ = ["Decided", "casts", "request_rows", "tensor_rows"]
+__all__ = ["Decided", "request_rows", "tensor_rows"]
 
 
 class Decided(Struct, frozen=True, kw_only=True):
@@ -57,12 +57,6 @@ def tensor_rows(decided: Decided) -> tuple[TensorRow, ...]:
         rows.append(row)
         rows.extend(replace(row, name=other, how=f"tied to {slot.names[0]}") for other in slot.names[1:])
     return (*rows, *decided.computed)
-
-
-def casts(requests: Iterable[Request]) -> dict[str, int]:
-    """Return the number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``."""
-    changes = [(request.entry.dtype, request.dtype) for request in requests]
-    return dict(Counter(f"{old}->{new}" for old, new in changes if old != new))
 
 
 def request_rows(

@@ -2,5 +2,5 @@
 
 In: a path, a URL or a file object. Out: a ``Source``, which reads any range from any thread and detects changes.
 
-Start with ``opening.open_source`` and ``protocol.Source``.
+Start with ``opening.find_place`` and ``protocol.Source``.
 """

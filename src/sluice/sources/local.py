@@ -40,7 +40,7 @@ _HAS_PREADV = hasattr(os, "preadv")
 
 #: Pauses before a read is retried that was interrupted (EINTR) or temporarily refused (EAGAIN), as FUSE and network
 #: file systems may do; after the last retry the error is raised.
-_PAUSES_SECONDS = (0.001, 0.01, 0.1)
+_PAUSES_SECONDS = (0.001, 0.01, 0.1, None)
 
 #: Errors of open and read with which file systems refuse direct I/O; the first one also means a wrong alignment.
 _REFUSED_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -112,8 +112,12 @@ class LocalFile(RangedSource):
         left = self.identity.nbytes - offset
         if left <= 0 or not buffer:  # the system refuses offsets of 64 bits
             return 0
-        with self.lend(direct=direct) as descriptor:
-            return min(left, self._read_all(descriptor, offset, buffer if direct else buffer[:left], direct=direct))
+        opened = self._opened(direct=direct)
+        try:
+            found = self._read_all(opened.fileno(), offset, buffer if direct else buffer[:left], direct=direct)
+            return min(left, found)
+        finally:
+            del opened  # a traceback keeps the frame
 
     def _read_all(self, descriptor: int, offset: int, buffer: memoryview, *, direct: bool) -> int:
         done = 0
@@ -137,14 +141,16 @@ class LocalFile(RangedSource):
     def _read_some(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         for pause in _PAUSES_SECONDS:
             try:
-                return self._read_once(descriptor, buffer, offset)
+                if not _HAS_PREADV:
+                    return self._read_at_position(descriptor, buffer, offset)
+                return os.preadv(descriptor, [buffer], offset)
             except (BlockingIOError, InterruptedError):
+                if pause is None:
+                    raise
                 time.sleep(pause)
-        return self._read_once(descriptor, buffer, offset)
+        raise AssertionError  # the last pause is None
 
-    def _read_once(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        if _HAS_PREADV:
-            return os.preadv(descriptor, [buffer], offset)
+    def _read_at_position(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         with self._lock:
             os.lseek(descriptor, offset, os.SEEK_SET)
             data = os.read(descriptor, len(buffer))
@@ -160,14 +166,17 @@ class LocalFile(RangedSource):
             ReadError: The file cannot be opened.
             SourceChangedError: The path now names a different file.
         """
-        try:
-            opened = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct))
-        except OSError as error:
-            raise read_error("the file cannot be opened", error, file=self.path) from error
+        opened = self._opened(direct=direct)
         try:
             yield opened.fileno()
         finally:
-            del opened  # a traceback keeps the frame
+            del opened  # as above
+
+    def _opened(self, *, direct: bool) -> OwnedFile:
+        try:
+            return DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct))
+        except OSError as error:
+            raise read_error("the file cannot be opened", error, file=self.path) from error
 
     def _open(self, *, direct: bool) -> OwnedFile:
         if direct and not hasattr(os, "O_DIRECT"):

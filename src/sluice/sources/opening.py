@@ -31,8 +31,6 @@ __all__ = [
     "SourceLocation",
     "find_place",
     "is_remote",
-    "open_directory",
-    "open_source",
     "refuse_url",
     "source_path",
 ]
@@ -46,7 +44,7 @@ Location: TypeAlias = "str | Remote"
 #: Types of paths and addresses.
 PathOrAddress: TypeAlias = "str | os.PathLike[str] | Remote"
 
-#: Types of paths, addresses and file objects that ``open_source`` accepts.
+#: Types of paths, addresses and file objects that ``find_place`` accepts.
 SourceLocation: TypeAlias = "PathOrAddress | BinaryIO"
 
 
@@ -72,12 +70,17 @@ class Place(Struct, frozen=True, kw_only=True):
             UnsupportedError: It is a URL whose library is not installed.
             RemoteError: A server does not answer.
         """
-        if self.kind == "local" and os.path.isdir(str(self.location)):
-            return LocalDirectory(str(self.location))
         if self.kind == "remote":
             there: Source | Directory = _remote().open_remote_place(self.location)
             return there
-        return self.open_file()
+        return (self.directory() if self.kind == "local" else None) or self.open_file()
+
+    def directory(self) -> Directory | None:
+        """Return the directory that is there; None if there is anything else, or nothing; raises as ``open`` does."""
+        if self.kind == "local":
+            return LocalDirectory(self.title) if os.path.isdir(self.title) else None
+        directory: Directory | None = _remote().open_remote_directory(self.location)
+        return directory
 
     def open_file(self, commits: dict[Any, Any] | None = None) -> Source:
         """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory.
@@ -184,28 +187,6 @@ def source_path(where: str | os.PathLike[str]) -> str:
 def is_remote(path: str) -> bool:
     """Return whether a text is a URL that is not the name of a local file or directory."""
     return "://" in path and is_url(path) and not os.path.lexists(path)
-
-
-def open_source(where: SourceLocation) -> Source:
-    """Return the source of a ``source`` argument that is one file; see ``Place.open_file``.
-
-    The position of a file object is ignored.
-    """
-    return find_place(where).open_file()
-
-
-def open_directory(where: PathOrAddress) -> Directory | None:
-    """Return the directory at a location, or None if that is anything else, or nothing.
-
-    Raises:
-        UnsupportedError: It is a URL whose library is not installed.
-        RemoteError: A server does not answer.
-    """
-    place = find_place(where)
-    if place.kind == "local":
-        return LocalDirectory(place.title) if os.path.isdir(place.title) else None
-    directory: Directory | None = _remote().open_remote_directory(place.location)
-    return directory
 
 
 def _stream_source(stream: BinaryIO) -> Source:

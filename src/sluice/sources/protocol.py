@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeGuard, runtime_checkable
 
-from sluice.records import AccessFacts, FileIdentity, Traffic
+from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.file_watch import FileWatch
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "DirectIOUnavailable",
     "JoiningSource",
     "MappableSource",
-    "RemoteSource",
     "Source",
     "WatchableSource",
     "checks_with_data",
@@ -94,16 +93,6 @@ class WatchableSource(Source, Protocol):
 
     def watch(self) -> FileWatch | None:
         """Mark the file as being read, until the watch is closed; None if it cannot be opened."""
-        ...
-
-
-@runtime_checkable
-class RemoteSource(Source, Protocol):
-    """A source that makes requests to a server."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Requests for the object so far, and the bytes that they brought."""
         ...
 
 

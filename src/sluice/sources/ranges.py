@@ -8,12 +8,12 @@ from msgspec.structs import replace
 
 from sluice._errors import TruncatedError
 from sluice.records import AccessFacts, FileIdentity, FileRecord, local_access
-from sluice.sources.protocol import DirectIOUnavailable
+from sluice.sources.protocol import DirectIOUnavailable, Source
 
 if TYPE_CHECKING:
     from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
-__all__ = ["ComputedSource", "RangedSource", "too_early"]
+__all__ = ["ComputedSource", "RangedSource", "ended_early", "too_early"]
 
 
 def too_early(
@@ -30,6 +30,12 @@ def too_early(
     """
     expected, inside = f"{nbytes} bytes", f"{max(0, found)} bytes"
     return TruncatedError(problem, file=file, offset=offset, expected=expected, found=inside)
+
+
+def ended_early(source: Source, offset: int, nbytes: int, found: int) -> TruncatedError:
+    """Return the error for a read that found fewer bytes than the source had; raise if the source has changed."""
+    source.check_unchanged()
+    return too_early(source.path, offset, nbytes, found)
 
 
 class RangedSource:

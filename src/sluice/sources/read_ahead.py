@@ -6,28 +6,27 @@ latency of separate reads would take far longer than reading the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from sluice.sources.protocol import Source
 
-from sluice.sources.forwarding import ForwardingSource
-from sluice.sources.protocol import CheckingSource, Source, checks_with_data
-
-__all__ = ["ReadAhead", "read_ahead"]
+__all__ = ["ReadAhead"]
 
 #: Number of pieces kept: the beginning of a file, its end, and the ends of a pickle or a storage between them.
 _PIECES_KEPT = 4
 
 
-class ReadAhead(ForwardingSource):
+class ReadAhead:
     """A source that keeps the last few pieces of the wrapped source while it is indexed; see ``Source``."""
 
     def __init__(self, source: Source) -> None:
-        super().__init__(source)
+        self._source = source
+        self.path, self.identity, self.access = source.path, source.identity, source.access
+        if hasattr(source, "expect"):  # it checks headers together with the data after them
+            self.expect = source.expect
         #: Offset and bytes of each piece. Replaced as a whole, so that any thread may read it.
         self._pieces: tuple[tuple[int, bytes], ...] = ()
-        self._nbytes, self._access = source.identity.nbytes, source.access
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        size, piece_bytes, first_bytes = self._nbytes, self._access.header_bytes, self._access.first_bytes
+        size, piece_bytes, first_bytes = self.identity.nbytes, self.access.header_bytes, self.access.first_bytes
         if offset < 0 or not 0 <= nbytes < piece_bytes or offset + nbytes > size:
             return self._source.read_at(offset, nbytes)
         for start, data in self._pieces:
@@ -48,22 +47,11 @@ class ReadAhead(ForwardingSource):
 
     def forget(self, offset: int, nbytes: int) -> None:
         self._pieces = ()
-        super().forget(offset, nbytes)
+        self._source.forget(offset, nbytes)
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
 
     def close(self) -> None:
         self._pieces = ()
-        super().close()
-
-
-class _CheckingReadAhead(ReadAhead):
-    """The same of a source that checks headers together with the data after them."""
-
-    _source: CheckingSource
-
-    def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
-        self._source.expect(offset, nbytes, data_bytes, check)
-
-
-def read_ahead(source: Source) -> ReadAhead:
-    """Return a source that reads ahead while the wrapped one is indexed."""
-    return _CheckingReadAhead(source) if checks_with_data(source) else ReadAhead(source)
+        self._source.close()

@@ -77,7 +77,7 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
         targets = Targets(prepared.plan)
         read(prepared.plan.read_bytes)
         try:
-            reader.run(prepared.plan, targets)
+            reader.begin(prepared.plan, targets).wait()
         except BaseException:
             targets.discard()
             raise

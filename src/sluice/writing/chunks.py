@@ -65,9 +65,7 @@ class Chunk(Struct, frozen=True):
             offset: Position in the file, in bytes: direct writes need the same position within a block.
         """
         first = offset % block_bytes()
-        converted = torch.frombuffer(
-            buffer.memory.mapping, dtype=torch.uint8, count=self.nbytes, offset=buffer.start + first
-        )
+        converted = torch.frombuffer(buffer.memory, dtype=torch.uint8, count=self.nbytes, offset=buffer.start + first)
         with torch.inference_mode(mode=False), torch.no_grad():
             # Formats align tensors to their elements, and so every chunk.
             copy_in_thread(converted.view(self.dtype).view(self.elements.shape), self.elements)

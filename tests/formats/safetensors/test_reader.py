@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._errors import FormatError, LimitError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
+from sluice.formats.first_bytes import is_safetensors
 from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.records import Entry, Index, elements_of
 from sluice.sources.local import LocalFile
@@ -394,7 +395,7 @@ def test_headers_in_any_spelling_equal_the_oracle(
     ],
 )
 def test_matches(head: bytes, expected: bool) -> None:
-    assert SafetensorsFormat().matches(head) is expected
+    assert is_safetensors(head) is expected
 
 
 SCALE = 100_000

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from sluice._errors import MissingFileError, ReadError, RemoteError
-from sluice.sources.opening import open_directory, open_source
+from sluice.sources.opening import find_place
 from sluice.sources.remote import caching
 from sluice.sources.remote.cached_file import CachedFile, CompleteFile
 from sluice.sources.remote.caching import object_key
@@ -71,12 +71,12 @@ def test_stores_of_different_hosts_and_buckets_have_different_entries() -> None:
 
 def test_the_second_opening_makes_one_request_for_all_bytes(tmp_path: Path) -> None:
     with RangeServer({"/d/m.bin": CONTENT}) as server:
-        directory = open_directory(Remote(server.url("/d/"), cache=tmp_path))
+        directory = find_place(Remote(server.url("/d/"), cache=tmp_path)).directory()
         assert directory is not None
         source = directory.open("m.bin")
         assert loaded(source) == CONTENT
         server.requests.clear()
-        again = open_source(Remote(server.url("/d/m.bin"), cache=tmp_path))
+        again = find_place(Remote(server.url("/d/m.bin"), cache=tmp_path)).open_file()
         assert isinstance(again, CompleteFile)
         assert read(again, 0, len(CONTENT)) == CONTENT
         assert len(server.requests) == 1
@@ -86,21 +86,21 @@ def test_the_second_opening_makes_one_request_for_all_bytes(tmp_path: Path) -> N
 def test_who_has_no_right_to_an_object_does_not_get_it_from_the_cache(tmp_path: Path) -> None:
     with RangeServer({"/m.bin": CONTENT}) as server:
         location = Remote(server.url("/m.bin"), cache=tmp_path)
-        source = open_source(location)
+        source = find_place(location).open_file()
         loaded(source)
         server.always = status(403)
         with pytest.raises(RemoteError, match="403"):
-            open_source(location)
+            find_place(location).open_file()
         del server.files["/m.bin"]
         server.always = None
         with pytest.raises(MissingFileError):
-            open_source(location)
+            find_place(location).open_file()
 
 
 @pytest.mark.parametrize("validators", ["weak", "modified", "none"])
 def test_objects_without_a_version_are_not_cached(tmp_path: Path, validators: str) -> None:
     with RangeServer({"/m.bin": CONTENT}, validators=validators) as server:  # type: ignore[arg-type]
-        source = open_source(Remote(server.url("/m.bin"), cache=tmp_path / "cache"))
+        source = find_place(Remote(server.url("/m.bin"), cache=tmp_path / "cache")).open_file()
         assert read(source, 0, len(CONTENT)) == CONTENT
         assert "does not name its version" in str(getattr(source, "note", None))
         source.close()
@@ -111,7 +111,7 @@ def test_files_of_fsspec_are_not_cached(tmp_path: Path) -> None:
     filesystem = fsspec.filesystem("memory")
     filesystem.pipe("/caching/m.bin", CONTENT)
     try:
-        source = open_source(Remote("memory://caching/m.bin", cache=tmp_path / "cache"))
+        source = find_place(Remote("memory://caching/m.bin", cache=tmp_path / "cache")).open_file()
         assert read(source, 0, len(CONTENT)) == CONTENT
         assert "fsspec" in str(getattr(source, "note", None))
         source.close()
@@ -130,7 +130,7 @@ def store() -> Any:
 
 
 def test_objects_of_stores_in_memory_are_not_cached(store: Any, tmp_path: Path) -> None:
-    source = open_source(Remote("m.bin", store=store, cache=tmp_path / "cache"))
+    source = find_place(Remote("m.bin", store=store, cache=tmp_path / "cache")).open_file()
     assert read(source, 0, len(CONTENT)) == CONTENT
     assert "versions of this store" in str(getattr(source, "note", None))
     assert not (tmp_path / "cache").exists()
@@ -139,7 +139,7 @@ def test_objects_of_stores_in_memory_are_not_cached(store: Any, tmp_path: Path) 
 def test_bodies_of_obstore_are_cached(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "_LASTING_STORES", {"MemoryStore"})  # an S3 store needs a server
     for kind in (CachedFile, CompleteFile):
-        source = open_source(Remote("m.bin", store=store, cache=tmp_path))
+        source = find_place(Remote("m.bin", store=store, cache=tmp_path)).open_file()
         assert isinstance(source, kind)
         assert loaded(source) == CONTENT
 
@@ -148,7 +148,7 @@ def test_a_complete_file_that_cannot_be_read_is_requested(tmp_path: Path, monkey
     with RangeServer({"/m.bin": CONTENT}) as server:
         location = Remote(server.url("/m.bin"), cache=tmp_path)
         for _ in range(2):
-            source = open_source(location)
+            source = find_place(location).open_file()
             assert loaded(source) == CONTENT
             monkeypatch.setattr(caching, "CompleteFile", _refuse)
         assert "not cached: denied" in str(getattr(source, "note", None))
@@ -161,6 +161,6 @@ def _refuse(*_: object) -> None:
 def test_credentials_are_not_in_the_cache(tmp_path: Path) -> None:
     with RangeServer({"/m.bin": CONTENT}) as server:
         url = server.url("/m.bin?token=SECRET", credentials="me:SECRET@")
-        source = open_source(Remote(url, cache=tmp_path, headers={"X-Token": "SECRET"}))
+        source = find_place(Remote(url, cache=tmp_path, headers={"X-Token": "SECRET"})).open_file()
         loaded(source)
     assert all("SECRET" not in str(path) for path in tmp_path.rglob("*"))

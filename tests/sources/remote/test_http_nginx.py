@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sluice
-from sluice.sources.opening import open_source
+from sluice.sources.opening import find_place
 from support.leaks import open_files
 from support.nginx import nginx
 from support.source_conformance import check_source
@@ -50,7 +50,7 @@ def test_a_file_keeps_the_protocol_of_sources(tmp_path: Path, root: Path) -> Non
     content = bytes(range(251)) * 4_000
     (tmp_path / "a.bin").write_bytes(content)
     with nginx(tmp_path / "nginx", tmp_path) as host:
-        check_source(lambda: open_source(f"http://{host}/a.bin"), content)
+        check_source(lambda: find_place(f"http://{host}/a.bin").open_file(), content)
 
 
 def test_files_and_directories_are_loaded(tmp_path: Path, root: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.sources.opening import open_directory, open_source
+from sluice.sources.opening import find_place
 from support import oracles
 from support.memory_files import filesystem, put
 from support.whole_checkpoints import MAKERS
@@ -107,15 +107,15 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.delitem(sys.modules, "fsspec.core", raising=False)
     monkeypatch.delitem(sys.modules, "sluice.sources.remote.fsspec_files", raising=False)
-    for opening in (open_source, open_directory, sluice.open):
+    for opening in (lambda url: find_place(url).open_file(), lambda url: find_place(url).directory(), sluice.open):
         with pytest.raises(sluice.UnsupportedError, match=r"need the library fsspec.* pip install 'sluice\[remote\]'"):
             opening("ftp://me:secret@host/f")
 
 
 def test_files_are_tuned_also_in_directories(filesystem: Any) -> None:
     filesystem.pipe_file("/d/f", b"x")
-    assert open_source(sluice.Remote("memory://d/f", connections=5)).access.parallel_requests == 5
-    directory = open_directory(sluice.Remote("memory://d", connections=5))
+    assert find_place(sluice.Remote("memory://d/f", connections=5)).open_file().access.parallel_requests == 5
+    directory = find_place(sluice.Remote("memory://d", connections=5)).directory()
     assert directory is not None
     assert directory.open("f").access.parallel_requests == 5
 

@@ -26,9 +26,9 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.archives.zip_records import record_checksums
+from sluice.formats.first_bytes import is_safetensors, is_torch_zip
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
-from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
 from sluice.sources.coalesced import read_ranges
@@ -113,7 +113,7 @@ def check_items(source: Source, items: Sequence[Item]) -> None:
     placeholder = recognise_placeholder(start, source.path)
     if placeholder is not None:
         raise placeholder
-    if SafetensorsFormat().matches(start):
+    if is_safetensors(start):
         problem = "this distributed checkpoint stores its data as safetensors, which sluice does not read"
         raise UnsupportedError(problem, file=source.path)
     end = 0
@@ -273,7 +273,7 @@ class ItemReader:
         section = Section(source, item.offset, item.nbytes, known=known)
         with _errors_in_file(section, item):
             start = section.read_at(0, _MIN_ITEM_BYTES)
-            if not self._format.matches(start):
+            if not is_torch_zip(start):
                 raise FormatError("an item is not a torch.save file", file=source.path, offset=0, found=start)
             index = self._format.read_index(section, limits)
             if index.metadata["byteorder"] != "little":

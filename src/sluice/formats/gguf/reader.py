@@ -58,9 +58,6 @@ class GgufFormat(LocatedByIndex):
 
     name = "gguf"
 
-    def matches(self, head: bytes) -> bool:
-        return is_gguf(head)
-
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():
             version = _version(source)

@@ -31,7 +31,6 @@ from operator import add, sub
 from sluice._errors import FormatError, TruncatedError
 from sluice._messages import check_limit
 from sluice._options import Limits
-from sluice.formats.first_bytes import is_safetensors
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header
 from sluice.formats.safetensors.ties import read_ties
@@ -46,9 +45,6 @@ class SafetensorsFormat(LocatedByIndex):
     """The format of a single safetensors file; see ``Format``."""
 
     name = "safetensors"
-
-    def matches(self, head: bytes) -> bool:
-        return is_safetensors(head)
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():

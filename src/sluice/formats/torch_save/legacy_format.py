@@ -42,7 +42,7 @@ from sluice._errors import (
 )
 from sluice._messages import check_limit
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.formats.first_bytes import LEGACY_MAGIC, is_torch_legacy
+from sluice.formats.first_bytes import LEGACY_MAGIC
 from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.pickles.unpickler import KeyGuard
 from sluice.formats.protocol import LocatedByIndex
@@ -77,9 +77,6 @@ class TorchLegacyFormat(LocatedByIndex):
             encoding: Encoding of text that Python 2 wrote; see ``Unpickler``.
         """
         self._encoding = encoding
-
-    def matches(self, head: bytes) -> bool:
-        return is_torch_legacy(head)
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():

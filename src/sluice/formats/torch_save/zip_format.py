@@ -36,7 +36,6 @@ from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, Unsuppo
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
 from sluice.formats.archives.zip_records import expect_records, locate_records, read_record, record_checksums
-from sluice.formats.first_bytes import is_torch_zip
 from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
@@ -101,9 +100,6 @@ class TorchZipFormat:
         self._whole_objects = whole_objects
         self._max_cached = max_cached
         self._cache: dict[tuple[bytes, bool], _ParsedObject] = {}
-
-    def matches(self, head: bytes) -> bool:
-        return is_torch_zip(head)
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         try:
