@@ -183,7 +183,7 @@ def failing_load(path: str, step: str, fault: str, culprit: int) -> tuple[str, s
 
 def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
     """Make this process fail at a step of its next load."""
-    from sluice.engine import session
+    from sluice.engine import session, targets
     from sluice.loading import joint, module_fill, module_job
 
     def fail(*_: object, **__: object) -> Any:
@@ -205,6 +205,7 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
         patch.setattr(joint, "_proposal", fail)
     elif "read" in step:
         patch.setattr("sluice.reading.transfer.is_small", lambda _: False)
+        patch.setattr(targets.Targets, "read_straight", lambda *_: False)
         patch.setattr(session.Session, "_fetch", nth_read)
     elif step == "before the vote":
         complete = module_fill.ModuleData

@@ -21,8 +21,7 @@ from sluice.sources.read_ahead import ReadAhead
 
 __all__ = ["Kind", "classify", "kind_of", "open_layout"]
 
-#: What a location means: one file, a list of files, a directory, a tar archive of its files, an index file, or the
-#: metadata file of a distributed checkpoint.
+#: Kinds of locations. An index or metadata file stands for the directory that holds it.
 Kind: TypeAlias = Literal["file", "list", "directory", "archive", "index", "metadata"]
 
 #: End of the name of the first of several parts of a GGUF file; of one part, the file is whole.

@@ -7,6 +7,7 @@ has read into the cache meanwhile is copied from there.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Literal
@@ -14,11 +15,12 @@ from typing import Literal
 from msgspec import Struct
 
 from sluice import _defaults as defaults
+from sluice._errors import ReadError
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.file_watch import FileWatch
 from sluice.sources.protocol import Source, WatchableSource
 
-__all__ = ["ReadMethods", "ReadState", "Surprise", "choose_methods"]
+__all__ = ["ReadMethods", "ReadState", "Surprise", "check_process", "check_unchanged", "choose_methods"]
 
 #: Reason for a buffered read where the plan prefers a direct one: another process reads the file, or the range was
 #: cached meanwhile; empty if there is none.
@@ -41,6 +43,19 @@ def choose_methods(methods: tuple[Method, ...], state: ReadState) -> tuple[tuple
     if state.cached_share >= defaults.CACHED_SHARE:
         return ("buffered",), "cached"
     return (("buffered",), "shared") if state.shared else (methods, "")
+
+
+def check_process(process: int) -> None:
+    """Raise in the child of a fork, which has none of the threads."""
+    if os.getpid() != process:
+        raise ReadError("the process was forked during the load; only the parent can finish it")
+
+
+def check_unchanged(plan: LoadPlan, sources: Sequence[Source]) -> None:
+    """Raise if a file that a plan read or mapped has changed."""
+    # Only those files: a slice needs none of the other shards, and checking one can take a round trip.
+    for number in sorted({read.file for read in plan.reads} | {each.file for each in plan.mapped_ranges}):
+        sources[number].check_unchanged()
 
 
 class ReadMethods:

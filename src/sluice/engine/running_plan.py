@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from sluice.engine.read_methods import Surprise
+from sluice.engine.read_methods import Surprise, check_process, check_unchanged
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Method, Read, requests_of
 from sluice.sources.protocol import Source
@@ -90,7 +91,7 @@ class RunningPlan:
         self.targets = targets
         self.results: queue.SimpleQueue[FinishedRead | BaseException] = queue.SimpleQueue()
         self.has_reader = False
-        self._session = session
+        self._session, self._process = session, os.getpid()
         self._requests = requests_of(plan.reads)
         self._take = threading.Lock()
         # One permit per read whose result may wait for the caller; without a bound there are none.
@@ -154,7 +155,7 @@ class RunningPlan:
                 self.targets.complete(position)
             self.targets.finish()
             self._session.finished(self)
-            self._session.check(self.plan)
+            check_unchanged(self.plan, self._session.sources)
         except BaseException:
             self._session.close()
             raise
@@ -172,7 +173,7 @@ class RunningPlan:
     def _results(self) -> Iterator[FinishedRead]:
         """Yield the finished reads in the order in which they finish; raise the first failure instead."""
         for _ in self.plan.reads:
-            self._session.check_process()
+            check_process(self._process)
             # An interrupt after a read was finished is a second result: its buffer may never have been returned.
             if not self.has_reader and self.results.empty():
                 self._session.read_next(self)

@@ -12,7 +12,6 @@ are joined, and every plan that was started fails.
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -51,9 +50,8 @@ class Session:
         Args:
             sources: The files of every plan, in their order.
         """
-        self._sources = sources
+        self.sources = sources
         self._methods = ReadMethods(sources)
-        self._process = os.getpid()
         self._readers: list[Worker] = []
         self._copiers: list[Worker] = []
         # A plan is in the first queue once for each reader that may work on it. None ends the threads of a queue.
@@ -74,7 +72,7 @@ class Session:
             raise SessionEndedError("the session has ended")
         run = RunningPlan(self, plan, targets)
         try:
-            targets.map_files(self._sources)
+            targets.map_files(self.sources)
             run.staging = self._staging_for(plan)
             self._running.append(run)
             targets.begin(run.staging)
@@ -180,7 +178,7 @@ class Session:
 
     def _requested(self, reads: Sequence[Read]) -> AbstractContextManager[Source]:
         """Return the source of the reads of one request."""
-        source = self._sources[reads[0].file if reads else 0]
+        source = self.sources[reads[0].file if reads else 0]
         if len(reads) > 1 and joins_reads(source):
             first = reads[0].offset
             return source.request(first, reads[-1].offset + reads[-1].nbytes - first)
@@ -257,14 +255,3 @@ class Session:
                 source.forget(read.offset, read.nbytes)
             return FinishedRead(read, method, surprise)
         raise ReadError("no permitted method can read this range", file=source.path, offset=read.offset)
-
-    def check(self, plan: LoadPlan) -> None:
-        """Raise if a file that a plan read or mapped has changed."""
-        # Only those files: a slice needs none of the other shards, and checking one can take a round trip.
-        for number in sorted({read.file for read in plan.reads} | {each.file for each in plan.mapped_ranges}):
-            self._sources[number].check_unchanged()
-
-    def check_process(self) -> None:
-        """Raise in the child of a fork, which has none of the threads."""
-        if os.getpid() != self._process:
-            raise ReadError("the process was forked during the load; only the parent can finish it")

@@ -1,14 +1,13 @@
-"""Small plans: reads through the page cache, one after the other, in the thread of the caller.
-
-There are no threads, no queues and no methods to choose. A ``Session`` runs every other plan.
-"""
+"""Small plans: reads through the page cache, in the thread of the caller. A ``Session`` runs every other plan."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from sluice import _defaults as defaults
 from sluice.engine.host_memory import HostMemory
+from sluice.engine.read_methods import check_process, check_unchanged
 from sluice.engine.running_plan import RunResult
 from sluice.engine.staging import StagingBuffer
 from sluice.engine.targets import Targets
@@ -37,7 +36,7 @@ def run_small(
     completed: Callable[[int], None] | None = None,
 ) -> RunResult:
     """Fill every target of a small plan; see ``RunningPlan.wait``."""
-    total = 0
+    total, process = 0, os.getpid()
     filled = [[copy.target for copy in read.copies] if read.into is None else [read.into] for read in plan.reads]
     last = {position: number for number, positions in enumerate(filled) for position in positions}
     targets.begin()
@@ -56,11 +55,11 @@ def run_small(
         total += read.nbytes
         if progress:
             progress(total)
+            check_process(process)
         for position in dict.fromkeys(filled[number]):
             if completed and last[position] == number:
                 completed(position)
-    for file in {read.file for read in plan.reads}:
-        sources[file].check_unchanged()
+    check_unchanged(plan, sources)
     return RunResult(read_bytes={"direct": 0, "buffered": total}, stepped_down=0, surprises={})
 
 

@@ -240,11 +240,7 @@ class Targets:
         return self._existing[copy.target].data_ptr() + first if small else None
 
     def read_straight(self, source: Source, read: Read) -> bool:
-        """Read bytes of a local file that stay as they are into small memory, by one call and without staging.
-
-        Returns:
-            Whether all of them were read. If not, the read is to be made through staging, which tells why.
-        """
+        """Read bytes that stay as they are into small memory, by one call; return whether that did all of the read."""
         if not hasattr(source, "lend") or read.nbytes < _STRAIGHT_BYTES * len(read.copies) or not hasattr(os, "preadv"):
             return False
         buffers: list[Any] = []

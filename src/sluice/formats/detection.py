@@ -54,7 +54,7 @@ FORMATS = (
 
 
 class Head(NamedTuple):
-    """What a look at the beginning of a file shows."""
+    """The beginning of a file, looked at once."""
 
     #: The source, through which headers are read.
     source: Source

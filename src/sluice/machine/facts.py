@@ -80,11 +80,11 @@ def file_facts(source: Source) -> FileFacts:
         filesystem = "" if source.identity.inode else REMOTE_FILESYSTEM
         return replace(_UNKNOWN_FILE, filesystem=filesystem, access=source.access)
     nbytes = source.identity.nbytes
-    if nbytes <= defaults.SERIAL_BYTES:  # read through the page cache, wherever it is
+    large = nbytes >= defaults.DIRECT_FILE_BYTES
+    if nbytes <= defaults.SERIAL_BYTES and not large:  # read through the page cache, wherever it is
         return _UNKNOWN_FILE
     filesystem = filesystem_type(source.local_path)
     step = max(defaults.PROBE_STEP_BYTES, round_up(-(-nbytes // defaults.PROBES_PER_FILE), defaults.BLOCK_BYTES))
-    large = nbytes >= defaults.DIRECT_FILE_BYTES
     return FileFacts(
         filesystem=filesystem,
         direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),

@@ -117,8 +117,7 @@ class PeakMeter:
 
     def __exit__(self, *error: object) -> None:
         self._stop.release()
-        if self._samplers:
-            join_threads(self._samplers)
+        join_threads(self._samplers)
         self._take()
 
     @property
