@@ -163,6 +163,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     found = states(2)
     a, b = written(tmp_path, found)
     out = tmp_path / "out.pth"
+    torch.save(torch.zeros(1 << 18), tmp_path / "large.pth")
     refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ({a: 1, b: 1}, {"method": "sce"}, sluice.UnsupportedError, "is not one of linear"),
         ({a: 1, b: 1}, {"method": "ties"}, sluice.FormatError, "needs a base_model"),
@@ -170,6 +171,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ({a: 1, b: "much"}, {}, sluice.FormatError, "not a finite number"),
         ({a: 1, b: float("nan")}, {}, sluice.FormatError, "not a finite number"),
         ({}, {}, ValueError, "config is empty"),
+        (str(tmp_path / "none.yml"), {}, sluice.MissingFileError, "none.yml"),
+        (str(tmp_path), {}, sluice.SluiceError, "directory"),
+        (str(tmp_path / "large.pth"), {}, sluice.FormatError, "Several checkpoints are a list"),
         ({a: 1}, {"method": "model_stock", "base": a}, sluice.FormatError, "takes 3 or more inputs, not 1"),
         ({"merge_method": "linear", "models": [{"model": a}], "weights": 1}, {}, sluice.FormatError, "weights"),
         ({"merge_method": "linear", "models": [{"model": a}]}, {"base": a}, ValueError, "a configuration has its own"),

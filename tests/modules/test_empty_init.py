@@ -231,3 +231,22 @@ def test_parametrizations_and_weight_norm_build() -> None:
         pruned = prune.identity(nn.Linear(3, 4), "weight")  # type: ignore[no-untyped-call]
     for module in (modern, spectral, pruned):
         assert all(t.is_meta for t in module.state_dict().values())
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_an_interrupt_of_the_first_steps_leaves_nothing_wrapped(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(original: object) -> object:
+        del original
+        raise KeyboardInterrupt
+
+    wrapped = list(empty_init_module._WRAPPED)
+    methods = [owner.__dict__[name] for owner, name, _ in wrapped]
+    broken = [*wrapped[:at], (*wrapped[at][:2], interrupted), *wrapped[at + 1 :]]
+    with monkeypatch.context() as patch:
+        patch.setattr(empty_init_module, "_WRAPPED", broken)
+        with pytest.raises(KeyboardInterrupt), empty_init():
+            pass
+    assert not nn.Linear(2, 2).weight.is_meta
+    with empty_init():
+        assert nn.Linear(2, 2).weight.is_meta
+    assert [owner.__dict__[name] for owner, name, _ in wrapped] == methods

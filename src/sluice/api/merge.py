@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +26,7 @@ from sluice.merging.opening import open_merge
 from sluice.merging.recipe import recipe_of
 from sluice.reports.load import LoadReport
 from sluice.reports.save import SaveReport
+from sluice.sources.opening import find_place
 from sluice.writing.save_formats import CONVERT_FORMATS, ConvertFormat, choose_format
 
 if TYPE_CHECKING:
@@ -167,10 +169,11 @@ def _configuration(
 
 
 def _read(path: str) -> tuple[Mapping[str, Any], str]:
-    with Path(path).open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise FormatError("the configuration of the merge is larger than 1 MiB", file=path)
+    with closing(find_place(path).open_file()) as file:
+        if file.identity.nbytes > _MOST_BYTES:
+            advice = "Several checkpoints are a list, or weights by path."
+            raise FormatError("the configuration of the merge is larger than 1 MiB", file=path, advice=advice)
+        content = file.read_at(0, file.identity.nbytes)
     try:
         import yaml  # an extra
     except ImportError as error:

@@ -227,13 +227,19 @@ def _count_contexts(change: int) -> None:
     global _contexts  # noqa: PLW0603  under the lock
     with _lock:
         if _contexts == 0:
+            _restore()  # what an interrupt left
             for owner, name, wrap in _WRAPPED:
                 _originals.append((owner.__dict__[name], wrap(getattr(owner, name))))
                 setattr(owner, name, _originals[-1][1])
         _contexts += change
         if _contexts == 0:
-            for (owner, name, _), (original, installed) in zip(_WRAPPED, _originals, strict=True):
-                # Code that wrapped it later keeps calling our wrapper, which does nothing outside the context.
-                if owner.__dict__[name] is installed:
-                    setattr(owner, name, original)
-            _originals.clear()
+            _restore()
+
+
+def _restore() -> None:
+    """Restore the methods that are wrapped: all of them, or fewer after an interrupt."""
+    for (owner, name, _), (original, installed) in zip(_WRAPPED, _originals, strict=False):
+        # Code that wrapped it later keeps calling our wrapper, which does nothing outside the context.
+        if owner.__dict__[name] is installed:
+            setattr(owner, name, original)
+    _originals.clear()
