@@ -33,8 +33,7 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
     started = time.perf_counter()
     # Other libraries import this module: without a process group the tensors of a model need not be looked at.
     divided = "torch.distributed.tensor" in sys.modules and torch.distributed.is_initialized()
-    group = group_of(request.tensors()) if divided else None
-    if group is not None:
+    if divided and (group := group_of(request.tensors())) is not None:
         # Here, not above: most loads are those of one process.
         from sluice.loading.joint import load_together
 

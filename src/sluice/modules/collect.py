@@ -221,10 +221,8 @@ def _found(tensor: torch.Tensor, path: str, *, parameter: bool) -> _Collected:
 
 def _shared_addresses(collected: Collection[_Collected]) -> set[int]:
     """Return the addresses of the storages that several tensors view; nearly all tensors have their own."""
-    addresses = [storage_address(held.memory) for held in collected if held.plain]
-    if len(set(addresses)) == len(addresses):
-        return set()
-    return {address for address, count in Counter(addresses).items() if count > 1}
+    addresses = Counter(storage_address(held.memory) for held in collected if held.plain)
+    return {address for address, count in addresses.items() if count > 1}
 
 
 def _join_aliases(collected: Collection[_Collected], shared: Container[int]) -> list[_Collected]:
