@@ -55,7 +55,8 @@ class CallOrder:
         elif self._defined:
             recent = (self._place.get(call, -1) for call in islice(reversed(self._calls), 2))
             place, before = (*recent, -1, -2)[:2]
-            if before >= place and self._number - self._last_part <= 2:  # against the order: a backward pass
+            turned = self._returns and self._number > len(self._defined)  # after a whole forward pass
+            if before >= place and (turned or self._number - self._last_part <= 2):  # against the order
                 yield from reversed(self._defined[: max(0, place)])
                 place = -1
             elif before >= 0:  # passed over, as by a norm that is defined last and called first
