@@ -83,7 +83,8 @@ def _merged(base: OpenCheckpoint, tensor: _Changed) -> torch.Tensor:
     """Return a whole tensor with its adapters: pieces of a product may differ from the whole in their last bits."""
     weight, entry, steps = tensor
     memory = MemoryLimits(staging=SCAN_STAGING_BYTES)
-    whole = read_tensor(base, weight.names[0], entry, dtype=weight.dtype, memory=memory)
+    # Norms of a transposed tensor differ in their last bits.
+    whole = read_tensor(base, weight.names[0], entry, dtype=weight.dtype, memory=memory).contiguous()
     for file, step in steps:
         merge(whole, step, file.take(step.parts))
     return whole
