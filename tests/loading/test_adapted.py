@@ -208,11 +208,11 @@ def test_the_result_is_that_of_peft(
 def test_dora_on_a_transposed_weight_has_the_bits_of_the_row_major_one(tmp_path: Path) -> None:
     torch.manual_seed(2)
     weight, (a, b) = torch.randn(160, 160).half(), low_rank(2, 160, 160)
-    lora = {"lora_A.weight": a, "lora_B.weight": b, "lora_magnitude_vector": torch.rand(160) * 20}
+    lora = {"0.lora_A.weight": a, "0.lora_B.weight": b, "0.lora_magnitude_vector": torch.rand(160) * 20}
     path = write_peft(tmp_path / "a", lora, use_dora=True)
-    torch.save({"weight": weight}, tmp_path / "w.pth")
-    torch.save({"weight": weight.t().contiguous()}, tmp_path / "turned.pth")
-    first, second = (nn.Linear(160, 160, bias=False).half() for _ in range(2))
+    torch.save({"0.weight": weight}, tmp_path / "w.pth")
+    torch.save({"0.weight": weight.t().contiguous()}, tmp_path / "turned.pth")
+    first, second = (nn.Sequential(nn.Linear(160, 160, bias=False)).half() for _ in range(2))
     sluice.load_into(first, tmp_path / "w.pth", adapters=path)
-    sluice.load_into(second, tmp_path / "turned.pth", adapters=path, rules=[sluice.rules.transpose("weight")])
-    assert torch.equal(first.weight, second.weight)
+    sluice.load_into(second, tmp_path / "turned.pth", adapters=path, rules=[sluice.rules.transpose("0.weight")])
+    assert torch.equal(first[0].weight, second[0].weight)
