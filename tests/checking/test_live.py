@@ -54,3 +54,14 @@ def test_what_has_no_values_is_refused(tmp_path: Path, model: nn.Module) -> None
         sluice.verify(model=model)
     with pytest.raises(TypeError, match="needs a checkpoint"):
         sluice.verify()
+
+
+def test_the_model_may_be_a_part_of_what_was_hashed(tmp_path: Path, model: nn.Module) -> None:
+    manifest = tmp_path / "run.json"
+    sluice.save({"epoch": 3, "model": model.state_dict()}, tmp_path / "run.pth", manifest=manifest)
+    chosen = sluice.verify(model=model, manifest=manifest)
+    assert chosen.ok
+    assert chosen.key == "model"
+    assert sluice.verify(model=model, manifest=manifest, key="model").ok
+    with pytest.raises(sluice.MismatchError, match="no tensor in 'ema'"):
+        sluice.verify(model=model, manifest=manifest, key="ema")

@@ -48,7 +48,8 @@ def verify(
         key: Part whose tensors ``manifest``, ``hashes`` and ``nan`` are about, by their names in it; every byte of the
             files is read and checked in any case. None is the whole checkpoint or, if the manifest has none of its
             names, the state dict with some of them: ``run.pt`` is verified with the manifest of a file that was
-            converted from its state dict. The report says which.
+            converted from its state dict. The report says which. With ``model``, the part of the manifest that has its
+            names, chosen in the same way.
         manifest: A manifest that ``save``, ``convert`` or ``VerifyReport.write_manifest`` wrote.
         hashes: Hash every tensor with ``"sha256"`` or ``"xxh3_128"``. With ``manifest``, its algorithm is used instead.
         nan: Whether to count NaN and infinite elements of each tensor. They are not damage by themselves.
@@ -80,7 +81,7 @@ def verify(
         # Here, not above: it imports torch.
         from sluice.checking.live import verify_model
 
-        return verify_model(model, path_argument(manifest, "manifest"), limits=limits)
+        return verify_model(model, path_argument(manifest, "manifest"), key=key, limits=limits)
     if source is None:
         raise TypeError("verify(source) needs a checkpoint, or model= and manifest=")
     return verify_checkpoint(

@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from sluice._defaults import SAVE_STAGING_BYTES
 from sluice._dtypes import dtype_name
-from sluice._errors import UnsupportedError
+from sluice._errors import MismatchError, UnsupportedError
 from sluice._options import Limits
 from sluice.checking.problems import compare
 from sluice.entries.slicing import boxes
-from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
+from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, new_hash, read_manifest
 from sluice.reports.verify import VerifyReport
 from sluice.sharding.dtensors import is_dtensor
 
 __all__ = ["verify_model"]
 
 
-def verify_model(model: nn.Module, manifest: str, *, limits: Limits | None) -> VerifyReport:
-    """Hash the state dict of a model piece by piece, and compare it with a manifest.
+def verify_model(model: nn.Module, manifest: str, *, key: str | None, limits: Limits | None) -> VerifyReport:
+    """Hash the state dict of a model piece by piece, and compare it with a manifest, or with a part of it.
 
     Raises:
         CheckpointError: The manifest does not exist or is not valid.
+        MismatchError: The manifest has no such part.
         UnsupportedError: A tensor has no values here: it is on meta, or a rank holds only a part of it.
     """
     started = time.perf_counter()
-    expected = read_manifest(manifest, limits or Limits())
+    whole = read_manifest(manifest, limits or Limits())
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    key = _key(whole, state.keys()) if key is None else key
+    expected = _part(whole, key, manifest) if key else whole
     found = {name: _hash(name, value.detach(), expected.algorithm) for name, value in state.items()}
     problems = tuple(compare(expected, found, found, ties={}, unread=()))
     return VerifyReport(
         source=type(model).__name__,
         format="live weights",
+        key=key or None,
         problems=problems,
         tensors=len(found),
         total=len(found),
@@ -44,6 +50,21 @@ def verify_model(model: nn.Module, manifest: str, *, limits: Limits | None) -> V
         algorithm=expected.algorithm,
         hashes=found,
     )
+
+
+def _key(manifest: Manifest, names: Collection[str]) -> str:
+    """Return the part of a manifest that has the names of a model, if only one has and the whole does not."""
+    end = f".{next(iter(names), '')}"
+    found = [name.removesuffix(end) for name in manifest.tensors if name.endswith(end)]
+    return found[0] if len(found) == 1 and manifest.tensors.keys().isdisjoint(names) else ""
+
+
+def _part(manifest: Manifest, key: str, path: str) -> Manifest:
+    start = f"{key}."
+    own = {name.removeprefix(start): each for name, each in manifest.tensors.items() if name.startswith(start)}
+    if not own:
+        raise MismatchError(f"the manifest has no tensor in {key!r}", file=path)
+    return replace(manifest, tensors=own)
 
 
 def _hash(name: str, tensor: torch.Tensor, algorithm: HashAlgorithm) -> TensorHash:
