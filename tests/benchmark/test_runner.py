@@ -260,6 +260,8 @@ def test_a_sentence_has_sluice_and_the_fastest_and_the_leanest_other_method() ->
 def test_failures_are_stated() -> None:
     wrong = dataclasses.replace(_OURS, verdict="other")
     assert _finding({"naive": killed(1.0, MIB), "sluice": wrong}) == "fp32, cold: not finished, or wrong: naive, sluice"
+    late = dataclasses.replace(killed(1.0, MIB), status="skipped")
+    assert _finding({"naive": late, "sluice": _OURS}).endswith("1.04 F; the time was up for others")
 
 
 def test_the_typical_run_is_the_one_in_the_middle() -> None:

@@ -183,9 +183,11 @@ def test_shards_that_contradict_their_index_are_a_report(tmp_path: Path) -> None
     assert "not in the shard that the index names" in problem.problem
     index.write_text(text, encoding="utf-8")
     (tmp_path / "c" / files[0]).unlink()
-    (problem,) = sluice.verify(tmp_path / "c").problems
+    report = sluice.verify(tmp_path / "c")
+    (problem,) = report.problems
     assert problem.kind == "incomplete"
     assert files[0] in problem.problem
+    assert "\\n" not in str(report)  # a list of files is one line of the table
 
 
 def test_a_shard_index_that_is_wrong_about_sizes_or_incomplete_is_a_warning(tmp_path: Path) -> None:

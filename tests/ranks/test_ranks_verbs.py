@@ -242,14 +242,12 @@ def test_fsdp1_is_named_first(two_ranks: Ranks, tmp_path: Any) -> None:
 
 def load_slowly(paths: list[str], order: list[list[int]]) -> list[str]:
     """Load in threads, each of which opens its file slowly, so that the calls overlap."""
-    from sluice.loading import joint
+    from sluice.loading import job, joint
 
-    decide = joint._decide
-
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(0.6)
-        return decide(*arguments)
+        return job.decide(*arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint, "_decide", slow)
+        patch.setattr(joint, "decide", slow)
         return load_in_threads(paths, order)

@@ -88,8 +88,10 @@ def finding(scenario: Scenario, state: State, rows: Sequence[Row]) -> str:
         leanest = min(others, key=lambda name: good[name][::-1])
         best[leanest] = "fastest and leanest" if leanest in best else "leanest"
     clauses += [f"the {which} other method was {name}: {_figures(good[name])}" for name, which in best.items()]
-    failed = [name for name, row in loaders.items() if name not in good and row.failures.get(state) != "absent"]
+    reasons = {name: row.failures.get(state) for name, row in loaders.items() if name not in good}
+    failed = [name for name, reason in reasons.items() if reason not in {"absent", "skipped"}]
     clauses += [f"not finished, or wrong: {', '.join(failed)}"] if failed else []
+    clauses += ["the time was up for others"] if "skipped" in reasons.values() else []
     return f"{SHORT_DTYPES[scenario.dtype]}, {state}{limit}: {'; '.join(clauses)}"
 
 

@@ -260,7 +260,7 @@ class VerifyReport(Report):
                 *((problem.file or "",) if several else ()),
                 "" if problem.tensor is None else problem.tensor or "''",
                 "" if problem.offset is None else f"{problem.offset:,}",
-                problem.problem,
+                "; ".join(map(str.strip, problem.problem.splitlines())).replace(":; ", ": "),  # cells have one line
                 shorten(problem.expected or "", _VALUE_CHARACTERS),
                 shorten(problem.found or "", _VALUE_CHARACTERS),
             )
