@@ -268,7 +268,7 @@ def test_direct_reads_round_to_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with path.open("r+b") as file:
         file.truncate(8 + len(header) + rows * columns * 4)
-    monkeypatch.setattr(machine_facts, "_probe_cache", lambda _, offsets: (False,) * len(offsets))
+    monkeypatch.setattr(machine_facts, "probe_cache", lambda _, offsets: (0.0,) * len(offsets))
     with closing(LocalFile(path)) as source:
         if not (known := machine_facts.file_facts(source)).direct_io:
             pytest.skip(f"no direct reads on {known.filesystem}")

@@ -104,9 +104,6 @@ class RankFile:
         self._metadata = metadata
         self._file = file
 
-    def matches(self, head: bytes) -> bool:
-        return head.startswith(b"PK")
-
     def read_index(self, source: Source, limits: Limits) -> Index:
         return self._open(source, limits)[0]
 

@@ -151,6 +151,7 @@ def test_a_streamed_model_is_refused(tmp_path: Path) -> None:
 def test_inference_tensors_are_filled(tmp_path: Path) -> None:
     with torch.inference_mode():
         model = nn.Linear(8, 8)
+    model.bias = nn.Parameter(torch.zeros(8))  # an ordinary one after that
     saved = nn.Linear(8, 8)
     path = written(saved, tmp_path / "m.pth")
     sluice.refresh(model, path)

@@ -17,8 +17,10 @@ _PIECE_BYTES = 4 << 20
 class Exchange:
     """A group of live tensors that change together, by their positions."""
 
-    def __init__(self, positions: Sequence[int]) -> None:
+    def __init__(self, positions: Sequence[int], scratch: dict[torch.device, torch.Tensor]) -> None:
         self.positions = positions
+        #: Room for a piece on each device, shared by all groups: the heap would keep freed pieces between live objects.
+        self._scratch = scratch
         #: Positions of the tensors that have begun to change, and of those that are complete.
         self.begun: set[int] = set()
         self.complete: set[int] = set()
@@ -27,14 +29,18 @@ class Exchange:
     def swap(self, position: int, live: torch.Tensor, new: torch.Tensor) -> None:
         """Exchange the values of two tensors of one shape and dtype."""
         self.begun.add(position)
+        scratch = self._scratch.get(live.device)
+        if scratch is None:
+            with torch.inference_mode(mode=False):  # the next tensor may be one of the other mode
+                scratch = self._scratch[live.device] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=live.device)
         for box in boxes(tuple(live.shape), _PIECE_BYTES // live.itemsize):
             target, source = live[box], new[box]
-            old = target.clone()
+            old = scratch[: target.numel() * live.itemsize].view(live.dtype).view(target.shape)
+            old.copy_(target)
             self._pieces.append((target, old))  # until the memory of the new values has them
             target.copy_(source)
             source.copy_(old)
             self._pieces[-1] = (target, source)
-            del old  # before the next piece is copied
         self.complete.add(position)
 
     def undo(self) -> None:

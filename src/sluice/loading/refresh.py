@@ -149,11 +149,12 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
         tensors: list[torch.Tensor]
         result: RunResult
         tensors, result, extra = fetched
+        scratch: dict[torch.device, torch.Tensor] = {}
         with naming_partial(self._partial), _whole(self.lock):
             try:
                 for positions in self._groups():
                     with self._held(positions):
-                        self.exchanges.append(Exchange(positions))
+                        self.exchanges.append(Exchange(positions, scratch))
                         for position in positions:
                             self._exchange(position, tensors[position])
             except BaseException:
