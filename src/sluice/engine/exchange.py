@@ -31,8 +31,7 @@ class Exchange:
         self.begun.add(position)
         scratch = self._scratch.get(live.device)
         if scratch is None:
-            with torch.inference_mode(mode=False):  # the next tensor may be one of the other mode
-                scratch = self._scratch[live.device] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=live.device)
+            scratch = self._scratch[live.device] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=live.device)
         for box in boxes(tuple(live.shape), _PIECE_BYTES // live.itemsize):
             target, source = live[box], new[box]
             old = scratch[: target.numel() * live.itemsize].view(live.dtype).view(target.shape)
