@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -103,8 +103,7 @@ class Targets:
     def map_files(self, sources: Sequence[Source]) -> None:
         """Map the file ranges that the plan maps; their pages are loaded when first touched."""
         for each in self._plan.mapped_ranges:
-            source = sources[each.file]
-            assert isinstance(source, MappableSource)  # the planner was told which are
+            source = cast("MappableSource", sources[each.file])  # the planner was told which are
             self._ranges.append(source.map(each.offset, each.nbytes))
 
     def begin(self, staging: StagingPool | None = None) -> None:
