@@ -16,7 +16,7 @@ import click
 import sluice
 from sluice._arguments import dtype_argument
 from sluice._dtypes import parse_dtype
-from sluice._options import TEXT_ENCODING, MemoryLimits, PageCache
+from sluice._options import NO_LIMITS, TEXT_ENCODING, MemoryLimits, PageCache
 from sluice._units import parse_bytes
 from sluice.cli.failures import Failure, describe
 from sluice.cli.remote_options import Command, together, with_settings
@@ -254,7 +254,7 @@ memory_options = together(
     click.option(
         "--staging",
         type=Size(),
-        default=MemoryLimits().staging,
+        default=NO_LIMITS.staging,
         show_default=True,
         help="Size of the staging buffers.",
     ),

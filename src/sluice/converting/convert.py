@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._dtypes import why_no_cast
 from sluice._errors import BudgetError, MismatchError, SaveError, UnsupportedError
-from sluice._options import MemoryLimits, PageCache
+from sluice._options import NO_LIMITS, MemoryLimits, PageCache
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.contents import flat_contents, whole_contents
@@ -74,7 +74,7 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
         notes += tuple(each.describe() for each in merged.adapters)
     if "safetensors" in checkpoint.format:
         job = replace(job, metadata={**job.metadata, **checkpoint.metadata})
-    memory = memory or MemoryLimits()
+    memory = memory or NO_LIMITS
     reading, writing, batch = _shares(parse_bytes(memory.staging))
     entries = Entries(
         checkpoint, contents.tree, job.dtype, batch_bytes=batch, staging_bytes=reading, page_cache=page_cache

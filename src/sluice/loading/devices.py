@@ -12,7 +12,7 @@ from sluice import _defaults as defaults
 from sluice._arguments import device_name
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
-from sluice._options import MemoryLimits
+from sluice._options import NO_LIMITS, MemoryLimits
 from sluice._units import parse_bytes
 from sluice.engine.accelerators import accelerators, device_facts
 from sluice.matching.match import Match
@@ -86,7 +86,7 @@ def choose_placement(state: ModuleState, matched: Match, memory: MemoryLimits | 
     """
     return auto_placement(
         list(_members(state, matched)),
-        list(_rooms(memory or MemoryLimits())),
+        list(_rooms(memory or NO_LIMITS)),
         whole=undivided(state.module),
         one_block=all(slot.on_meta for slot in state.outline.slots),
     )

@@ -32,7 +32,7 @@ def too_early(
     return TruncatedError(problem, file=file, offset=offset, expected=expected, found=inside)
 
 
-def ended_early(source: Source, offset: int, nbytes: int, found: int) -> TruncatedError:
+def ended_early(source: Source | RangedSource, offset: int, nbytes: int, found: int) -> TruncatedError:
     """Return the error for a read that found fewer bytes than the source had; raise if the source has changed."""
     source.check_unchanged()
     return too_early(source.path, offset, nbytes, found)
@@ -52,8 +52,7 @@ class RangedSource:
         data = bytearray(nbytes)
         found = self.read_into(offset, memoryview(data))
         if found != nbytes:
-            self.check_unchanged()
-            raise too_early(self.path, offset, nbytes, found)
+            raise ended_early(self, offset, nbytes, found)
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:

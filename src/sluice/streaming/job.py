@@ -19,7 +19,7 @@ from torch import nn
 from sluice import _defaults as defaults
 from sluice._errors import BudgetError, StreamError
 from sluice._messages import listed
-from sluice._options import Memory, MemoryLimits, TransferOptions
+from sluice._options import NO_LIMITS, Memory, MemoryLimits, TransferOptions
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.module_job import ModuleJob
@@ -232,11 +232,11 @@ def _memory_bytes(job: ModuleJob, memory: Memory) -> int:
         given = memory.host if device == "cpu" else device_limit(memory, device)
     if given is not None:
         return parse_bytes(given)
-    limits = {limit.where: limit.nbytes for limit in find_limits(job.plan.facts, MemoryLimits())}
+    limits = {limit.where: limit.nbytes for limit in find_limits(job.plan.facts, NO_LIMITS)}
     found = limits.get(HOST if device == "cpu" else device)
     if found is None:
         raise BudgetError(f"the free memory of {device} is unknown; give memory=, such as memory='6GiB'")
-    staging = memory.staging if isinstance(memory, MemoryLimits) else MemoryLimits().staging
+    staging = memory.staging if isinstance(memory, MemoryLimits) else NO_LIMITS.staging
     gate = parse_bytes(staging) + defaults.OVERHEAD_BYTES if device == "cpu" else 0
     return max(0, int(found * (1 - defaults.AUTO_RESERVE)) - gate)
 
