@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-long test-versions servers fuzz check docs notebook
+.PHONY: help install demo test test-long test-versions servers fuzz check docs notebook benchmarks
 
 help:
 	@echo "make install          create .venv with everything the project needs"
@@ -20,6 +20,7 @@ help:
 	@echo "make check            lint, format, types, layers, phrases, the package and the documentation's links"
 	@echo "make docs             build the documentation site into site/"
 	@echo "make notebook [SIZE=xl] run the notebook and keep its outputs"
+	@echo "make benchmarks       every cell of docs/performance.md in an hour and a half, with 30 GB of disk"
 
 install: $(INSTALLED)
 
@@ -77,3 +78,15 @@ docs: install
 
 notebook: install
 	SLUICE_NOTEBOOK_SIZE=$(or $(SIZE),medium) $(BIN)/jupyter execute --inplace notebooks/memory_efficient_loading.ipynb
+
+# Unattended, on a machine that does nothing else. A benchmark that misses its goal fails, and the next one begins.
+BENCH := $(BIN)/python -m bench
+benchmarks: install
+	-$(BENCH).load --size large --runs 5 --minutes 35 --directory bench-out/files
+	-$(BENCH).save --directory bench-out/files
+	-$(BENCH).index
+	-$(BENCH).small --seconds 10
+	-$(BENCH).ranks --runs 2 --file shards --directory bench-out/files
+	-$(BENCH).remote --minutes 14 --directory bench-out/files
+	-$(BENCH).summary bench-out/load.json
+	rm -r bench-out/files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import shlex
@@ -46,7 +45,7 @@ def compare(context: click.Context, options: Any) -> None:
         options: Has the options as attributes.
 
     Raises:
-        Failure: The disk is full, or weights are wrong.
+        Failure: The disk is full or refuses the results, or weights are wrong.
     """
     console = console_for_tables(stderr=options.as_json)
     device = options.device or _machine.device()
@@ -54,7 +53,8 @@ def compare(context: click.Context, options: Any) -> None:
     if options.cold is not None:
         states = states[:1] if options.cold else states[1:]
     begin = time.monotonic()
-    with _full_disk_is_a_failure(), _machine.temporary_folder(options.directory) as folder:
+    with _refused_by_the_system(), _machine.temporary_folder(options.directory) as folder:
+        options.out.mkdir(parents=True, exist_ok=True)  # before the loads
         machine = _machine.describe(folder, _PACKAGES)
         subject, precisions, end_seconds = _subject(console, options, folder, device, len(states))
         methods = _choose_methods(subject, options.methods)
@@ -107,12 +107,10 @@ def _subject(
 
 
 @contextmanager
-def _full_disk_is_a_failure() -> Iterator[None]:
+def _refused_by_the_system() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
         text = f"{error.filename or 'the disk'}: {error.strerror}"
         raise Failure(f"{text}; choose a smaller --size, or another --directory or --out") from error
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import click
 
 from sluice import __version__
@@ -9,7 +12,7 @@ from sluice._errors import BudgetError, SluiceError
 from sluice._interrupts import INTERRUPTED
 from sluice.reports.printable import printable_paragraph
 
-__all__ = ["Failure", "Interrupted", "OverBudget", "describe", "failure_of"]
+__all__ = ["Failure", "Interrupted", "OverBudget", "describe", "failure_of", "wrong_options"]
 
 
 class Failure(click.ClickException):
@@ -32,6 +35,17 @@ class Interrupted(Failure):
     """The user interrupted the command."""
 
     exit_code = INTERRUPTED
+
+
+@contextmanager
+def wrong_options() -> Iterator[None]:
+    """Turn refused arguments into a wrong command line, and a library that is not installed into a failure."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except ImportError as error:
+        raise Failure(str(error)) from error
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -78,7 +78,8 @@ def _restored(architecture: str, metadata: Mapping[str, str], path: str) -> Iter
     """Yield the rules that undo the changes of llama.cpp's converter."""
     if architecture == "llama":
         heads = _number(metadata, "llama.attention.head_count", path)
-        key_heads = _number(metadata, "llama.attention.head_count_kv", path)
+        own = "llama.attention.head_count_kv"  # absent if there are as many as of queries
+        key_heads = _number(metadata, own, path) if own in metadata else heads
         width = _number(metadata, "llama.embedding_length", path)
         for tensor, count in (("attn_q", heads), ("attn_k", key_heads)):
             yield from _interleaved(f"blk.*.{tensor}.weight", count, (width,))

@@ -21,6 +21,9 @@ from sluice.sources.remote.location import Remote
 
 __all__ = ["load_checkpoint_and_dispatch"]
 
+#: What ``device_map`` may be as text, as in accelerate.
+_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+
 
 def load_checkpoint_and_dispatch(
     model: nn.Module,
@@ -50,7 +53,7 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         MismatchError: Checkpoint and model disagree.
-        ValueError: A module would be on disk.
+        ValueError: A module would be on disk, or ``device_map`` is another word.
 
     Example:
         >>> with sluice.empty_init():
@@ -59,6 +62,8 @@ def load_checkpoint_and_dispatch(
     """
     placement = None if isinstance(device_map, str) else device_map
     if isinstance(device_map, str):
+        if device_map not in _WORDS:
+            raise ValueError(f"device_map={device_map!r}: write one of {', '.join(_WORDS)}, or a mapping")
         if device_map != "sequential":
             max_memory = get_balanced_memory(
                 model,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,12 +68,14 @@ class SluiceReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read another checkpoint from now on, if one is named."""
         if checkpoint_id:
+            if self._checkpoint is not None:
+                self._checkpoint.close()
             self._source, self._checkpoint = checkpoint_id, None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return shapes and dtypes; no tensor data is read."""
         found: dict[str, Any] = {}
-        for name, leaf in trees.leaves(self._opened.index.tree):
+        for name, leaf in _nodes(self._opened.index.tree):
             if not isinstance(leaf, Entry):
                 found[name] = BytesStorageMetadata()
                 continue
@@ -101,7 +103,7 @@ class SluiceReader(StorageReader):
             UnsupportedError: A requested value is not plain data in the checkpoint.
         """
         checkpoint, wanted, filled = self._opened, [], []
-        values = dict(trees.leaves(checkpoint.index.tree))
+        values = dict(_nodes(checkpoint.index.tree))
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
@@ -127,9 +129,17 @@ class SluiceReader(StorageReader):
         return False
 
 
+def _nodes(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield values and containers by name: the planners of torch keep tuples, and lists of plain values, whole."""
+    yield name, tree
+    if isinstance(tree, trees.CONTAINERS):
+        for key, child in trees.children(tree):
+            yield from _nodes(child, f"{name}.{trees.component(key)}" if name else trees.component(key))
+
+
 def _as_bytes(value: object, name: str, file: str) -> io.BytesIO:
     """Return what the planners of torch read a value from."""
-    if not isinstance(value, (int, float, str, bytes, type(None))):
+    if not all(isinstance(leaf, (int, float, str, bytes, type(None))) for _, leaf in trees.leaves(value)):
         raise UnsupportedError("the value is not plain data", file=file, tensor=name, found=type(value).__name__)
     stream = io.BytesIO()
     torch.save(value, stream)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 import transformers
 from torch import nn
 
@@ -95,17 +98,28 @@ def _class(place: Any, name: object, base: type, folder: Path) -> type[Any]:
     return kind
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Build in a dtype, as the library does: buffers that no file holds have it too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _model(folder: Path, kind: Any, dtype: Any, device: Device) -> nn.Module:
     """Return a model of diffusers."""
     config = kind.load_config(str(folder), local_files_only=True)
     if config.get("quantization_config"):
         raise UnsupportedError("the model is quantized, which only the library loads", file=str(folder))
-    with empty_init():
+    with _default_dtype(dtype), empty_init():
         model: Any = kind.from_config(config)
     kept = kind._keep_in_fp32_modules or []  # noqa: SLF001  no public name
-    for name, parameter in model.named_parameters():
-        if dtype is not None and parameter.is_floating_point() and not set(kept) & set(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if set(kept) & set(name.split(".")) else dtype)
     with open_checkpoint(folder) as checkpoint:
         names = {name: name for name in checkpoint}
         model._fix_state_dict_keys_on_load(names)  # noqa: SLF001  old names of attention layers

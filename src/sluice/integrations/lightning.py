@@ -7,19 +7,17 @@ A plugin of Lightning: ``Trainer(plugins=[SluiceCheckpointIO()])``. The files ar
 from __future__ import annotations
 
 import os
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from sluice.torch import load, save
 
 __all__ = ["SluiceCheckpointIO"]
 
 
-class SluiceCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may not be installed
+class SluiceCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightning may not be installed
     """Saves atomically and in fixed memory, and loads from every format and source that sluice reads.
 
     Example:
@@ -57,11 +55,3 @@ class SluiceCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning may n
         device = None if callable(map_location) else map_location  # Lightning's own functions keep tensors on the CPU
         checkpoint: dict[str, Any] = load(path, map_location=device, weights_only=weights_only)
         return checkpoint
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a local checkpoint; one that does not exist is none."""
-        with suppress(FileNotFoundError):
-            if Path(path).is_dir():
-                shutil.rmtree(path)
-            else:
-                Path(path).unlink()

@@ -24,7 +24,7 @@ from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
-from sluice.reading.transfer import plan_transfer, with_more
+from sluice.reading.transfer import Prepared, plan_transfer, with_more
 from sluice.records import Entry, Index, Request
 from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import Decided, tensor_rows
@@ -125,8 +125,7 @@ def module_job(
     checkpoint: OpenCheckpoint, state: ModuleState, match_on: Callable[..., Match], request: IntoModule, *, strict: bool
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
-    options = request.options
-    matched, placement = _placed(state, match_on, request.device, options.memory)
+    matched, placement = _placed(state, match_on, request.device, request.options.memory)
     merged: AdaptedCheckpoint | None = None
     if request.adapters:
         from sluice.loading.adapted import adapted  # here, not above: most loads merge nothing
@@ -139,24 +138,7 @@ def module_job(
 
         quantized = find_quantized(state, matched, request.quantize)
         state, matched = quantized.state, quantized.match
-    slots = state.outline.slots
-    later_copies: list[tuple[int, int]] = []
-    # A plan for ranks divides the description of a model of whole tensors.
-    if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
-        check_devices(state, matched)
-        options = replace(options, host_ranks=options.host_ranks or local_rank_count())
-        later_copies = list(padding_copies(state, matched))
-    refuse_quantized(
-        (slots[slot].names[0], state.tensors[slot], each.entry.dtype)
-        for slot, each in zip(matched.slots, matched.requests, strict=True)
-    )
-    prepared = plan_transfer(
-        checkpoint,
-        matched.requests,
-        computed=_computed(state, matched, placement),
-        later_copies=later_copies,
-        options=options,
-    )
+    prepared = _planned(checkpoint, state, matched, placement, request.options)
     if quantized is not None:
         prepared = quantized.predicted(prepared)
     if merged is not None:
@@ -173,10 +155,34 @@ def module_job(
         unexpected=matched.unexpected,
         mismatched=matched.mismatched,
         tied=matched.tied,
-        initialised=tuple(name for slot in matched.initialised for name in slots[slot].names),
+        initialised=tuple(name for slot in matched.initialised for name in state.outline.slots[slot].names),
         state=state,
         match=matched,
         strict=strict,
+    )
+
+
+def _planned(
+    checkpoint: OpenCheckpoint, state: ModuleState, matched: Match, placement: Placement, options: TransferOptions
+) -> Prepared:
+    """Return the plan of a match; ranks of one host share its memory, and FSDP's last shards are copied later."""
+    slots = state.outline.slots
+    later_copies: list[tuple[int, int]] = []
+    # A plan for ranks divides the description of a model of whole tensors.
+    if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
+        check_devices(state, matched)
+        options = replace(options, host_ranks=options.host_ranks or local_rank_count())
+        later_copies = list(padding_copies(state, matched))
+    refuse_quantized(
+        (slots[slot].names[0], state.tensors[slot], each.entry.dtype)
+        for slot, each in zip(matched.slots, matched.requests, strict=True)
+    )
+    return plan_transfer(
+        checkpoint,
+        matched.requests,
+        computed=_computed(state, matched, placement),
+        later_copies=later_copies,
+        options=options,
     )
 
 

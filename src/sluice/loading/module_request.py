@@ -123,21 +123,25 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
                 error.advice = f"{error.advice} {advice}"
             raise
 
-    def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
-        state = self.describe()
-        tree, limits = checkpoint.index.tree, checkpoint.limits
+    def _selected(
+        self, checkpoint: OpenCheckpoint, state: ModuleState, base: Mapping[str, str | None] | None
+    ) -> Selection:
+        """Return the entries for the names of the module; peft's wrappers have the names of their base layers."""
+        tree = checkpoint.index.tree
         if checkpoint.metadata:
             tree = checkpoint.tree_with_ties(slot.names for slot in state.outline.slots)
-        outline, base = state.outline, None
-        if "peft" in sys.modules:
-            base = base_names(self.model, outline, checkpoint.entries)
-        if base is not None:
-            outline = base_outline(outline, base)
-        selection = select(tree, outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
+        outline = state.outline if base is None else base_outline(state.outline, base)
+        selection = select(tree, outline, key=self.key, rename=self.rename, rules=self.rules, limits=checkpoint.limits)
         if base is not None:
             selection = through_wrappers(selection, state.outline, base)
         if not (isinstance(tree, dict) and set(map(type, tree.values())) == {Entry}):  # as most trees are
             _refuse_opaques(self, selection, state, checkpoint)
+        return selection
+
+    def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
+        state = self.describe()
+        base = base_names(self.model, state.outline, checkpoint.entries) if "peft" in sys.modules else None
+        selection = self._selected(checkpoint, state, base)
         followed = follow_loading(
             self.model,
             selection.entries,

@@ -191,11 +191,10 @@ def _destination(
     other = args[0] if args else options.get("other")
     if isinstance(other, torch.Tensor):
         return device_of(other), other.dtype, layout
-    dtype = None
     if func == _T.to:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **{k: v for k, v in options.items() if k != "copy"})
     else:
-        place = options.get("device", func.__name__) if other is None else other
+        dtype, place = None, options.get("device", func.__name__) if other is None else other
         device = torch.device(func.__name__, place) if isinstance(place, int) else torch.device(place)
     if device is not None and device.index is None and device.type not in {"cpu", "meta"}:
         module = getattr(torch, device.type, None)  # a tensor shows the current one

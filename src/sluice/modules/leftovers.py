@@ -25,8 +25,6 @@ _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 #: Types of most other attributes, which hold no tensor.
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
-
 #: Levels of lists and dicts in attributes that are searched for tensors.
 NESTING = 3
 
@@ -79,7 +77,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
     if isinstance(module, nn.RNNBase):
         recomputed.add("_flat_weights")  # if parametrizations replace its weights
     for name, value in vars(module).items():
-        if type(value) in _PLAIN or (type(value) in _CONTAINERS and not value):
+        if type(value) in _PLAIN or (type(value) in {dict, OrderedDict, list, tuple, set} and not value):
             continue  # a fast path for nearly all attributes
         if name not in _REGISTERED and name not in recomputed:
             yield name, value

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
 
 import sluice
+from sluice.cli.failures import wrong_options
 from sluice.cli.options import DTypeName, Size
+from sluice.cli.remote_options import remote_options, with_settings
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import output_options, show_report
 from sluice.merging.recipe import METHODS
@@ -15,10 +18,14 @@ from sluice.writing.save_formats import CONVERT_FORMATS
 
 __all__ = ["merge_command"]
 
+#: A URL whose last parameter has a value, and a number.
+_URL_WITH_WEIGHT = re.compile(r"(.+\?.*=[^=&]*)=([-+.\deE]+)")
+
 
 @click.command("merge")
 @click.argument("inputs", nargs=-1, required=True, metavar="CONFIG|PATH[=WEIGHT]...")
 @click.argument("destination", type=click.Path())
+@remote_options
 @click.option("--method", type=click.Choice(list(METHODS)), help="Default: linear with weights, swa without.")
 @click.option("--base", type=click.Path(), help="Base model.")
 @click.option("--parameter", "-p", "parameters", multiple=True, metavar="NAME=VALUE", help="Such as density=0.5.")
@@ -64,11 +71,13 @@ def merge_command(
       3    the merge does not fit into --memory
       130  interrupted
     """
-    own: dict[str, Any] = {"method": method, "base": base, "parameters": _named(parameters) or None, **options}
+    own: dict[str, Any] = {"method": method, "parameters": _named(parameters) or None, **options}
+    own["base"] = base and with_settings(base)
     config = _config(inputs)
 
     shown = progress_wanted(quiet=quiet or dry_run)
-    report: Any = sluice.merge(config, destination, **own, overwrite=force, dry_run=dry_run, progress=shown)
+    with wrong_options():
+        report: Any = sluice.merge(config, destination, **own, overwrite=force, dry_run=dry_run, progress=shown)
     show_report(report, as_json=as_json, quiet=quiet)
 
 
@@ -76,12 +85,21 @@ def _config(inputs: tuple[str, ...]) -> Any:
     """Return the argument ``config`` of ``sluice.merge``."""
     if len(inputs) == 1 and inputs[0].endswith((".yml", ".yaml", ".json")):
         return inputs[0]
-    pairs = [each.rpartition("=") for each in inputs]
-    if not any(equals for _, equals, _ in pairs):
-        return list(inputs)
-    if not all(equals for _, equals, _ in pairs) or len({path for path, _, _ in pairs}) < len(pairs):
+    pairs = list(map(_weighted, inputs))
+    if not any(weight for _, weight in pairs):
+        return [with_settings(path) for path in inputs]
+    if not all(weight for _, weight in pairs) or len({path for path, _ in pairs}) < len(pairs):
         raise click.UsageError("each input needs a weight of its own, such as a.pth=0.3, or none has one")
-    return {path: _number(weight) for path, _, weight in pairs}
+    return {with_settings(path): _number(weight) for path, weight in pairs}
+
+
+def _weighted(text: str) -> tuple[str, str]:
+    """Return a path and its weight; the parameters of a URL have signs of equality too."""
+    if "?" in text:
+        found = _URL_WITH_WEIGHT.fullmatch(text)
+        return (found[1], found[2]) if found else (text, "")
+    path, equals, weight = text.rpartition("=")
+    return (path, weight) if equals else (text, "")
 
 
 def _named(parameters: tuple[str, ...]) -> dict[str, float | bool]:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import sluice
+from sluice.cli.failures import wrong_options
 from sluice.cli.load_options import LoadArguments, load_options
 from sluice.cli.views.report import show_report
 
@@ -64,13 +65,9 @@ def plan_command(
       sluice plan model.pth --model net:Net --mesh dp=8,tp=4 --ranks-per-host 8
       sluice plan model.pth --json | jq .recommended
     """
-    report = sluice.plan(
-        load.model(),
-        load.source,
-        **load.keywords,
-        mesh=mesh,
-        ranks_per_host=ranks_per_host,
-    )
+    model = load.model()
+    with wrong_options():
+        report = sluice.plan(model, load.source, **load.keywords, mesh=mesh, ranks_per_host=ranks_per_host)
     show_report(report, as_json=as_json)
     if not report.fits:
         ctx.exit(_DOES_NOT_FIT)
