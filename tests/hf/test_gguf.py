@@ -16,6 +16,8 @@ from support.oracles import bits
 
 pytest.importorskip("gguf", reason="needs the tables of names: pip install gguf")
 
+from sluice.hf._gguf import _restored  # noqa: E402  it imports gguf
+
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 HEADS = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
@@ -84,6 +86,12 @@ def test_models_equal_those_of_transformers(
     expected = theirs.state_dict()
     for name, tensor in model.state_dict().items():
         assert bits(tensor) == bits(expected[name]), name
+
+
+def test_a_llama_without_grouped_queries_has_as_many_heads_of_keys() -> None:
+    numbers = {"llama.attention.head_count": "4", "llama.embedding_length": "64"}
+    grouped = {**numbers, "llama.attention.head_count_kv": "4"}
+    assert list(map(str, _restored("llama", numbers, "f"))) == list(map(str, _restored("llama", grouped, "f")))
 
 
 def test_other_files_are_refused(transformers: Any, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def test_a_model_is_filled_and_runs(path: Path, device_map: str | dict[str, str]
 
 
 def test_disk_and_missing_weights_are_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="balanced_low_0"):
+        load_checkpoint_and_dispatch(empty(), path, device_map="cuda:1")
     with pytest.raises(ValueError, match=r"sluice\.stream"):
         load_checkpoint_and_dispatch(empty(), path, device_map={"0": "cpu", "1": "disk"})
     with pytest.raises(sluice.MismatchError):

@@ -48,6 +48,25 @@ def test_nested_states_and_values(tmp_path: Path) -> None:
     assert torch.equal(part["0.bias"], saved.get_parameter("0.bias"))
 
 
+@pytest.mark.parametrize("name", ["run.pt", "dcp"])
+def test_an_optimizer_is_filled(tmp_path: Path, name: str) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    if name == "dcp":
+        save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path / name, no_dist=True)
+    else:
+        save({"optim": optimizer.state_dict()}, storage_writer=SluiceWriter(tmp_path / name), no_dist=True)
+    filled = torch.optim.AdamW(model.parameters())
+    filled.step()
+    state = {"optim": filled.state_dict()}
+    load(state, storage_reader=SluiceReader(tmp_path / name), no_dist=True)
+    expected = optimizer.state_dict()
+    assert state["optim"]["param_groups"] == expected["param_groups"]
+    assert torch.equal(state["optim"]["state"][0]["exp_avg"], expected["state"][0]["exp_avg"])
+
+
 def test_saves_are_ordinary_files(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": network().state_dict(), "step": 4}
     save(state, storage_writer=SluiceWriter(tmp_path / "run.pt"), no_dist=True)

@@ -14,7 +14,7 @@ import sluice
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-from sluice.integrations.diffusers import load_pipeline  # noqa: E402  it imports diffusers
+from sluice.integrations.diffusers import _model, load_pipeline  # noqa: E402  it imports diffusers
 
 pytest.importorskip("tqdm").tqdm.monitor_interval = 0  # no thread
 
@@ -94,6 +94,20 @@ def test_a_pipeline_with_a_model_of_transformers(
     text_to_image().to(stored).save_pretrained(tmp_path, safe_serialization=stored != torch.float16)
     theirs = diffusers.DiffusionPipeline.from_pretrained(str(tmp_path), torch_dtype=dtype)
     assert_same(load_pipeline(tmp_path, dtype=dtype), theirs)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_buffers_of_the_file_are_cast_too(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    positions = {"sample_size": 8, "pos_embed_max_size": 8, "num_layers": 1, "caption_projection_dim": 16}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "joint_attention_dim": 16, "pooled_projection_dim": 16}
+    transformer = diffusers.SD3Transformer2DModel(**positions, **heads, in_channels=4)
+    transformer.save_pretrained(tmp_path / "transformer")
+    theirs = diffusers.SD3Transformer2DModel.from_pretrained(str(tmp_path / "transformer"), torch_dtype=dtype)
+    ours = _model(tmp_path / "transformer", diffusers.SD3Transformer2DModel, dtype, None)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for name, value in theirs.state_dict().items():
+        assert ours.state_dict()[name].dtype == value.dtype, name
+        assert torch.equal(ours.state_dict()[name], value), name
 
 
 def test_given_components_are_used(unconditional: Path) -> None:

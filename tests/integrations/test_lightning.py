@@ -75,6 +75,10 @@ def test_removal_and_refusals(tmp_path: Path) -> None:
     plugin.remove_checkpoint(tmp_path / "a" / "b.ckpt")
     plugin.remove_checkpoint(tmp_path / "a")
     assert not (tmp_path / "a").exists()
+    store = pytest.importorskip("fsspec").filesystem("memory")
+    store.pipe("/d.ckpt", b"")
+    plugin.remove_checkpoint("memory://d.ckpt")
+    assert not store.exists("/d.ckpt")
     with pytest.raises(sluice.SaveError):
         plugin.save_checkpoint({"model": nn.Linear(1, 1)}, tmp_path / "c.ckpt")
     with pytest.raises(TypeError, match="storage_options"):

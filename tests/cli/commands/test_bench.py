@@ -97,6 +97,10 @@ def test_a_full_disk_is_not_a_defect_of_sluice(
     assert "a checkpoint of 33.2 MiB does not fit: 1.00 MiB are free; choose a smaller --size" in text
     assert "defect" not in text
     assert list(Path("disk").iterdir()) == []
+    Path("file").touch()
+    result = bench("--size", "tiny", "--out", "file/results")
+    assert result.exit_code == 1
+    assert "file/results: Not a directory" in " ".join(result.output.split())
 
 
 def test_an_own_model_is_loaded_from_its_own_checkpoint(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:

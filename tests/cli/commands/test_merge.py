@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import sluice
 from sluice.cli import main
 
 
@@ -45,6 +47,28 @@ def test_inputs(paths: list[Path], tmp_path: Path) -> None:
 def test_refused(paths: list[Path], tmp_path: Path) -> None:
     assert run(f"{paths[0]}=1", paths[1], tmp_path / "out.pth").exit_code == 2
     assert run(f"{paths[0]}=much", tmp_path / "out.pth").exit_code == 2
+    assert run(*paths, tmp_path / "out.xyz").exit_code == 2
+    assert run(tmp_path / "c.yml", tmp_path / "out.pth", "--method", "ties").exit_code == 2
     done = run(*paths, tmp_path / "out.pth", "--method", "ties")
     assert done.exit_code == 1
     assert "needs a base_model" in done.stderr
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def merge(config: Any, *_: object, **__: object) -> None:
+        seen.append(config)
+        raise sluice.FormatError("seen")
+
+    monkeypatch.setattr(sluice, "merge", merge)
+    signed = ["https://h/a.pth?X-Amz-Expires=3600&X-Amz-Signature=SECRET", "https://h/b.pth?Expires=3600"]
+    assert run(*signed, "out.pth").exit_code == 1
+    assert run(*(f"{url}=0.5" for url in signed), "out.pth").exit_code == 1
+    assert run(*(f"{url}=1" for url in signed), "out.pth", "--header", "A:b").exit_code == 1
+    assert seen[0] == signed
+    assert seen[1] == dict.fromkeys(signed, 0.5)
+    assert [(source.url, source.headers) for source in seen[2]] == [(url, {"A": "b"}) for url in signed]
+    done = run("https://h/a.pth?sig=SECRET", "https://h/b.pth?sig=x=0.5", "out.pth")
+    assert done.exit_code == 2
+    assert "SECRET" not in done.output

@@ -83,3 +83,10 @@ def test_a_mesh_in_a_wrong_form(mesh: str, message: str) -> None:
     done = run("--model", "plan_net:Net", "--mesh", mesh)
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_arguments_that_the_plan_refuses_are_a_wrong_command_line() -> None:
+    done = run("--ranks-per-host", "2")
+    assert done.exit_code == 2
+    assert "mesh" in done.output
+    assert run("--model", "plan_net:Net", "--mesh", "foo=2").exit_code == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from msgspec.structs import replace
@@ -40,7 +40,7 @@ class Remote:
     url: str
     _: KW_ONLY
     #: Additional headers of each request, such as credentials; for ``http``, ``https`` and object stores.
-    headers: Mapping[str, str] | None = None
+    headers: Mapping[str, str] | None = field(default=None, hash=False)
     #: Whether certificates are checked, or the path of the certificates that are trusted.
     verify: bool | str = True
     #: Client certificate for servers of HTTP that ask for one: the path of a PEM file with its key, or two paths.
@@ -52,12 +52,12 @@ class Remote:
     timeout: float | None = None
     #: Options of the library that makes the requests: the configuration of an obstore store, or the storage options of
     #: an fsspec file system.
-    options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = field(default=None, hash=False)
     #: Function that is called after each request, from any thread, with its ``method``, ``url`` without query,
     #: ``nbytes``, ``seconds`` and ``status``.
     on_request: Callable[[RequestRecord], object] | None = None
     #: A store of obstore or a file system of fsspec that holds ``url``.
-    store: Any = None
+    store: Any = field(default=None, hash=False)
     #: Directory that keeps the bytes that were read, by version of the object, so that a second load reads them there.
     cache: str | os.PathLike[str] | None = None
     #: Most bytes of this directory, in bytes or as text; the objects that were not used for longest are removed. The
