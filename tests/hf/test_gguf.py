@@ -16,7 +16,7 @@ from support.oracles import bits
 
 pytest.importorskip("gguf", reason="needs the tables of names: pip install gguf")
 
-from sluice.hf._gguf import _restored  # noqa: E402  it imports gguf
+from sluice.hf._gguf import _restored
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 HEADS = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16}

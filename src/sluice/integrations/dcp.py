@@ -75,7 +75,7 @@ class SluiceReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return shapes and dtypes; no tensor data is read."""
         found: dict[str, Any] = {}
-        for name, leaf in _nodes(self._opened.index.tree):
+        for name, leaf in _values(self._opened.index.tree):
             if not isinstance(leaf, Entry):
                 found[name] = BytesStorageMetadata()
                 continue
@@ -103,7 +103,7 @@ class SluiceReader(StorageReader):
             UnsupportedError: A requested value is not plain data in the checkpoint.
         """
         checkpoint, wanted, filled = self._opened, [], []
-        values = dict(_nodes(checkpoint.index.tree))
+        values = dict(_values(checkpoint.index.tree))
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
@@ -129,12 +129,20 @@ class SluiceReader(StorageReader):
         return False
 
 
-def _nodes(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield values and containers by name: the planners of torch keep tuples, and lists of plain values, whole."""
-    yield name, tree
-    if isinstance(tree, trees.CONTAINERS):
-        for key, child in trees.children(tree):
-            yield from _nodes(child, f"{name}.{trees.component(key)}" if name else trees.component(key))
+def _values(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield tensors and values by the names that the planners of torch give them."""
+    if not isinstance(tree, trees.CONTAINERS) or _is_value(tree):
+        yield name, tree
+        return
+    for key, child in trees.children(tree):
+        yield from _values(child, f"{name}.{trees.component(key)}" if name else trees.component(key))
+
+
+def _is_value(tree: object) -> bool:
+    """Return whether a planner keeps it whole: a list or tuple, such as ``betas``, without mappings and tensors."""
+    if isinstance(tree, (list, tuple)):
+        return not any(isinstance(child, (dict, Entry)) or not _is_value(child) for child in tree)
+    return not isinstance(tree, dict)
 
 
 def _as_bytes(value: object, name: str, file: str) -> io.BytesIO:
