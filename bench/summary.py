@@ -61,7 +61,7 @@ def summary_lines(document: Mapping[str, Any]) -> list[str]:
     rows = {dtype: {row["method"]: row for row in each["rows"]} for dtype, each in scenarios.items()}
     if wrong := [name for each in rows.values() for name, row in each.items() if row["right"] is False]:
         raise click.ClickException(f"wrong weights: {', '.join(wrong)}")
-    shown = [name for name in _NAMES if name != "raw-buffered"]
+    shown = [name for name in _NAMES if name not in {"raw-buffered", "sluice-map"}]
     methods = [name for name in shown if any(name in each and each[name]["seconds"] for each in rows.values())]
     subject = str(first["title"]).partition(" → ")[0]
     caption = (

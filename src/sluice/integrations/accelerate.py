@@ -21,7 +21,7 @@ from sluice.sources.remote.location import Remote
 
 __all__ = ["load_checkpoint_and_dispatch"]
 
-#: What ``device_map`` may be as text, as in accelerate.
+#: Words of accelerate that choose a placement.
 _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
