@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import subprocess
 import sys
@@ -22,8 +23,9 @@ from sluice.entries import tree as _tree
 from sluice.formats.distributed.exact_cover import first_miscount
 from sluice.formats.distributed.items import Item, ItemReader
 from sluice.sources.protocol import Source
-from support.distributed import Box, chunks, rows, save, torch_loaded, write
+from support.distributed import Box, StoredChunk, StoredTensor, chunks, rows, save, torch_loaded, write
 from support.oracles import same
+from support.quantized import Scaled, parts_in
 from support.recorded_reads import RecordingSource
 
 
@@ -362,3 +364,17 @@ def test_properties_that_later_versions_of_torch_write(
             assert torch.equal(checkpoint["w"].read(), torch.arange(6.0).view(2, 3))
         else:
             assert "a tensor with 7 properties, of which sluice knows 6" in repr(checkpoint.tree["w"])
+
+
+def test_tensors_that_wrap_others(tmp_path: Path) -> None:
+    """Those in values keep their bytes; those of tensor items are not offered with storages of other items."""
+    integers, scale = torch.arange(6, dtype=torch.int8).view(2, 3), torch.ones(2, 1)
+    wrapped, data = Scaled(integers, scale, torch.float32), io.BytesIO()
+    torch.save(wrapped, data)
+    stored = StoredTensor(shape=(2, 3), chunks=[StoredChunk(start=(0, 0), shape=(2, 3), item=data.getvalue())])
+    with sluice.open(write(tmp_path / "d", {"w": stored}, {"a": [torch.zeros(9)], "q": {"w": wrapped}})) as checkpoint:
+        found = parts_in(checkpoint, "q", "w")
+        assert torch.equal(found["integers"], integers)
+        assert torch.equal(found["scale"], scale)
+        tree: Any = checkpoint.index.tree
+        assert tree["w"].inner is None

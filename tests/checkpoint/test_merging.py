@@ -26,6 +26,7 @@ from support.directories import (
     two_shards,
     write_index,
 )
+from support.quantized import Scaled, parts_in
 from support.work import at_most
 
 
@@ -89,6 +90,17 @@ def test_tensors_that_the_index_omits_are_kept_and_reported(tmp_path: Path) -> N
     write_index(tmp_path / SAFETENSORS_INDEX, {"1.safetensors": ["a"]}, total_size=48)
     assert notes(tmp_path) == "In the shards, but not in their index (1): extra."
     assert set(sluice.load_state_dict(tmp_path)) == {"a", "extra"}
+
+
+def test_nested_tensors_that_wrap_others_keep_their_bytes(tmp_path: Path) -> None:
+    integers, scale = torch.arange(6, dtype=torch.int8).view(2, 3), torch.ones(2, 1)
+    save(tmp_path / "1.bin", tensors("a", "b", "c"))
+    save(tmp_path / "2.bin", {"d": {"q": Scaled(integers, scale, torch.float32)}})
+    write_index(tmp_path / "pytorch_model.bin.index.json", {"1.bin": ["a", "b", "c"], "2.bin": ["d"]})
+    with sluice.open(tmp_path) as checkpoint:
+        found = parts_in(checkpoint, "d", "q")
+    assert torch.equal(found["integers"], integers)
+    assert torch.equal(found["scale"], scale)
 
 
 @pytest.mark.parametrize(("claimed", "lies"), [(144, False), (96, False), (144.0, False), (95, True), (0, True)])

@@ -195,6 +195,15 @@ def test_shards_that_fit(tmp_path: Path) -> None:
     assert opened(tmp_path, divided([shard([0, 0], [2, 2])], (2, 2)))["w"].shape == (2, 2)
 
 
+def test_a_tensor_that_one_rank_has_whole(tmp_path: Path) -> None:
+    """One row is not divided; with a shard that is empty next to it, its stride stays."""
+    row, nothing = divided([shard([0, 0], [1, 4])], (1, 4)), divided([], (1, 4))
+    assert opened(tmp_path, row, nothing)["w"].shape == opened(tmp_path, nothing, row)["w"].shape == (1, 4)
+    columns = shard([0, 0], [2, 2], tensor_call(storage("0", 4), shape=(2, 2), stride=(1, 2)))
+    empty = shard([2, 0], [0, 2], tensor_call(storage("0", 4), shape=(0, 2)))
+    assert opened(tmp_path, divided([columns, empty], (2, 2)), divided([], (2, 2)))["w"].stride() == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("values", "kind", "problem"),
     [
@@ -213,6 +222,7 @@ def test_shards_that_fit(tmp_path: Path) -> None:
         ((divided([shard([0, 0], [2, 2], 5)]),) * 2, FormatError, "shard of a divided tensor is malformed"),
         ((divided([3]),) * 2, FormatError, "shard of a divided tensor is malformed"),
         ((divided(3),) * 2, FormatError, "divided tensor is malformed"),
+        ((Call(divided([]).function, (*divided([]).arguments[:3], {"x": 1})),) * 2, FormatError, "tensor is malformed"),
         ((divided([shard([0, 0], [4, 2])]),) * 2, FormatError, "past the end of its storage"),
     ],
 )
@@ -231,4 +241,12 @@ def test_files_with_different_names(tmp_path: Path) -> None:
     (tmp_path / "0.pt").write_bytes(torch_archive({"w": TOP}, {"0": bytes(16)}))
     (tmp_path / "1.pt").write_bytes(torch_archive({"w": BOTTOM, "x": BOTTOM}, {"0": bytes(16)}))
     with pytest.raises(FormatError, match=r"0\.pt, tensor 'x': a file lacks a name"):
+        sluice.open([tmp_path / "0.pt", tmp_path / "1.pt"])
+
+
+def test_two_tensors_with_one_dotted_name(tmp_path: Path) -> None:
+    for number, half in enumerate((TOP, BOTTOM)):
+        content = torch_archive({"a.b": half, "a": {"b": half}}, {"0": bytes(16)})
+        (tmp_path / f"{number}.pt").write_bytes(content)
+    with pytest.raises(FormatError, match=r"0\.pt, tensor 'a\.b': two values of a rank have the same dotted name"):
         sluice.open([tmp_path / "0.pt", tmp_path / "1.pt"])

@@ -8,6 +8,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+import sluice
+from sluice.records import Entry
+
 #: Configurations of torchao, made from its module.
 CONFIGS: dict[str, Any] = {
     "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
@@ -55,6 +58,15 @@ class Scaled(torch.Tensor):
     def values(self) -> torch.Tensor:
         """Return the numbers that it stands for."""
         return self.integers.to(self.dtype) * self.scale
+
+
+def parts_in(checkpoint: sluice.Checkpoint, *path: str) -> dict[str, torch.Tensor]:
+    """Return the plain tensors that a tensor in a checkpoint wraps, read."""
+    leaf: Any = checkpoint.index.tree
+    for key in path:
+        leaf = leaf[key]
+    entries = {name: part for name, part in leaf.inner.items() if isinstance(part, Entry)}
+    return {name: sluice.LazyTensor(checkpoint, "", entry).read() for name, entry in entries.items()}
 
 
 def scale_modules(*, by_row: bool = True, names: Callable[[str], bool] = bool) -> Callable[[nn.Module], None]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import partial
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,9 +31,8 @@ from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.checkpoint.distributed_files import DataFiles, ListedItem
 from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
-from sluice.checkpoint.merging import moved
+from sluice.checkpoint.merging import renumbered
 from sluice.checkpoint.open_file import OpenFile
-from sluice.entries import tree as trees
 from sluice.formats.distributed.items import ChunkHeader, Item, ItemFile, ItemStorage
 from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, TensorItem, read_metadata
 from sluice.formats.distributed.unflatten import unflatten
@@ -180,7 +178,7 @@ class _IndexBuilder:
         for number, storage in enumerate(inner.storages):
             self._add_storage(item, None, number, storage.nbytes, offset=item.offset + storage.offset)
         self._notes.update(dict.fromkeys(inner.notes))
-        self._values[item.name] = trees.map_leaves(inner.tree, partial(moved, by=first))
+        self._values[item.name] = renumbered(inner.tree, by=first)
 
     def _add_storage(
         self, item: Item, entry: Entry | None, number: int, nbytes: int, *, offset: int, located: bool = False

@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,7 +36,7 @@ from sluice.entries import tree as trees
 from sluice.formats.shard_index import ShardIndex
 from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
 
-__all__ = ["incomplete", "merge", "moved"]
+__all__ = ["incomplete", "merge", "moved", "renumbered"]
 
 # Section titles of the error that lists all problems.
 _MISSING = "missing files"
@@ -123,7 +124,7 @@ def _merge_shards(
     layout: CheckpointLayout, files: Sequence[OpenFile], limits: Limits
 ) -> tuple[Index, tuple[OpenFile, ...]]:
     """Return the index of the files of FSDP1's ranks, which have the same names."""
-    parts = [dict(trees.leaves(file.index.tree)) for file in files]
+    parts = [_by_name(file) for file in files]
     unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
     joined, values = _join(files, unique)
     ranks = [
@@ -133,6 +134,17 @@ def _merge_shards(
     tree, notes = join_shards(ranks, limits)
     whole = joined_tree(files[0].index.tree, tree)
     return _index("torch-sharded", joined, whole, (*layout.notes, *notes)), tuple(joined)
+
+
+def _by_name(file: OpenFile) -> dict[str, object]:
+    """Return the values of a file by their dotted names, of which no two may be equal."""
+    values: dict[str, object] = {}
+    for name, value in trees.leaves(file.index.tree):
+        if name in values:
+            problem = "two values of a rank have the same dotted name"
+            raise FormatError(problem, file=file.index.files[0].path, tensor=name)
+        values[name] = value
+    return values
 
 
 def _index(name: str, files: Sequence[OpenFile], tree: object, notes: tuple[str, ...]) -> Index:
@@ -251,7 +263,7 @@ def _join(
         tree.update(_shifted(part or {}, by=first))
         own_versions = trees.metadata(file.index.tree)
         if isinstance(own_versions, dict):
-            versions.update(trees.map_leaves(own_versions, partial(moved, by=first)))
+            versions.update(renumbered(own_versions, by=first))
         first += len(own)
     if versions:
         tree = OrderedDict(tree)
@@ -263,22 +275,29 @@ def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
     """Return a state dict with the storages of its entries shifted by ``by``; shared entries stay shared."""
     plain = (value for value in part.values() if isinstance(value, Entry) and _is_plain(value))
     new = {id(entry): replace(entry, storage=entry.storage + by) for entry in plain}
-
-    def shift(entry: Entry) -> Entry:
-        if id(entry) not in new:  # nested deeper
-            new[id(entry)] = moved(entry, by=by)
-        return new[id(entry)]
-
-    def shifted(value: object) -> object:
-        if isinstance(value, UnsupportedValue) and value.inner is not None:  # a tensor that wraps others
-            return dataclasses.replace(value, inner=trees.map_leaves(value.inner, shift))
-        return new.get(id(value)) or trees.map_leaves(value, shift)
-
-    return {name: shifted(value) for name, value in part.items()}
+    others = renumbered({name: value for name, value in part.items() if id(value) not in new}, by=by, known=new)
+    return {name: new.get(id(value)) or others[name] for name, value in part.items()}
 
 
 def _is_plain(entry: Entry) -> bool:
     return entry.storage != NO_STORAGE and entry.attributes is None
+
+
+def renumbered(tree: object, *, by: int | Mapping[int, int], known: dict[int, Entry] | None = None) -> Any:
+    """Return a tree with entries ``moved``, also in tensors that wrap others; ``known`` gets each new one by old id."""
+    new = {} if known is None else known
+
+    def shift(entry: Entry) -> Entry:
+        if id(entry) not in new:
+            new[id(entry)] = moved(entry, by=by)
+        return new[id(entry)]
+
+    def unwrapped(value: object) -> object:
+        if isinstance(value, UnsupportedValue) and value.inner is not None:
+            return dataclasses.replace(value, inner=trees.map_leaves(value.inner, shift))
+        return value
+
+    return trees.map_leaves(tree, shift, plain=unwrapped)
 
 
 def moved(entry: Entry, *, by: int | Mapping[int, int]) -> Entry:

@@ -25,7 +25,7 @@ from sluice._options import Limits
 from sluice.entries import tree as trees
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
 from sluice.formats.torch_save.sharded import local_shards
-from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue
+from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue, elements_of
 from sluice.records.geometry import contiguous_stride
 
 __all__ = ["RankFile", "has_shards", "join_shards", "joined_tree"]
@@ -100,7 +100,7 @@ def join_shards(files: Sequence[RankFile], limits: Limits) -> tuple[dict[str, ob
 def joined_tree(first: object, joined: Mapping[str, object]) -> object:
     """Return the object of the first file with the joined tensors in place of its own."""
     made = {id(leaf): joined[name] for name, leaf in trees.leaves(first) if isinstance(leaf, (Entry, UnsupportedValue))}
-    return trees.map_leaves(first, lambda entry: made[id(entry)], plain=lambda value: made.get(id(value), value))
+    return trees.map_leaves(first, lambda entry: entry, plain=lambda value: made.get(id(value), value))
 
 
 def _shards(name: str, files: Sequence[RankFile]) -> tuple[tuple[int, ...] | None, list[_Shard]]:
@@ -108,9 +108,12 @@ def _shards(name: str, files: Sequence[RankFile]) -> tuple[tuple[int, ...] | Non
     size: tuple[int, ...] | None = None
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Shard] = {}
     kinds: dict[object, str] = {}
+    divided = any(local_shards(values[name]) is not None for _, values in files)
     for path, values in files:
         value = values[name]
         found = local_shards(value)
+        if divided and isinstance(value, Entry) and value.composite is None:  # all of it is on this rank
+            found = value.shape, [((0,) * len(value.shape), value)]
         if found is None:
             kinds.setdefault((value.dtype, value.shape) if isinstance(value, Entry) else type(value), path)
             continue
@@ -132,7 +135,9 @@ def _shards(name: str, files: Sequence[RankFile]) -> tuple[tuple[int, ...] | Non
 
 def _assembled(name: str, size: tuple[int, ...], shards: Sequence[_Shard]) -> Entry:
     first = shards[0]
-    if 0 in size or (len(shards) == 1 and first.entry.shape == size):
+    if len(shards) == 1 and first.entry.shape == size:
+        return first.entry
+    if 0 in size:
         return replace(first.entry, shape=size, stride=contiguous_stride(size))
     miscount = first_miscount(size, [(shard.start, shard.entry.shape) for shard in shards])
     if miscount is not None:
@@ -141,7 +146,14 @@ def _assembled(name: str, size: tuple[int, ...], shards: Sequence[_Shard]) -> En
         problem, advice = f"the shards of a tensor {how}", None if miscount.boxes else _ALL_RANKS
         raise kind(problem, file=first.path, tensor=name, expected="in one", found=found, advice=advice)
     parts = tuple(Part(entry=shard.entry, start=shard.start) for shard in shards)
-    return replace(first.entry, shape=size, stride=contiguous_stride(size), storage=NO_STORAGE, parts=parts)
+    return Entry(
+        elements=elements_of(first.entry.dtype),
+        shape=size,
+        stride=contiguous_stride(size),
+        storage=NO_STORAGE,
+        parts=parts,
+        requires_grad=first.entry.requires_grad,
+    )
 
 
 def _text(description: object) -> str:

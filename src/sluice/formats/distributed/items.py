@@ -15,6 +15,7 @@ file, items that are not ``torch.save`` files, big-endian items, and data files 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
@@ -377,7 +378,7 @@ def _errors_in_file(section: Section, item: Item) -> Iterator[None]:
 
 def _tensor(index: Index, source: Source, item: Item) -> Entry | UnsupportedValue:
     if isinstance(index.tree, UnsupportedValue):
-        return index.tree
+        return dataclasses.replace(index.tree, inner=None)  # with storages of the item, not of the checkpoint
     if isinstance(index.tree, Opaque):
         found = index.tree.qualified_name
         problem = "the item of a tensor holds an object that cannot be built without running code"

@@ -202,7 +202,7 @@ class TorchAllowlist(DeclaredStorages):
         function, kind, inner, state = arguments
         # Nested calls of this function are refused, because they would recurse without bound.
         rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
-        if isinstance(kind, Opaque) and kind.qualified_name == SHARDED_TENSOR and type(state) is tuple:
+        if isinstance(kind, Opaque) and kind.qualified_name == SHARDED_TENSOR:
             return sharded_tensor(state, self._limits.entries)
         if isinstance(kind, Opaque) and kind.qualified_name != "torch.Tensor":
             if type(state) is dict and all(type(name) is str for name in state):

@@ -71,7 +71,7 @@ def _record(kind: str, state: object) -> ShardRecord:
     return ShardRecord(qualified_name=kind, fields=state)
 
 
-def sharded_tensor(state: tuple[Any, ...], limit: int) -> Entry:
+def sharded_tensor(state: object, limit: int) -> Entry:
     """Return a tensor of which a file has everything.
 
     Args:
@@ -82,7 +82,7 @@ def sharded_tensor(state: tuple[Any, ...], limit: int) -> Entry:
         WrapperError: The file has a part of it.
         FormatError: The state is malformed.
     """
-    shards, metadata = state[:2] if len(state) >= 2 else (None, None)
+    shards, metadata = state[:2] if type(state) is tuple and len(state) >= 2 else (None, None)
     size = metadata.fields.get("size") if type(metadata) is ShardRecord else None
     if type(shards) is not list or len(shards) > limit or type(size) is not TorchSize:
         raise FormatError("a divided tensor is malformed", expected="a list of shards, and metadata with a size")
