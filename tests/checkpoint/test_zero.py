@@ -18,6 +18,7 @@ from torch import nn
 import sluice
 from sluice import FormatError, IncompleteCheckpointError, MismatchError, UnsupportedError
 from support.oracles import bits
+from support.quantized import Scaled, parts_in
 from support.range_server import RangeServer
 from support.zero_files import WRITTEN, Change, Training, example, unpacked, write_zero
 
@@ -194,6 +195,27 @@ def test_servers_without_a_listing(tmp_path: Path, stage: int, where: str) -> No
         assert sluice.load_optimizer(optimizer, url).loaded == 3 * len(optimizer.state) == 15
 
 
+def test_tensors_that_wrap_others_keep_their_bytes(tmp_path: Path) -> None:
+    integers, scale = torch.arange(6, dtype=torch.int8).view(2, 3), torch.ones(2, 1)
+
+    def quantized(name: str, content: Any) -> None:
+        if "model" in name:
+            content["module"]["quantized"] = Scaled(integers, scale, torch.float32)
+
+    with sluice.open(write_zero(tmp_path, example(), stage=2, world=2, change=quantized)) as checkpoint:
+        assert_equal(parts_in(checkpoint, "quantized"), {"integers": integers, "scale": scale})
+
+
+def test_a_further_name_of_a_further_name(tmp_path: Path) -> None:
+    def chained(name: str, content: Any) -> None:
+        if "model" in name:
+            content["shared_params"] = {"again": "head", "head": "embed"}
+
+    training = example()
+    place = write_zero(tmp_path, training, stage=2, world=2, change=chained)
+    assert_equal(dict(sluice.load_state_dict(place)), training.weights)
+
+
 # Optimizers
 
 
@@ -247,4 +269,30 @@ def test_optimizers_without_groups(tmp_path: Path, base: str | None) -> None:
     place = write_zero(tmp_path, example(), stage=2, world=2, change=change_states(change))
     sluice.load_state_dict(place)
     with pytest.raises(MismatchError, match="no optimizer state"):
+        sluice.load_optimizer(named(example()), place)
+
+
+@pytest.mark.parametrize("other", [{}, {"exp_avg": 0.5, "exp_avg_sq": 0.5}, {"exp_avg": torch.tensor(0.5)}], ids=str)
+def test_a_parameter_in_two_vectors_has_one_kind_of_state(tmp_path: Path, other: dict[str, object]) -> None:
+    def straddling(own: dict[str, Any]) -> None:
+        first, second = own["fp32_flat_groups"]
+        own["fp32_flat_groups"] = [first[:-1].clone(), torch.cat([first[-1:], second])]
+        states = own["optimizer_state_dict"]["state"]
+        states[0] = {key: value[:-1].clone() if value.ndim else value for key, value in states[0].items()}
+        states[1] = {"step": states[0]["step"], **other}
+
+    place = write_zero(tmp_path, example(), stage=3, world=2, change=change_states(straddling))
+    assert_equal(dict(sluice.load_state_dict(place)), example().weights)
+    with pytest.raises(FormatError, match="have different states of the optimizer"):
+        sluice.load_optimizer(named(example()), place)
+
+
+def test_state_of_another_dtype_on_one_rank(tmp_path: Path) -> None:
+    def changed(name: str, content: Any) -> None:
+        if "rank_1_" in name:
+            state = content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+            state["exp_avg"] = state["exp_avg"].int()
+
+    place = write_zero(tmp_path, example(), stage=2, world=2, change=changed)
+    with pytest.raises(FormatError, match="different saves: dtype of exp_avg"):
         sluice.load_optimizer(named(example()), place)

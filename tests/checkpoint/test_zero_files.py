@@ -129,6 +129,10 @@ def test_limits(tmp_path: Path) -> None:
 
     error = refusal(write_zero(tmp_path / "many", example(), stage=3, world=1, change=many), LimitError)
     assert error.found == 2**60
+    place = unpacked("stage-3", tmp_path / "universal") / "universal" / "global_step3"
+    path = place / MODEL.format(0)
+    torch.save(torch.load(path, weights_only=False) | {"dp_world_size": 10**6}, path)
+    assert refusal(place, LimitError).found == 10**6
 
 
 def test_universal_names_stay_inside(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ Refused: files of ranks that contradict each other; state that is neither a numb
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,7 +25,7 @@ from sluice._errors import CheckpointError, FormatError
 from sluice._messages import listed
 from sluice._options import Limits
 from sluice.checkpoint.layout import CheckpointLayout
-from sluice.checkpoint.merging import incomplete, moved
+from sluice.checkpoint.merging import incomplete, renumbered
 from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.zero_files import MODEL_STATES, OPTIMIZER_STATES, UNIVERSAL_OPTIMIZER
 from sluice.entries import tree as trees
@@ -101,13 +100,14 @@ class _Pool:
 
     def take(self, file: OpenFile, tree: object) -> Any:
         """Add the storages of a part of a file's tree; return the part with their new numbers."""
-        used = sorted({number for entry in trees.every_entry(tree) for number in entry.storages})
         position, first = len(self.files), len(self.storages)
-        own = tuple(replace(file.index.storages[number], file=position) for number in used)
+        new: defaultdict[int, int] = defaultdict(lambda: first + len(new))  # numbers by those in the file, as met
+        part = renumbered(tree, by=new)
+        own = tuple(replace(file.index.storages[number], file=position) for number in new)
         index = Index(format=file.index.format, files=file.index.files, storages=own, tree=None)
         self.storages += own
-        self.files.append(replace(file, index=index, locator=_Needed(file, used), first_storage=first))
-        return trees.map_leaves(tree, partial(moved, by={old: first + new for new, old in enumerate(used)}))
+        self.files.append(replace(file, index=index, locator=_Needed(file, list(new)), first_storage=first))
+        return part
 
 
 class _Needed:
@@ -171,7 +171,15 @@ class _OfRanks:
             return value  # of one rank: what is divided was checked
         if not value.shape or key == "step":
             return self._assembler.whole(value.shape, [value])  # not shared with other parameters: steps count in place
-        return self._assembler.placed(place, lambda rank, vector: taken[rank][vector][key])
+
+        def held(rank: int, vector: int) -> Entry:
+            found = taken[rank][vector].get(key)
+            if not is_flat(found) or len(found.shape) != 1:
+                problem = "the vectors that hold a parameter have different states of the optimizer"
+                raise FormatError(problem, file=self._ranks[rank].file, tensor=str(key), found=str(found)[:200])
+            return found
+
+        return self._assembler.placed(place, held)
 
 
 class _OfFiles:
@@ -245,7 +253,9 @@ def _state_dict(
     values.update(trained)
     for name in frozen[0]:
         values[name] = _frozen(name, model, [own[name] for own, _ in kept if name in own], assembler)
-    values.update((name, values[stored]) for name, stored in model.shared.items() if stored in known)
+    for name, stored in model.shared.items():
+        if stored in known and stored in values:  # not itself a further name
+            values[name] = values[stored]
     empty: set[object] = set()
     if next(iter(files)).rpartition("/")[2].startswith("zero_"):  # stage 3: parameters are empty in the state dict
         left = {name: values[name] for name in others if name not in model.buffers}

@@ -140,6 +140,7 @@ class _Files:
             advice = f"Find the missing files. Without ZeRO, DeepSpeed writes none: pass the path of {_MODEL}."
             raise IncompleteCheckpointError(problem, file=self._path, expected=expected, advice=advice)
         model = model_states(*self._tree(self._tag + first), self._limits)
+        check_limit(self._limits, "files", model.world, "the DeepSpeed checkpoint", file=self._path)
         models = [_ranked(rank, MODEL_STATES) for rank in range(max(1, model.world))] if ranked else [first]
         own = ["fp32.pt"]
         if optimizer:

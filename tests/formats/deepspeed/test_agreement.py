@@ -148,6 +148,21 @@ def test_model_states_of_two_saves(tmp_path: Path) -> None:
     second = refused(tmp_path / "b", 2, lambda own: own.update(dp_world_size=4), of="model")
     assert (second.expected, second.found) == ("2", "4")
 
+    def widened(own: dict[str, Any]) -> None:
+        own["frozen_param_fragments"]["frozen"] = own["frozen_param_fragments"]["frozen"].float()
+
+    assert "different dtypes" in refused(tmp_path / "c", 3, widened, of="1_mp_rank_00_model").problem
+
+
+def test_parameters_without_vectors(tmp_path: Path) -> None:
+    def emptied(own: dict[str, Any]) -> None:
+        if "param_shapes" in own:
+            own["param_shapes"] = [{"w": (0,)}]
+        else:
+            own.update(fp32_flat_groups=[], optimizer_state_dict=None)
+
+    assert refused(tmp_path, 3, emptied, of="states").problem.endswith("vectors")
+
 
 def test_limits(tmp_path: Path) -> None:
     error = refused(tmp_path / "a", 2, lambda own: shapes(own, conv=(1,) * 70), LimitError, of="model")

@@ -60,6 +60,8 @@ def check_state(rank: RankStates, vector: int, known: Mapping[str, object]) -> N
                 found=str(getattr(value, "shape", value))[:200],
                 advice="Only DeepSpeed can resume this optimizer.",
             )
+        if value.dtype != own.dtype:
+            raise other_save(rank.file, f"dtype of {key}", own.dtype, value.dtype)
 
 
 def other_save(file: str, what: str, expected: object, found: object) -> FormatError:

@@ -117,6 +117,8 @@ def _by_parameter(model: ModelStates, ranks: Sequence[RankStates]) -> Iterator[t
     own = [_Joined([(rank, number) for number in range(len(lengths))], lengths) for rank in range(world)]
     shapes = {name: shape for group in model.shapes for name, shape in group.items()}
     needed = sum(-(-prod(shape) // world) for shape in shapes.values())
+    if shapes and not lengths:
+        raise _contradiction(model, 1, 0, "vectors")
     if needed != sum(lengths):
         raise _contradiction(model, needed, sum(lengths), "elements of each rank")
     for name, shape in shapes.items():
@@ -149,6 +151,9 @@ class Assembler:
         like: Entry | None = None
         for piece in pieces:
             like = like or piece
+            if piece.dtype != like.dtype:
+                problem = "the files of the ranks hold parts of a tensor in different dtypes"
+                raise FormatError(problem, file=self._file, expected=like.dtype, found=piece.dtype)
             within = 0
             for start, sizes in _boxes(shape, first, piece.numel):
                 held = _piece(piece, within, prod(sizes))
