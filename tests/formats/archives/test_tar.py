@@ -15,7 +15,15 @@ import pytest
 import torch
 
 import sluice
-from sluice import CheckpointError, FormatError, LimitError, MissingFileError, PathEscapeError, UnsupportedError
+from sluice import (
+    CheckpointError,
+    FormatError,
+    LimitError,
+    MissingFileError,
+    PathEscapeError,
+    TruncatedError,
+    UnsupportedError,
+)
 from sluice.formats.archives.tar import TarDirectory, is_tar
 from support.range_server import RangeServer
 from support.sources import MemorySource
@@ -131,7 +139,10 @@ END = bytes(1024)
         (attributes(b"22 size=9999999999999\n") + header("x") + END, FormatError, "extends past the end"),
         (attributes(b"99999999 path=x\n") + header("x") + END, FormatError, "attributes .* are damaged"),
         (attributes(b"0 path=x\n") + header("x") + END, FormatError, "attributes .* are damaged"),
+        (attributes(b"9" * 5000) + header("x") + END, FormatError, "attributes .* are damaged"),
         (header("x", -5) + END, FormatError, "a damaged header"),
+        (header("x") + header("y") + header("z")[:500], TruncatedError, "ends without its end block"),
+        (header("x"), TruncatedError, "ends without its end block"),
         (
             header("x", 2**21, tarfile.GNUTYPE_LONGNAME) + bytes(2**21) + END,
             LimitError,

@@ -12,7 +12,7 @@ to disk, so the error advises it only if that is safe.
 
 Limits: ``Limits.files`` members, ``Limits.name_bytes`` for each name. Refused: names outside the directory; two members
 with one name; links, devices and sparse members if they are needed; members that extend past the end of the archive;
-other bytes between members.
+other bytes between members; an archive without a block of zeros at its end, from which members may be missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from sluice._errors import CheckpointError, FormatError, MissingFileError, PathEscapeError, UnsupportedError
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    MissingFileError,
+    PathEscapeError,
+    TruncatedError,
+    UnsupportedError,
+)
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.sources.directory import EntryKind
@@ -88,6 +95,7 @@ class TarDirectory:
             UnsupportedError: It was written by torch before 0.2.
             PathEscapeError: The name of a member leads outside.
             FormatError: It is damaged, or two members have one name.
+            TruncatedError: It ends after a member or in a header.
             LimitError: It exceeds the limits.
         """
         self.path = source.path
@@ -173,6 +181,8 @@ def _members(source: Source, limits: Limits) -> Iterator[_Member]:
                 yield _Member(plain, kind, start, length)
             name, nbytes = "", -1
         offset = start + -(-length // _BLOCK_BYTES) * _BLOCK_BYTES
+    problem = "the tar archive ends without its end block"  # members may be missing
+    raise TruncatedError(problem, file=source.path, offset=offset, found=f"{size} bytes")
 
 
 def _plain_name(name: str, source: Source, offset: int) -> str:
@@ -192,7 +202,7 @@ def _attributes(data: bytes, header: TarInfo, source: Source, offset: int) -> tu
     name, nbytes, at = "", -1, 0
     end = len(data.rstrip(b"\0")) if header.type == b"x" else 0
     while at < end:
-        length = data[at : data.find(b" ", at, at + 20)]
+        length = data[at : max(at, data.find(b" ", at, at + 20))]
         record = data[at : at + int(length)] if length.isdigit() else b""
         key, equals, value = record[len(length) + 1 : -1].partition(b"=")
         if not equals or len(record) != int(length) or record[-1:] != b"\n" or (key == b"size" and not value.isdigit()):
