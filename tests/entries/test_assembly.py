@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
+from sluice.entries.assembly import join
 from sluice.entries.slicing import slice_entry
 from sluice.records import NO_STORAGE, Entry, Part, elements_of
 from sluice.records.geometry import contiguous_stride
@@ -99,3 +100,9 @@ def test_parts_are_cast(tmp_path: Path) -> None:
     entry = assembled((3, 1000), [(halves[0], (0, 0)), (halves[1], (0, 700))])
     [loaded] = load(tmp_path / "f", halves, [request("a", entry, dtype="bfloat16")])
     assert torch.equal(loaded, torch.cat(halves, 1).bfloat16())
+
+
+@pytest.mark.parametrize(("shapes", "dim"), [([(), ()], 0), ([(3, 4), (3,)], 1)])
+def test_what_lacks_the_dimension_is_not_joined(shapes: list[tuple[int, ...]], dim: int) -> None:
+    with pytest.raises(ValueError, match=f"has no dimension {dim}"):
+        join([entry_of(torch.zeros(shape), number) for number, shape in enumerate(shapes)], dim)

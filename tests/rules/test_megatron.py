@@ -128,6 +128,7 @@ def changed(tmp_path: Path, name: str, tensor: torch.Tensor | None, to: str) -> 
         (f"{AT}mlp.linear_fc2.weight", torch.ones(9, 6), "", "differ in more than dimension 1"),
         (f"{AT}mlp.linear_fc1.layer_norm_weight", torch.ones(9), "", "different shapes or dtypes of a tensor"),
         (f"{AT}mlp.linear_fc1.weight", torch.ones(10, 8), f"{AT}mlp.linear_fc1.weight", "neither the columns"),
+        ("output_layer.weight", torch.tensor(1.0), "output_layer.weight", "it has no rows"),
         (f"{AT}mlp.router.weight", torch.ones(2), f"{AT}mlp.router.weight", "how it is divided .* is not known"),
         (
             f"{AT}x",

@@ -52,11 +52,13 @@ def join(entries: Sequence[Entry], dim: int) -> Entry:
     """Return the entries concatenated along a dimension, as ``torch.cat``.
 
     Raises:
-        ValueError: Their shapes differ in other dimensions, or their dtypes differ.
+        ValueError: One lacks the dimension, their shapes differ in other dimensions, or their dtypes differ.
     """
     first = entries[0]
     dtype, cast = _common_dtype(entries)
     for entry in entries:
+        if len(entry.shape) <= dim:
+            raise ValueError(f"shape {list(entry.shape)} has no dimension {dim}")
         if _without(entry.shape, dim) != _without(first.shape, dim):
             raise ValueError(f"shapes {list(first.shape)} and {list(entry.shape)} differ in more than dimension {dim}")
     parts, at = [], 0

@@ -235,6 +235,8 @@ def _joined(name: str, ranks: Sequence[tuple[str, Entry]], own: Mapping[str, dic
         raise ValueError("it is sparse or quantized: rules can change only dense tensors")
     title = ranks[0][0] if len(ranks) == 1 else f"{ranks[0][0]} and {len(ranks) - 1} more"
     known = next((dim for pattern, dim in _DIVIDED if pattern.fullmatch(name)), "unknown")
+    if known == 0 and not all(entry.shape for entry in entries):
+        raise ValueError("it has no rows: its shape is []")
     if len(ranks) == 1:
         return replace(entries[0], origin=title)
     if known == "unknown":
