@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from sluice.sharing.requests import CopyRequest
 from sluice.sharing.store import copies, drop, open_store
 
 _KIB = 1024
+_KEY = "0123456789abcdef" * 2
 _convert = building.convert
 
 
@@ -65,7 +67,7 @@ def test_a_linked_lock_is_not_followed(store: Path, paths: list[Path], tmp_path:
     assert drop(store, key)
     (store / key).mkdir()
     (store / key / "lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(sluice.SaveError, match="symbolic links"):
         sluice.shared(paths[0])
     assert not (tmp_path / "victim").exists()
 
@@ -115,7 +117,39 @@ def test_copies_in_use_are_kept(store: Path, paths: list[Path]) -> None:
 
 
 def test_what_a_killed_builder_of_another_copy_left_makes_room(store: Path, paths: list[Path]) -> None:
-    (store / "dead").mkdir()
-    (store / "dead" / ".model.safetensors.0123456789abcdef.sluice-partial").write_bytes(b"x")
+    dead = store / _KEY
+    dead.mkdir()
+    for name in ("lock", ".model.safetensors.0123456789abcdef.sluice-partial"):
+        (dead / name).write_bytes(b"x")
     with sluice.shared(paths[0]) as copy:
         assert os.listdir(store) == [copy.key]
+
+
+def test_what_is_not_a_copy_is_left_alone(store: Path, paths: list[Path]) -> None:
+    own = [store / "notes" / "lock", store / _KEY / "a.txt"]
+    for path in own:
+        path.parent.mkdir()
+        path.write_bytes(b"x")
+    with sluice.shared(paths[0]):
+        assert drop(store, "notes")
+    assert all(path.exists() for path in own)
+
+
+def test_a_lock_that_the_system_refuses_is_an_error_that_names_the_copy(
+    store: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(stores, "flock", refuse)
+    with pytest.raises(sluice.SaveError, match=f"{store}/[0-9a-f]{{32}}.*cannot be locked: No locks available"):
+        sluice.shared(paths[0])
+
+
+def test_a_copy_that_cannot_be_locked_does_not_hide_or_stop_others(store: Path, paths: list[Path]) -> None:
+    bad = store / _KEY
+    bad.mkdir()
+    (bad / "lock").symlink_to(paths[1])
+    with sluice.shared(paths[0]) as copy:
+        (bad / stores.FILE).touch()
+        assert [each.key for each in copies(store)] == [copy.key]

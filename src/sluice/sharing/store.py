@@ -8,6 +8,7 @@ the last use; the finished file never changes, because a changed time would be a
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from contextlib import suppress
@@ -108,28 +109,41 @@ def lock_free(folder: Path) -> OwnedFile | None:
 
 
 def _locked(folder: Path, kind: int) -> OwnedFile | None:
-    """Lock a copy without waiting, until the file is closed; None if others have it or drop it."""
+    """Lock a copy without waiting, until the file is closed; None if others have it or drop it.
+
+    Raises:
+        SaveError: The system refused the directory, the file or the lock.
+    """
     path = folder / _LOCK
-    while True:
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        try:
-            file = OwnedFile.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-            break
-        except FileNotFoundError:  # dropped in between
-            continue
     try:
-        flock(file, kind | LOCK_NB)
-        return file if os.path.samestat(os.fstat(file.fileno()), path.lstat()) else None
-    except (BlockingIOError, FileNotFoundError):
-        return None
+        while True:
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):  # dropped in between
+                file = OwnedFile.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+                break
+        with suppress(BlockingIOError, FileNotFoundError):
+            flock(file, kind | LOCK_NB)
+            return file if os.path.samestat(os.fstat(file.fileno()), path.lstat()) else None
+    except OSError as error:
+        raise save_error("the shared copy cannot be locked", error, file=str(folder)) from error
+    return None
+
+
+def _folders(store: Path) -> list[Path]:
+    """Return the directories of copies, finished or not; everything else in the store belongs to the user."""
+    return [
+        folder
+        for folder in store.iterdir()
+        if re.fullmatch("[0-9a-f]{32}", folder.name) and not folder.is_symlink() and (folder / _LOCK).is_file()
+    ]
 
 
 def copies(store: Path) -> list[StoredCopy]:
     """Return the finished copies, those first that were not used for the longest time."""
     found = []
-    for folder in store.iterdir():
-        with suppress(OSError):  # dropped in between
+    for folder in _folders(store):
+        with suppress(OSError, SaveError):  # dropped in between, or one that cannot be locked
             nbytes, used = (folder / FILE).lstat().st_size, (folder / _LOCK).lstat().st_mtime
             found.append(StoredCopy(key=folder.name, nbytes=nbytes, used=used, in_use=lock_free(folder) is None))
     return sorted(found, key=lambda copy: copy.used)
@@ -138,7 +152,7 @@ def copies(store: Path) -> list[StoredCopy]:
 def drop(store: Path, key: str) -> bool:
     """Remove a copy, finished or not, unless a process uses or builds it; return whether it is gone."""
     folder = store / key
-    if not folder.is_dir() or folder.is_symlink():
+    if folder not in _folders(store):
         return True
     lock = lock_free(folder)
     if lock is None:
@@ -162,9 +176,10 @@ def make_room(store: Path, nbytes: int, max_bytes: int | None) -> None:
     Raises:
         BudgetError: It does not fit, even if all of them were dropped; they stay.
     """
-    for folder in store.iterdir():
+    for folder in _folders(store):
         if not (folder / FILE).exists():
-            drop(store, folder.name)  # what a killed builder has left
+            with suppress(SaveError):  # it cannot be locked
+                drop(store, folder.name)  # what a killed builder has left
     system = os.statvfs(store)
     most = system.f_blocks * system.f_frsize // 2 if max_bytes is None else max_bytes
     free = system.f_bavail * system.f_frsize
