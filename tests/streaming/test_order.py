@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 
 from sluice.streaming.order import CallOrder
@@ -43,6 +44,14 @@ def test_old_calls_are_forgotten() -> None:
     order = CallOrder([0, 1], 8)
     _after(order, 7, 8, *[0, 1] * 40, 7)
     assert _after(order, 8) == [0, 1]
+
+
+def test_what_is_kept_and_expected_is_bounded_with_many_experts() -> None:
+    order, choose = CallOrder([0], 60), random.Random(5)
+    calls = [choose.randrange(1, 60) for _ in range(5000)]
+    _after(order, *calls[:-400], 0, 0, *calls[-400:], 0, 0)
+    assert list(order.upcoming()) == calls[-400:-340]
+    assert len(order._last) <= 2 * 8 * 60
 
 
 def test_the_first_backward_pass_goes_against_the_definition() -> None:

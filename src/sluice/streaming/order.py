@@ -27,10 +27,12 @@ class CallOrder:
         self._returns = returns
         self._defined = tuple(defined)
         self._place = {block: place for place, block in enumerate(self._defined)}
+        #: Most calls that are expected: a whole call of the model and, if it follows, a backward pass.
+        self._most = max(16, 2 * blocks if returns else blocks)
         self._calls: deque[int] = deque(maxlen=max(16, 8 * blocks))
         #: Number of all calls, of which ``_calls`` has the last.
         self._number = 0
-        #: Number of the last call of the second block of a pair, by pair.
+        #: Number of the last call of the second block of a pair, by pair; older ones than ``_calls`` may be left out.
         self._last: dict[tuple[int, int], int] = {}
         self._found: int | None = None
         #: Number of the last call that was a use of weights, as by a backward pass.
@@ -44,6 +46,9 @@ class CallOrder:
             pair = (self._calls[-1], block)
             self._found = self._last.get(pair)
             self._last[pair] = self._number
+            if len(self._last) > 2 * len(self._calls):
+                oldest = self._number - len(self._calls)
+                self._last = {each: number for each, number in self._last.items() if number >= oldest}
         self._calls.append(block)
         self._number += 1
 
@@ -51,7 +56,8 @@ class CallOrder:
         """Yield the blocks that are likely to be called next, in order."""
         oldest = self._number - len(self._calls)
         if self._found is not None and self._found >= oldest:
-            yield from islice(self._calls, self._found - oldest + 1, None)
+            first = self._found - oldest + 1
+            yield from islice(self._calls, first, first + self._most)
         elif self._defined:
             recent = (self._place.get(call, -1) for call in islice(reversed(self._calls), 2))
             place, before = (*recent, -1, -2)[:2]
