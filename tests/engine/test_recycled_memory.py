@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sluice.engine.recycled_memory import RecycledMemory
@@ -28,6 +29,17 @@ def test_memory_that_a_tensor_views_is_not_used_again() -> None:
     torch.frombuffer(other.mapping, dtype=torch.uint8).fill_(1)
     assert view.tolist() == [7] * 10
     assert memory.mapped_bytes == MIB  # the other mebibyte is the tensor's
+
+
+def test_memory_that_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    memory = RecycledMemory(8 * MIB, huge_pages=False)
+    monkeypatch.setattr("sluice.engine.recycled_memory.HostMemory", refuse)
+    with pytest.raises(MemoryError):
+        memory.take(MIB)
+    assert memory.mapped_bytes == 0
 
 
 def test_unused_memory_is_freed_before_the_bound_is_passed() -> None:

@@ -44,13 +44,15 @@ class RecycledMemory:
         """Return memory of at least ``nbytes`` bytes, with any content."""
         size = round_up(nbytes, defaults.RECYCLED_STEP_BYTES)
         with self._lock:
-            self._lent_bytes += size
             same = self._unused.get(size)
             if same:
                 self._unused_bytes -= size
-                return same.pop()
-            self._free(self.mapped_bytes - self._most_bytes)
-        return HostMemory(size, huge_pages=self._huge_pages)
+                memory = same.pop()
+            else:
+                self._free(self.mapped_bytes + size - self._most_bytes)
+                memory = HostMemory(size, huge_pages=self._huge_pages)
+            self._lent_bytes += size
+        return memory
 
     def give_back(self, memories: Iterable[HostMemory]) -> None:
         """Take memory back, or leave it to the tensors of the caller that still view it."""

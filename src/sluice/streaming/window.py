@@ -45,6 +45,8 @@ class Window:
         #: Units in use, by position.
         self.used: dict[int, Unit] = {}
         self._held_bytes = 0
+        #: Units that may be in memory or being read.
+        self._held = set[int]()
         #: Bytes that were requested from the files.
         self.read_bytes = 0
         #: Seconds in which the model waited for weights.
@@ -68,7 +70,7 @@ class Window:
             else:
                 self.misses += 1
                 self._make_room(number, at_any_cost=True)
-                self._start(unit)
+                self._start(number)
             began = time.perf_counter()
             try:
                 self._finish(unit)
@@ -110,7 +112,7 @@ class Window:
             if not unit.held:
                 if not self._make_room(number, keep_unexpected=started):
                     return
-                self._start(unit)
+                self._start(number)
                 started = True
 
     def count_read(self, nbytes: int) -> None:
@@ -122,9 +124,12 @@ class Window:
         for unit in self._units:
             unit.drop()
         self._held_bytes = 0
+        self._held.clear()
         self._memory.clear()
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, number: int) -> None:
+        unit = self._units[number]
+        self._held.add(number)
         unit.start(self._reader, self._memory)
         self._held_bytes += unit.nbytes
         self.read_bytes += unit.plan.prepared.plan.read_bytes
@@ -160,8 +165,10 @@ class Window:
         """Return the unit, not in use or kept, that is needed last of those needed from one place to another."""
         best: tuple[bool, bool, float, int] | None = None
         found: Unit | None = None
-        for number, unit in enumerate(self._units):
-            if not unit.held or unit.users or number in kept:
+        self._held = {number for number in self._held if self._units[number].held}
+        for number in sorted(self._held - kept):
+            unit = self._units[number]
+            if unit.users:
                 continue
             place = self._expected.get(number, math.inf)
             rank = (number not in self.kept, unit.ready, place, -unit.uses)
@@ -170,8 +177,10 @@ class Window:
         return found
 
     def _drop(self, unit: Unit) -> None:
-        if not unit.ready:  # its reads have to end first; if they fail, no block needs them
-            with suppress(SluiceError, SessionEndedError):
-                unit.settle()
-        unit.drop()
-        self._held_bytes -= unit.nbytes
+        try:
+            if not unit.ready:  # its reads have to end first; if they fail, no block needs them
+                with suppress(SluiceError, SessionEndedError):
+                    unit.settle()
+        finally:  # also after an interrupt
+            unit.drop()
+            self._held_bytes -= unit.nbytes
