@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,10 @@ from sluice import _defaults as defaults
 from sluice._errors import BudgetError, MismatchError, ReadError, SluiceError, SourceChangedError, StreamError
 from sluice._options import MemoryLimits
 from sluice.benchmark.cache import make_cold
-from sluice.modules.parked import ParkedParameter
+from sluice.engine import session as sessions
+from sluice.modules.parked import Guard, ParkedParameter
 from sluice.records import DeviceFacts
+from sluice.records.bulk import collector_paused
 from sluice.streaming.stream import Stream
 from support.fake_accelerator import FakeAccelerator
 from support.recorded_reads import record_reads
@@ -294,6 +299,29 @@ def test_closing_restores_the_model(file: Path) -> None:
     assert "closed" in repr(stream)
 
 
+@pytest.mark.parametrize(("owner", "name"), [(Guard, "remove"), (sessions, "join_threads")])
+def test_an_interrupt_while_it_closes_leaves_no_parked_weights(
+    file: Path, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, running = saved(Layers, file), empty(Layers)
+    stream = sluice.stream(running, file, memory=3 * block_bytes())
+    running(IDS)
+    usual, interrupts = getattr(owner, name), [KeyboardInterrupt]
+
+    def interrupted(*args: Any) -> None:
+        usual(*args)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    stream.close()
+    assert running.linear(1).weight.is_meta
+    sluice.load_into(running, file)
+    assert torch.equal(running(IDS), model(IDS))
+
+
 class _Patched(nn.Module):
     """Layers of which torch computes numbers from weights on meta."""
 
@@ -443,6 +471,22 @@ def test_threads_end_when_a_model_is_dropped_without_closing(file: Path) -> None
     gc.collect()  # the leak fixture looks for threads and descriptors
 
 
+def test_a_dropped_stream_may_be_collected_in_its_own_reader(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    stream = sluice.stream(running, file, memory=3 * block_bytes())
+    running(IDS)
+    session = stream._reader._session
+    assert session is not None
+    plan: Any = SimpleNamespace(next_reads=lambda: [][: gc.collect()], results=queue.SimpleQueue())
+    with collector_paused():
+        del running, stream
+        session._plans.put(plan)  # one of its readers takes it
+        for reader in session._readers:
+            reader.join(10)
+    assert not any(reader.is_alive() for reader in session._readers)
+
+
 def test_a_failed_read_is_raised_and_the_next_call_works(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved(Layers, file)
     running = empty(Layers)
@@ -565,6 +609,8 @@ def test_a_streamed_model_is_not_streamed_again_or_loaded_into(file: Path) -> No
         for place in ("copy", "map", "shared"):
             with pytest.raises(StreamError, match="streamed model cannot be loaded into"):
                 sluice.load_into(running, file, place=place)
+        with pytest.raises(StreamError, match="streamed model cannot be loaded into"):
+            sluice.load_into(nn.Sequential(running), file)
         with pytest.raises(StreamError, match="streamed model cannot be saved"):
             sluice.save(running, file.with_name("saved.safetensors"))
 

@@ -19,6 +19,7 @@ from sluice._messages import listed
 from sluice._private_torch import transforms_are_active
 from sluice._progress import Progress
 from sluice._public import public
+from sluice._threads import Worker
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import run
 from sluice.loading.module_fill import compare_tied
@@ -58,7 +59,7 @@ class Stream:
         self._backward = Backward(self._units, self._window, self._calls, reads_ahead=job.decision.reads_ahead)
         self._model_calls = 0
         self._model_seconds = 0.0
-        self._close_files = weakref.finalize(self, exits.close)
+        self._close_files = weakref.finalize(self, _close, exits)
         self._guard = Guard(job.whole.state.module)
         #: Modules whose ``forward`` was replaced, and the attribute that they had before.
         self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
@@ -116,19 +117,23 @@ class Stream:
             self._backward.end()
             if self._window.used:
                 raise StreamError("a block is running: close the stream after the call of the model")
-            for module, forward in reversed(self._wrapped):
+            while self._wrapped:
+                module, forward = self._wrapped[-1]
                 if forward is None:
-                    del vars(module)["forward"]
+                    vars(module).pop("forward", None)
                 else:
                     vars(module)["forward"] = forward
+                self._wrapped.pop()  # last, for the next call of ``close`` after an interrupt
             self._guard.remove()
-            self._close_files()
-            self._window.clear()
-            for unit in self._units:
-                unit.restore()
-            for each in self._job.quantized:  # a weight with memory could be neither loaded nor streamed again
-                hold([Owner(module=module, name=name) for module, name in each.owners], each.weight)
-            refuse_calls(self._job.whole.state.module)
+            try:
+                self._close_files()
+            finally:  # an interrupt while threads are joined is raised after that
+                self._window.clear()
+                for unit in self._units:
+                    unit.restore()
+                for each in self._job.quantized:  # a weight with memory could be neither loaded nor streamed again
+                    hold([Owner(module=module, name=name) for module, name in each.owners], each.weight)
+                refuse_calls(self._job.whole.state.module)
 
     def _attach(self) -> None:
         for number, unit in enumerate(self._units):
@@ -249,6 +254,14 @@ class Stream:
                     tensor=weight.parked.path,
                     advice="Freeze it with requires_grad_(False), or let it require gradients before the stream.",
                 )
+
+
+def _close(exits: ExitStack) -> None:
+    """Close what a stream has open; a reader of a dropped stream, in which it may be collected, cannot join itself."""
+    if isinstance(threading.current_thread(), Worker):
+        threading.Thread(target=exits.close, name="sluice-close").start()
+    else:
+        exits.close()
 
 
 def _left_out(whole: ModuleJob) -> Iterator[str]:
