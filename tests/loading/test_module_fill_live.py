@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import sluice
 from sluice.engine import targets as engine_targets
 from sluice.engine.host_memory import HostMemory
+from sluice.loading.module_fill import partial_load
 from support.fault_injection import Injection, failing
 from support.oracles import bits
 from support.trained_net import empty
@@ -165,3 +167,27 @@ def test_when_memory_for_staging_is_refused_nothing_is_touched(tmp_path: Path, m
     with pytest.raises(sluice.BudgetError):
         sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class _Name(str):
+    """A name that counts how often it is hashed."""
+
+    __slots__ = ()
+    hashed = 0
+
+    def __hash__(self) -> int:
+        _Name.hashed += 1
+        return super().__hash__()
+
+
+def test_work_to_name_what_changed_is_proportional_to_the_names() -> None:
+    slots = [SimpleNamespace(names=[_Name(number)]) for number in range(100)]
+    job: Any = SimpleNamespace(
+        match=SimpleNamespace(slots=range(100)),
+        requests=[SimpleNamespace(existing=True)] * 100,
+        state=SimpleNamespace(outline=SimpleNamespace(slots=slots), tensors=[torch.zeros(1)] * 100),
+    )
+    error = partial_load(job, range(50, 60), range(50))
+    assert error is not None
+    assert error.untouched == tuple(map(str, range(60, 100)))
+    assert _Name.hashed <= 200

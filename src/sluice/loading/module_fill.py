@@ -258,7 +258,8 @@ def partial_load(job: ModuleJob, touched: Collection[int], finished: Collection[
     torn = tuple(names[i] for i in live if i not in finished and i in touched and job.requests[i].existing)
     if not done and not torn:
         return None
-    untouched = tuple(name for name in (names[i] for i in live) if name not in {*done, *torn})
+    changed = {*done, *torn}
+    untouched = tuple(name for name in (names[i] for i in live) if name not in changed)
     return PartialLoadError(
         f"the load failed after live tensors began to change: {len(done)} done, {len(torn)} torn, "
         f"{len(untouched)} untouched",

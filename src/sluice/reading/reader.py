@@ -62,11 +62,6 @@ class CheckpointReader:
             self._session = Session(self._sources)
         return self._session.start(plan, targets)
 
-    def release_staging(self) -> None:
-        """Free the staging buffers until the next plan."""
-        if self._session is not None:
-            self._session.release_staging()
-
     def window(self, file: int, first: int, end: int) -> Entry:
         """Return an entry for the bytes of a file from ``first`` to ``end``."""
         return Entry(
