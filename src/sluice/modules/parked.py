@@ -139,8 +139,8 @@ class Guard:
 
 
 def is_guarded(module: nn.Module) -> bool:
-    """Return whether a ``Guard`` watches the module or a part of it, because that is streamed."""
-    return any(vars(part).get("__getstate__") is _refuse_state for part in module.modules())
+    """Return whether a ``Guard`` watches the module, because it is streamed."""
+    return vars(module).get("__getstate__") is _refuse_state
 
 
 def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
