@@ -159,6 +159,50 @@ def test_inputs_are_sources_of_any_kind(tmp_path: Path) -> None:
         assert same(torch.load(tmp_path / f"{name}.pth"), safetensors.torch.load_file(tmp_path / f"{name}.safetensors"))
 
 
+def sliced(*slices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"merge_method": "linear", "slices": [{"sources": sources} for sources in slices]}
+
+
+def test_tensors_of_a_later_slice_are_not_lost(tmp_path: Path) -> None:
+    one, other = states(2, layers=2)
+    other |= {f"model.layers.{i}.bias": torch.ones(5) for i in range(2)}
+    a, b = written(tmp_path, [one, other])
+    config = sliced([{"model": a, "layer_range": [0, 1]}], [{"model": b, "layer_range": [1, 2]}])
+    with pytest.raises(sluice.MismatchError, match=r"layers\.0\.bias is not in .*a\.pth"):
+        sluice.merge(config, tmp_path / "out.pth")
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    a, b = (str(tmp_path / f"{name}.pth") for name in "ab")
+    torch.save({"w": torch.full((4,), 1.5).to(torch.float8_e4m3fn)}, a)
+    torch.save({"w": torch.full((4,), 2.5)}, b)
+    for paths in ([a, a.replace("a.pth", "./a.pth")], [a, b]):
+        with pytest.raises(sluice.UnsupportedError, match=r"does not compute with .*float8_e4m3fn"):
+            sluice.merge(paths, tmp_path / "out.pth")
+    config = {"merge_method": "swa", "models": [{"model": a}, {"model": b}], "dtype": "bf16"}
+    sluice.merge(config, tmp_path / "out.pth")
+    assert torch.equal(torch.load(tmp_path / "out.pth")["w"], torch.full((4,), 2.0, dtype=torch.bfloat16))
+    sluice.merge([a], tmp_path / "same.pth", method="passthrough")
+    assert torch.load(tmp_path / "same.pth")["w"].dtype == torch.float8_e4m3fn
+
+
+def test_sparse_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"v": torch.ones(3), "w": torch.eye(3).to_sparse()}, tmp_path / "a.pth")
+    with pytest.raises(sluice.UnsupportedError, match="is not merged") as caught:
+        sluice.merge([tmp_path / "a.pth"], tmp_path / "out.pth")
+    assert (caught.value.file, caught.value.tensor) == (str(tmp_path / "a.pth"), "w")
+
+
+def test_methods_of_whole_tensors_are_held_against_the_limit(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{i}.pth") for i in range(3)]
+    for path in paths:
+        torch.save({"w": torch.randn(512, 1024)}, path)
+    memory = sluice.MemoryLimits(host="88MiB")  # staging and 24 MiB, for three inputs of 2 MiB and sums of them
+    sluice.merge(paths, tmp_path / "out.pth", memory=memory)
+    with pytest.raises(sluice.BudgetError):
+        sluice.merge(paths, tmp_path / "stock.pth", method="model_stock", base=paths[0], memory=memory)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     found = states(2)
     a, b = written(tmp_path, found)
@@ -185,6 +229,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ),
         ([a, str(tmp_path / "none.pth")], {}, FileNotFoundError, "none.pth"),
         ([a, a], {}, sluice.FormatError, "twice an input"),
+        ({a: 1, b: 1, "c": 1}, {"method": "nuslerp"}, sluice.FormatError, "at most 2 inputs, not 3"),
+        (sliced([{"model": a}], [{"model": b}]), {}, sluice.FormatError, "need a layer_range"),
+        (sliced([{"model": a}, {"model": b, "layer_range": [0, 2]}]), {}, sluice.FormatError, "need a layer_range"),
+        (sliced([{"model": a, "layer_range": [4, 2]}]), {}, sluice.FormatError, "layer_range is empty"),
+        ({"merge_method": "swa", "models": [{"model": a}], "dtype": "foo"}, {}, sluice.FormatError, "'foo'"),
+        ({"merge_method": "swa", "models": [{"model": a}], "out_dtype": "int8"}, {}, sluice.FormatError, "'int8'"),
+        *(
+            ({a: weight, b: 1}, {}, sluice.FormatError, "neither a number nor a list")
+            for weight in ([0, "x"], [0, None], [{"filter": "q", "value": 1}, 0.5], {"filter": 3, "value": 1})
+        ),
     ]
     for config, options, error, text in refused:
         with pytest.raises(error, match=text):

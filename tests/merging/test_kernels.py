@@ -123,6 +123,20 @@ def test_draws_do_not_depend_on_pieces() -> None:
     assert torch.equal(merged(own, inputs, pieces=pieces), first)
 
 
+def test_factors_of_all_inputs_come_from_one_pass() -> None:
+    each = {"weight": [1.0] * 3, "density": [0.5, 0.25, 1.0]}
+    own = made("dare_linear", {}, each, 3, shape=(400,), dtype="float32", out_dtype="float32")
+    inputs, read = tensors(4, (400,), torch.float32), list[int]()
+
+    def reader(first: int, end: int) -> list[torch.Tensor]:
+        read.append(first)
+        return [tensor[first:end] for tensor in inputs]
+
+    kept = survey(own, reader)
+    assert read == [0]
+    assert [round(one.scale) for one in kept] == [2, 4, 1]
+
+
 def test_averages_of_torch() -> None:
     models = [torch.nn.Linear(30, 40) for _ in range(4)]
     for method, shared, function in [

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from sluice._errors import MismatchError
 
-__all__ = ["MergedTensor", "Reader", "compute", "needs_whole", "survey"]
+__all__ = ["MergedTensor", "Reader", "compute", "survey", "whole_tensors"]
 
 #: Elements of one piece of a pass, and of the blocks that have a random state each.
 _BLOCK = 1 << 18
@@ -27,6 +27,9 @@ _SLERP_BLOCK = 1 << 20
 
 #: Bits of a magnitude that are counted at a time, in the search for a threshold.
 _HALF = 16
+
+#: Tensors that are held for each input, sums included, by methods that need whole ones.
+_WHOLE = {"nuslerp": 3, "model_stock": 2}
 
 
 class MergedTensor(Struct, frozen=True, kw_only=True, eq=False):
@@ -56,9 +59,10 @@ class MergedTensor(Struct, frozen=True, kw_only=True, eq=False):
 Reader: TypeAlias = Callable[[int, int], list[torch.Tensor]]
 
 
-def needs_whole(merged: MergedTensor) -> bool:
-    """Return whether a pass holds the whole tensor of every input."""
-    return merged.method in {"nuslerp", "model_stock"}
+def whole_tensors(merged: MergedTensor) -> int:
+    """Return how many tensors of its size are held at once, sums and an earlier result included; 0 if only pieces."""
+    held = _WHOLE.get(merged.method, 0) * len(merged.each)
+    return held and held + 1
 
 
 def survey(merged: MergedTensor, read: Reader) -> Any:
@@ -285,7 +289,7 @@ def _task_survey(merged: MergedTensor, read: Reader) -> list[_Kept]:
     asked = list(dict.fromkeys(rank for pair in wanted for rank in pair if rank and rank.at < count))
     ranks = dict(zip(asked, _places(merged, read, asked), strict=True)) if asked else {}
     kept = []
-    for number, (each, (low, high)) in enumerate(zip(others, wanted, strict=True)):
+    for each, (low, high) in zip(others, wanted, strict=True):
         if merged.method == "task_arithmetic" or each["density"] >= 1:
             one = _Kept()
         elif merged.method.startswith("dare"):
@@ -293,8 +297,8 @@ def _task_survey(merged: MergedTensor, read: Reader) -> list[_Kept]:
         else:
             places = [ranks.get(rank) if rank else None for rank in (low, high)]
             one = _Kept(low=places[0], high=places[1], descending=bool(low and low.descending), nothing=low is None)
-        kept.append(_rescaled(merged, one, number, read) if merged.shared["rescale"] else one)
-    return kept
+        kept.append(one)
+    return _rescaled(merged, kept, read) if merged.shared["rescale"] else kept
 
 
 class _Rank(Struct, frozen=True):
@@ -320,15 +324,17 @@ def _ranks(merged: MergedTensor, number: int, each: Mapping[str, Any]) -> tuple[
     return _Rank(number, least, descending=False), _Rank(number, least + wanted, descending=False)
 
 
-def _rescaled(merged: MergedTensor, kept: _Kept, number: int, read: Reader) -> _Kept:
-    """Return what is kept with the factor that restores the sum of magnitudes."""
-    before = after = 0.0
-    for first, differences in _differences(merged, read, [number]):
-        difference = differences[number]
-        mask = kept.mask(difference, first, _seed(merged, number))
-        before += float(difference.abs().double().sum())
-        after += float((difference if mask is None else difference * mask).abs().double().sum())
-    return replace(kept, scale=before / after if min(before, after) >= 1e-7 else 1.0)
+def _rescaled(merged: MergedTensor, kept: list[_Kept], read: Reader) -> list[_Kept]:
+    """Return what is kept with the factors that restore the sums of magnitudes, from one pass."""
+    sums = {number: [0.0, 0.0] for number, one in enumerate(kept) if one != _Kept()}
+    for first, differences in _differences(merged, read, sums) if sums else ():
+        for number, difference in differences.items():
+            mask = kept[number].mask(difference, first, _seed(merged, number))
+            sums[number][0] += float(difference.abs().double().sum())
+            sums[number][1] += float((difference if mask is None else difference * mask).abs().double().sum())
+    for number, (before, after) in sums.items():
+        kept[number] = replace(kept[number], scale=before / after if min(before, after) >= 1e-7 else 1.0)
+    return kept
 
 
 def _differences(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._dtypes import ITEM_BYTES
-from sluice._errors import MismatchError
+from sluice._dtypes import dtype_name, is_castable, torch_dtype
+from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import listed
 from sluice._options import Limits
 from sluice._units import format_bytes
@@ -24,7 +25,7 @@ from sluice.entries.lookup import subtree
 from sluice.entries.tree import flatten
 from sluice.formats.protocol import LocatedByIndex
 from sluice.matching.selection import only_state_dict
-from sluice.merging.kernels import MergedTensor, needs_whole
+from sluice.merging.kernels import MergedTensor
 from sluice.merging.recipe import METHODS, InputSlice, OutputSlice, Recipe, parameter
 from sluice.merging.source import ALIGNMENT, MergeSource, PlacedTensor
 from sluice.records import Entry, FileRecord, Index, Storage, elements_of
@@ -111,7 +112,13 @@ def _joined(
     for path, checkpoint, shift in zip(paths, checkpoints, shifts, strict=True):
         tree = checkpoint.index.tree
         own = flatten(subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key), checkpoint.limits)
-        inputs[path] = {name: moved(entry, by=shift) for name, entry in own.items() if entry.composite is None}
+        for name, entry in own.items():
+            if entry.composite is not None:
+                advice = "Leave it out with sluice.convert first."
+                raise UnsupportedError(
+                    f"a {entry.layout} tensor is not merged", file=checkpoint.path, tensor=name, advice=advice
+                )
+        inputs[path] = {name: moved(entry, by=shift) for name, entry in own.items()}
     return whole, inputs
 
 
@@ -119,11 +126,15 @@ def _outputs(recipe: Recipe, inputs: _Inputs) -> list[_Output]:
     """Return the tensors of the result: those outside of the layers, and the layers of all slices."""
     first = recipe.slices[0]
     if all(source.layer_range is None for part in recipe.slices for source in part.sources):
-        names = dict.fromkeys(name for source in first.sources for name in inputs[source.model])
+        names = _names([first], inputs)
         prefix = _layers(names)
         last = max((layer for name in names if (layer := _layer(name, prefix)) is not None), default=0)
         return [_whole(name, first, prefix, last) for name in names]
     return list(_sliced(recipe, inputs))
+
+
+def _names(parts: Sequence[OutputSlice], inputs: _Inputs) -> Mapping[str, None]:
+    return dict.fromkeys(name for part in parts for source in part.sources for name in inputs[source.model])
 
 
 def _whole(name: str, part: OutputSlice, prefix: str, last: int) -> _Output:
@@ -134,10 +145,10 @@ def _whole(name: str, part: OutputSlice, prefix: str, last: int) -> _Output:
 
 def _sliced(recipe: Recipe, inputs: _Inputs) -> Iterator[_Output]:
     first, last = recipe.slices[0], recipe.slices[-1]
-    names = list(dict.fromkeys(name for source in first.sources for name in inputs[source.model]))
+    names = _names(recipe.slices, inputs)  # a layer that lacks tensors of others is refused
     prefix = _layers(names)
     rest = list(dict.fromkeys(m[3] for name in names if (m := _LAYER.fullmatch(name)) and m[1] == prefix))
-    outside = [name for name in names if _layer(name, prefix) is None]
+    outside = [name for name in _names([first, last], inputs) if _layer(name, prefix) is None]
     done = 0
     for name in outside:
         part = first if re.search(r"emb|wte|wpe", name) else last
@@ -156,7 +167,7 @@ def _sliced(recipe: Recipe, inputs: _Inputs) -> Iterator[_Output]:
             done += 1
 
 
-def _layers(names: Sequence[str] | Mapping[str, None]) -> str:
+def _layers(names: Mapping[str, None]) -> str:
     """Return the path of the list with most tensors: the layers of the model."""
     found = Counter(match[1] for name in names if (match := _LAYER.fullmatch(name)))
     return found.most_common(1)[0][0] if found else ""
@@ -208,13 +219,14 @@ def _merged(recipe: Recipe, output: _Output, entries: Sequence[Entry], seed: int
         else {name: value(name, default, source, tensor) for name, default in spec.each.items()}
         for i, (source, tensor) in enumerate(zip(sources, output.inputs, strict=True))
     )
-    dtype = _dtype(recipe.dtype, entries)
+    copied = recipe.method == "passthrough" and each[0]["scale"] is None
+    dtype = _dtype(recipe.dtype, output, entries, copied=copied)
     return MergedTensor(
         name=output.name,
         method=recipe.method,
         shape=entries[0].shape,
         dtype=dtype,
-        out_dtype=recipe.out_dtype or dtype if getattr(torch, dtype).is_floating_point else dtype,
+        out_dtype=recipe.out_dtype or dtype if torch_dtype(dtype).is_floating_point else dtype,
         base=None if spec.base == "input" else at,
         shared={name: value(name, default, None, output.name) for name, default in spec.shared.items()},
         each=each,
@@ -222,13 +234,17 @@ def _merged(recipe: Recipe, output: _Output, entries: Sequence[Entry], seed: int
     )
 
 
-def _dtype(asked: str | None, entries: Sequence[Entry]) -> str:
+def _dtype(asked: str | None, output: _Output, entries: Sequence[Entry], *, copied: bool) -> str:
     """Return the dtype of the computation: integers stay, and floats become what was asked or what holds them all."""
-    dtypes = [getattr(torch, entry.dtype) for entry in entries]
-    found = dtypes[0]
-    for dtype in dtypes[1:]:
-        found = torch.promote_types(found, dtype)
-    return asked if asked and found.is_floating_point else str(found).removeprefix("torch.")
+    names = dict.fromkeys(entry.dtype for entry in entries)
+    found = asked if asked and all(map(is_castable, names)) else None
+    with suppress(RuntimeError):  # no dtype holds them all
+        found = found or dtype_name(reduce(torch.promote_types, map(torch_dtype, names)))
+    if not found or (found.startswith(("float8", "float4")) and not copied):
+        problem = f"torch does not compute with {found or ', '.join(names)}"
+        advice = 'For floats, write "dtype: bfloat16" into the configuration of the merge.'
+        raise UnsupportedError(problem, file=output.part.sources[0].model, tensor=output.inputs[0], advice=advice)
+    return asked if asked and torch_dtype(found).is_floating_point else found
 
 
 def _index(source: MergeSource, tensors: Sequence[PlacedTensor]) -> tuple[Index, tuple[OpenFile, ...]]:
@@ -244,17 +260,14 @@ def _index(source: MergeSource, tensors: Sequence[PlacedTensor]) -> tuple[Index,
     storages = tuple(
         Storage(file=0, offset=placed.first_byte, nbytes=placed.nbytes, key=placed.merged.name) for placed in tensors
     )
-    whole = [placed for placed in tensors if needs_whole(placed.merged)]
-    largest = max(
-        (placed.merged.numel * ITEM_BYTES[placed.merged.dtype] * len(placed.inputs) for placed in whole), default=0
-    )
-    note = f"the method holds whole tensors of all inputs: {format_bytes(largest)} at most, and as much for sums"
+    largest = source.whole_bytes
+    note = f"the method holds whole tensors of all inputs, and sums: {format_bytes(largest)} at most"
     index = Index(
         format="merge",
         files=(FileRecord(path=source.path, identity=source.identity),),
         storages=storages,
         tree=tree,
         metadata={"format": "pt"},
-        notes=(note,) if whole else (),
+        notes=(note,) if largest else (),
     )
     return index, (OpenFile(source=source, locator=LocatedByIndex(), index=replace(index, tree=None)),)

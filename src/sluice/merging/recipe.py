@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
+from sluice._dtypes import parse_dtype
 from sluice._errors import FormatError, UnsupportedError
 
 __all__ = ["METHODS", "InputSlice", "MergeMethod", "OutputSlice", "Recipe", "parameter", "recipe_of"]
@@ -45,7 +46,11 @@ METHODS: Mapping[str, MergeMethod] = {
     "ema": MergeMethod(shared={"decay": ...}),
     "slerp": MergeMethod(shared={"t": ...}, base="required", least=2, most=2),
     "nuslerp": MergeMethod(
-        shared={"nuslerp_row_wise": False, "nuslerp_flatten": True}, each={"weight": ...}, base="optional", least=2
+        shared={"nuslerp_row_wise": False, "nuslerp_flatten": True},
+        each={"weight": ...},
+        base="optional",
+        least=2,
+        most=2,
     ),
     "model_stock": MergeMethod(shared={"filter_wise": False}, base="required", least=3),
     "task_arithmetic": MergeMethod(shared=_SPARSE, each=_TASK, base="required"),
@@ -149,35 +154,43 @@ def recipe_of(config: Mapping[str, Any], file: str | None = None) -> Recipe:
     whole = OutputSlice(sources=(*module.models, *([InputSlice(model=base)] if missing and base else [])))
     slices = module.slices or (whole,)
     for part in slices:
-        _check_inputs(part, found.merge_method, part.base_model or found.base_model, file)
+        _check_inputs(part, found.merge_method, part.base_model or found.base_model, file, several=len(slices) > 1)
+    try:
+        dtypes = [each and parse_dtype(each, auto=False, floats_only=True) for each in (found.dtype, found.out_dtype)]
+    except ValueError as error:
+        raise FormatError(f"the configuration of the merge is wrong: {error}", file=file) from error
     return Recipe(
         method=found.merge_method,
         slices=slices,
         base=found.base_model,
-        dtype=found.dtype,
-        out_dtype=found.out_dtype,
+        dtype=dtypes[0],
+        out_dtype=dtypes[1],
         parameters=(module.parameters, found.parameters),
     )
 
 
-def _check_inputs(part: OutputSlice, method: str, base: str | None, file: str | None) -> None:
+def _check_inputs(part: OutputSlice, method: str, base: str | None, file: str | None, *, several: bool) -> None:
     models, spec = [source.model for source in part.sources], METHODS[method]
-    lengths = {end - first for first, end in (source.layer_range for source in part.sources if source.layer_range)}
+    ranges = [source.layer_range for source in part.sources if source.layer_range]
+    lengths = {end - first for first, end in ranges}
+    count = len(models) - (spec.base == "optional" and base in models)
     problem = ""
     if len(set(models)) != len(models):
         problem = "a model is twice an input of the same tensors"
     elif len(lengths) > 1:
         problem = "the inputs of a slice have different numbers of layers"
+    elif any(length < 1 for length in lengths):
+        problem = "a layer_range is empty"
+    elif len(ranges) < len(models) and (ranges or several):
+        problem = "each input of several slices, or all inputs of one, need a layer_range"
     elif part.residual_weight is not None:
         problem = "residual_weight is not merged"
     elif spec.base == "required" and base not in models:
         problem = f"{method} needs a base_model that is one of its inputs"
-    elif not spec.least <= len(models) - (spec.base == "optional" and base in models) <= spec.most:
-        problem = (
-            f"{method} takes {spec.least}"
-            + (f" to {spec.most}" if spec.most < len(models) else " or more")
-            + (f" inputs, not {len(models)}")
-        )
+    elif not spec.least <= count <= spec.most:
+        problem = f"{method} takes {spec.least} or more inputs, not {count}"
+        if count > spec.most:
+            problem = f"{method} takes at most {spec.most} inputs, not {count}"
     if problem:
         raise FormatError(f"the configuration of the merge is wrong: {problem}", file=file)
 
@@ -197,7 +210,11 @@ def parameter(settings: Iterator[_Settings], name: str, default: Any, *, tensor:
     """
     for scope in settings:
         if scope is not None and name in scope:
-            value = _value(scope[name], tensor, at)
+            try:
+                value = _value(scope[name], tensor, at)
+            except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+                problem = f"the value of {name!r} in the merge is neither a number nor a list of numbers or of filters"
+                raise FormatError(problem, tensor=tensor, found=f"{scope[name]!r:.200}") from error
             if value is not None:
                 return _typed(value, name, default)
     if default is ...:
@@ -238,5 +255,5 @@ def _typed(value: Any, name: str, default: Any) -> bool | float:
         if not math.isfinite(number := float(value)):
             raise ValueError
         return number
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"the value of {name!r} in the merge is not a finite number", found=repr(value)) from error

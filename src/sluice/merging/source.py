@@ -17,7 +17,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.slicing import slice_entry
 from sluice.machine.heap import trim_heap
-from sluice.merging.kernels import MergedTensor, compute, survey
+from sluice.merging.kernels import MergedTensor, compute, survey, whole_tensors
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry
 from sluice.records.geometry import contiguous_stride
@@ -71,7 +71,13 @@ class MergeSource(ComputedSource):
         super().__init__(path, inputs, tensors[-1].first_byte + tensors[-1].nbytes if tensors else 0)
         self._tensors = tensors
         self._starts = [tensor.first_byte for tensor in tensors]
-        self._turn = threading.BoundedSemaphore(_AT_ONCE)
+        #: Most host memory for whole tensors of all inputs and their sums.
+        self.whole_bytes = max(
+            (each.merged.numel * ITEM_BYTES[each.merged.dtype] * whole_tensors(each.merged) for each in tensors),
+            default=0,
+        )
+        self.working_bytes = inputs.working_bytes + self.whole_bytes
+        self._turn = threading.BoundedSemaphore(1 if self.whole_bytes else _AT_ONCE)
         self._readers: list[CheckpointReader] = []
         self._lock = threading.Lock()
         self._known: OrderedDict[int, tuple[threading.Lock, list[Any]]] = OrderedDict()
