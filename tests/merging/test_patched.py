@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import zlib
@@ -16,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sluice
+from sluice.merging import deltas
+from sluice.reading.reader import CheckpointReader
 
 packs = pytest.mark.skipif(find_spec("zstandard") is None, reason="packed deltas need sluice[delta]")
 if find_spec("zstandard"):
@@ -198,6 +201,69 @@ def test_a_damaged_delta_is_refused_by_name(tmp_path: Path, case: str) -> None:
     with pytest.raises(kind, match=message) as found:
         sluice.load_state_dict(sluice.Patched(tmp_path / "a.safetensors", one, two))
     assert "weight_v000002" in str(found.value)
+
+
+@packs
+def test_a_version_that_is_no_number_has_no_order(tmp_path: Path) -> None:
+    first, second = states(Random(3), 1)
+    save_file(first, tmp_path / "a.safetensors")
+    one = packed(tmp_path, first, second, 1)
+    two = packed(tmp_path, second, first, 2, metadata={"version": "\N{SUPERSCRIPT TWO}"})
+    assert same(sluice.load_state_dict(sluice.Patched(tmp_path / "a.safetensors", one, two)), first)
+
+
+@packs
+def test_changed_bytes_are_unpacked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, read, sizes = 600_000, deltas._Unpacked.read, list[int]()
+    positions = torch.tensor([count, *range(count)], dtype=torch.int32)
+    frame = zstandard.ZstdCompressor().compress(positions.numpy().tobytes() + bytes([7]) * count)
+
+    def counted(self: Any, nbytes: int) -> bytearray:
+        sizes.append(nbytes)
+        return read(self, nbytes)
+
+    monkeypatch.setattr(deltas._Unpacked, "read", counted)
+    whole = torch.zeros(count, dtype=torch.uint8)
+    step = deltas.DeltaStep(path="delta", encoding="overwrite", inputs=())
+    step.apply(whole, [torch.frombuffer(bytearray(frame), dtype=torch.uint8)], "w")
+    assert whole.unique().tolist() == [7]
+    assert max(sizes) <= 1 << 20
+
+
+@packs
+@pytest.mark.parametrize("sparse", [False, True])
+def test_two_tensors_are_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sparse: bool) -> None:
+    for name in "ab":
+        state = {f"w{i}": torch.zeros(4096, dtype=torch.uint8) for i in range(3)}
+        for tensor in state.values():
+            tensor[3] = name == "b"
+        save_file(state, tmp_path / f"{name}.safetensors")
+    del state, tensor
+    read, held = CheckpointReader.read, list[int]()
+
+    def counted(self: CheckpointReader, entries: Any) -> list[torch.Tensor]:
+        alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() == 4096]
+        held.append(len({each.data_ptr() for each in alive}))
+        return read(self, entries)
+
+    monkeypatch.setattr(CheckpointReader, "read", counted)
+    sluice.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", patch=tmp_path / "p.safetensors", sparse=sparse)
+    assert held == [0, 1] * 3
+
+
+def test_file_objects_are_opened_once(tmp_path: Path) -> None:
+    files = [io.BytesIO(), io.BytesIO()]
+    for number, file in enumerate(files):
+        torch.save({"w": torch.full((5,), number)}, file)
+        file.seek(0)
+    assert not sluice.diff(files[0], files[1], patch=tmp_path / "step_1.safetensors", sparse=True).same
+
+
+def test_an_existing_patch_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.ones(5)}, tmp_path / "a.safetensors")
+    monkeypatch.delattr(CheckpointReader, "read")
+    with pytest.raises(sluice.SaveError, match="something at the place"):
+        sluice.diff(*[tmp_path / "a.safetensors"] * 2, patch=tmp_path / "a.safetensors", sparse=True)
 
 
 @pytest.mark.parametrize(

@@ -89,36 +89,23 @@ def diff(
     check_load(key=other_key)
     if sparse and patch is None:
         raise ValueError("sparse is for patch=")
-    if patch is not None:
-        place = refuse_url(path_argument(patch, "patch"), advice=UPLOAD_ADVICE)
-        _write_patch(a, b, place, (key, other_key), sparse=sparse, limits=limits, encoding=encoding)
-    return compare_checkpoints(
-        a,
-        b,
-        key=key,
-        other_key=other_key,
-        rtol=rtol,
-        atol=atol,
-        limits=limits,
-        encoding=encoding,
-        progress=progress,
-    )
-
-
-def _write_patch(
-    a: CheckpointSource,
-    b: CheckpointSource,
-    path: str,
-    keys: tuple[str | None, str | None],
-    *,
-    sparse: bool,
-    limits: Limits | None,
-    encoding: str,
-) -> None:
+    path = None if patch is None else refuse_url(path_argument(patch, "patch"), advice=UPLOAD_ADVICE)
     with (
         borrow(a, limits=limits, encoding=encoding) as ours,
         borrow(b, limits=limits, encoding=encoding) as theirs,
     ):
-        left, right = parts_to_compare(ours, theirs, *keys)
-        base = find_place(a.deltas[-1]).title if isinstance(a, Patched) and a.deltas else ours.path
-        write_patch(left.checkpoint, right.checkpoint, path, sparse=sparse, versions=(base, theirs.path))
+        if path is not None:
+            left, right = parts_to_compare(ours, theirs, key, other_key)
+            base = find_place(a.deltas[-1]).title if isinstance(a, Patched) and a.deltas else ours.path
+            write_patch(left.checkpoint, right.checkpoint, path, sparse=sparse, versions=(base, theirs.path))
+        return compare_checkpoints(
+            ours,
+            theirs,
+            key=key,
+            other_key=other_key,
+            rtol=rtol,
+            atol=atol,
+            limits=limits,
+            encoding=encoding,
+            progress=progress,
+        )

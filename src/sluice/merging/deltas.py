@@ -44,6 +44,9 @@ INDEX_FILE = "model.safetensors.index.json"
 #: Bytes that are unpacked at a time.
 _CHUNK_BYTES = 1 << 20
 
+#: Positions of changed bytes that are unpacked at a time.
+_POSITIONS = _CHUNK_BYTES // 4
+
 
 class DeltaStep(Struct, frozen=True, kw_only=True, eq=False):
     """Change of one tensor by one delta."""
@@ -71,7 +74,7 @@ class DeltaStep(Struct, frozen=True, kw_only=True, eq=False):
                 _scatter(tensor.reshape(-1), *inputs)
             else:
                 unpack = _xor if self.encoding == "xor" else _overwrite
-                unpack(content, _Unpacked(inputs[0]))
+                unpack(content, inputs[0])
         except _DamagedError as error:
             raise FormatError(f"the delta is damaged: {error}", file=self.path, tensor=name) from error
         if self.algorithm:
@@ -134,22 +137,28 @@ class _Unpacked:
         return more
 
 
-def _xor(content: torch.Tensor, unpacked: _Unpacked) -> None:
+def _xor(content: torch.Tensor, packed: torch.Tensor) -> None:
+    unpacked = _Unpacked(packed)
     for first in range(0, len(content), _CHUNK_BYTES):
         piece = content[first : first + _CHUNK_BYTES]
         piece.bitwise_xor_(torch.frombuffer(unpacked.read(len(piece)), dtype=torch.uint8))
     unpacked.end()
 
 
-def _overwrite(content: torch.Tensor, unpacked: _Unpacked) -> None:
-    count = int.from_bytes(unpacked.read(4), "little")
+def _overwrite(content: torch.Tensor, packed: torch.Tensor) -> None:
+    places, unpacked = _Unpacked(packed), _Unpacked(packed)  # twice: all positions are before the first byte
+    count = int.from_bytes(places.read(4), "little")
     if count > len(content):
         raise _DamagedError("it changes more bytes than the tensor has")
-    if count:
-        positions = torch.frombuffer(unpacked.read(4 * count), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+    unpacked.read(4)
+    steps = [min(_POSITIONS, count - first) for first in range(0, count, _POSITIONS)]
+    for step in steps:
+        unpacked.read(4 * step)
+    for step in steps:
+        positions = torch.frombuffer(places.read(4 * step), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
         if int(positions.max()) >= len(content):
             raise _DamagedError("a position is outside the tensor")
-        content[positions] = torch.frombuffer(unpacked.read(count), dtype=torch.uint8)
+        content[positions] = torch.frombuffer(unpacked.read(step), dtype=torch.uint8)
     unpacked.end()
 
 
@@ -300,8 +309,8 @@ def check_chain(base: OpenCheckpoint, deltas: Sequence[Delta]) -> None:
     before = base.metadata.get("model_version", "")
     for delta in deltas:
         wrong = before and delta.base_version and _number(before) != _number(delta.base_version)
-        newer = str(_number(before)).isdigit() and str(_number(delta.version)).isdigit()
-        if wrong or (newer and int(_number(delta.version)) <= int(_number(before))):
+        old, new = _number(before), _number(delta.version)
+        if wrong or (isinstance(old, int) and isinstance(new, int) and new <= old):
             found = f"version {delta.version}" + f" over {delta.base_version}" * bool(delta.base_version)
             error = MismatchError("the delta is not over the version before it", file=delta.path, found=found)
             error.expected = f"over version {before}"

@@ -51,6 +51,8 @@ def write_patch(a: OpenCheckpoint, b: OpenCheckpoint, path: str, *, sparse: bool
     """
     pairs = _pairs(a, b)
     base, version = _version(versions[0]), _version(path) or _version(versions[1])
+    if os.path.lexists(path):
+        raise SaveError("there is something at the place of the patch", file=path, advice="Write it to a new place.")
     if sparse:
         folder = os.path.dirname(path) or "."
         with saving(path), tempfile.TemporaryFile(dir=folder) as data:
@@ -59,8 +61,6 @@ def write_patch(a: OpenCheckpoint, b: OpenCheckpoint, path: str, *, sparse: bool
             metadata["changed_params"] = str(len(found) // 2)
             _publish(path, data, found, metadata)
         return
-    if os.path.lexists(path):
-        raise SaveError("there is something at the place of the patch", file=path, advice="Name a new directory.")
     zstd()
     with locked_directory(path):
         with saving(path), tempfile.TemporaryFile(dir=path) as data:
@@ -111,8 +111,7 @@ def _both(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     with CheckpointReader(a) as left, CheckpointReader(b) as right:
         for name, (one, other) in pairs.items():
-            old, new = left.read([one])[0], right.read([other])[0]
-            yield name, old.reshape(-1), new.reshape(-1)
+            yield name, left.read([one])[0].reshape(-1), right.read([other])[0].reshape(-1)
 
 
 _Item = tuple[str, str, tuple[int, ...], bytes | memoryview, str]
@@ -127,6 +126,8 @@ def _packed(a: OpenCheckpoint, b: OpenCheckpoint, pairs: Mapping[str, tuple[Entr
             hasher.update(content.numpy().data)
             packed = packer.compress(changes.bitwise_xor_(content).numpy().data)
             yield name, "uint8", (len(packed),), packed, hasher.hexdigest()
+            del packed
+        del old, new, changes, content  # before the next two are read
 
 
 def _changed_elements(
@@ -144,6 +145,8 @@ def _changed_elements(
             shape = (len(indices),)
             yield f"{name}.indices", dtype_name(indices.dtype), shape, indices.view(torch.uint8).numpy().data, ""
             yield f"{name}.values", dtype_name(new.dtype), shape, values.reshape(-1).numpy().data, ""
+            del values
+        del old, new, differ, indices  # before the next two are read
 
 
 def _written(items: Iterator[_Item], data: IO[bytes]) -> tuple[dict[str, tuple[TensorOutline, int]], dict[str, str]]:
@@ -153,6 +156,7 @@ def _written(items: Iterator[_Item], data: IO[bytes]) -> tuple[dict[str, tuple[T
         found[name] = TensorOutline(dtype, shape), data.tell()
         checksums[name] = checksum
         data.write(content)
+        del content
     return found, checksums
 
 
