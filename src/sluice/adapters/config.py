@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from msgspec import Struct
@@ -31,6 +32,9 @@ _REFUSED = (
 
 #: Ways to initialise an adapter that keep the base weights.
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+
+#: The whole path of a module, or its end after a dot, as peft matches the keys of patterns.
+_PATTERN = r"(.*\.)?({})$"
 
 _ADVICE = "Merge it with peft's merge_and_unload(), save the model, and load that."
 
@@ -83,7 +87,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
 
 def _of_pattern(patterns: Mapping[str, _Number], path: str, default: _Number) -> _Number:
     """Return the value of the first pattern that matches a path, as ``get_pattern_key`` of peft finds it."""
-    found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
+    found = (value for key, value in patterns.items() if re.match(_PATTERN.format(key), path))
     return next(found, default)
 
 
@@ -104,11 +108,11 @@ def adapter_list(adapters: Adapters | None) -> tuple[Adapter, ...]:
 def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
     """Return the configuration next to the tensors of an adapter; an empty one if there is none."""
     place = find_place(adapter.path)
-    is_file = re.search(r"\.(safetensors|bin|pt|pth|ckpt)$", place.name)
+    # A server is not asked whether there is a directory of such a name.
+    is_file = place.kind == "remote" and re.search(r"(?i)\.(safetensors|bin|pt|pth|ckpt)$", place.name)
     try:
-        directory = place.parent() if is_file else place.open()
-        source = directory.open("adapter_config.json")  # type: ignore[union-attr]
-    except (FileNotFoundError, AttributeError):
+        source = ((None if is_file else place.directory()) or place.parent()).open("adapter_config.json")
+    except FileNotFoundError:
         return AdapterConfig()
     try:
         nbytes = source.identity.nbytes
@@ -116,7 +120,7 @@ def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
             raise FormatError("the configuration of the adapter is too large", file=source.path, found=nbytes)
         values = decode_json(source.read_at(0, nbytes), dict[str, Any], "the configuration of the adapter", source.path)
         return _checked(values, source.path)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OverflowError, re.error) as error:
         raise FormatError(f"the configuration of the adapter is damaged: {error}", file=source.path) from error
     finally:
         source.close()
@@ -124,6 +128,11 @@ def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
 
 def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
     """Return what a configuration says, if its kind of adapter is merged."""
+    kinds = {"peft_type": str, "rank_pattern": dict, "alpha_pattern": dict, "modules_to_save": list}
+    wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), (kind, NoneType))]
+    if wrong:
+        found = f"{values[wrong[0]]!r:.80}"
+        raise FormatError(f"{wrong[0]} of the adapter is of a wrong type", file=path, found=found)
     method = values.get("peft_type")
     if method not in {"LORA", "LOHA", "LOKR"}:
         raise UnsupportedError(f"adapters of the kind {method!r} are not merged", file=path, advice=_ADVICE)
@@ -138,9 +147,12 @@ def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
     for pattern in (*ranks, *alphas):
         if re.search(r"[)\]][+*{]", pattern) or len(pattern) > 1000:  # matching could take for ever
             raise UnsupportedError(f"the pattern {pattern[:80]!r} is not supported", file=path, advice=_ADVICE)
+        re.compile(_PATTERN.format(pattern))
     numbers: list[Any] = [values.get("r"), values.get("lora_alpha" if method == "LORA" else "alpha")]
     numbers += [*ranks.values(), *alphas.values()]
-    if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers) or numbers[0] <= 0:
+    if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers) or (
+        min([numbers[0], *ranks.values()]) <= 0
+    ):
         raise FormatError("r, alpha or a pattern of the adapter is not a positive number", file=path)
     return AdapterConfig(
         method=method,

@@ -36,8 +36,6 @@ class AdaptedCheckpoint(Struct, frozen=True, kw_only=True):
     entries: Mapping[str, Entry]
     #: Records of the adapters, in order.
     adapters: tuple[MergedAdapter, ...]
-    #: Host memory for adapters, and for one weight and its sums, in bytes.
-    working_bytes: int
 
 
 #: A tensor that adapters change, and how, in order.
@@ -55,7 +53,7 @@ def open_adapted(
     """
     names = {name: weight for weight in weights for name in weight.names}
     found: dict[str, list[tuple[AdapterFile, MergeStep]]] = {}
-    files, records = [AdapterFile(adapter) for adapter in adapters], []
+    files, records = [AdapterFile(adapter, checkpoint.limits) for adapter in adapters], []
     for file in files:
         changes = list(steps_of(file, names))
         for weight, step in changes:
@@ -70,12 +68,13 @@ def open_adapted(
         WholeTensor(f"adapted.{number}", weight.dtype, entry, partial(_merged, checkpoint, (weight, entry, steps)))
         for number, (weight, entry, steps) in enumerate(tensors)
     ]
-    joined, entries = WholeTensors(files[0].path, checkpoint, computed).added_to(checkpoint)
+    source = WholeTensors(files[0].path, checkpoint, computed)
+    source.working_bytes = sum(file.nbytes for file in files) + max(map(_working_bytes, tensors)) + SCAN_STAGING_BYTES
+    joined, entries = source.added_to(checkpoint)
     return AdaptedCheckpoint(
         checkpoint=joined,
         entries={weight.names[0]: entry for (weight, _, _), entry in zip(tensors, entries, strict=True)},
         adapters=tuple(records),
-        working_bytes=sum(file.nbytes for file in files) + max(map(_working_bytes, tensors)) + SCAN_STAGING_BYTES,
     )
 
 
@@ -91,6 +90,7 @@ def _merged(base: OpenCheckpoint, tensor: _Changed) -> torch.Tensor:
 
 
 def _working_bytes(tensor: _Changed) -> int:
+    """Return the host memory for one weight and its sums."""
     weight, entry, steps = tensor
     sums = max((_SUMS.get(step.kind, 1) for _, step in steps if step.kind != "bias"), default=0)
     item = ITEM_BYTES[weight.dtype]

@@ -9,7 +9,8 @@ import torch
 from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import MismatchError, SourceChangedError, UnsupportedError
+from sluice._errors import FormatError, MismatchError, SourceChangedError, UnsupportedError
+from sluice._options import Limits
 from sluice._units import counted
 from sluice.adapters.config import Adapter, read_config
 from sluice.adapters.merging import Layout, MergeStep, fits
@@ -20,6 +21,7 @@ from sluice.records import Entry
 
 __all__ = ["AdapterFile", "BaseWeight", "steps_of"]
 
+_LOHA = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
@@ -42,14 +44,19 @@ class BaseWeight(Struct, frozen=True, kw_only=True, eq=False):
 class AdapterFile:
     """The tensors of one adapter: shapes at first, numbers from the first ``take`` on."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, limits: Limits | None = None) -> None:
         self.adapter = adapter
-        with borrow(adapter.path) as checkpoint:
+        with borrow(adapter.path, limits=limits) as checkpoint:
             self.path, self.limits = checkpoint.path, checkpoint.limits
             self.config = read_config(adapter, checkpoint.limits)
             self.files = checkpoint.index.files
             self.entries = {name: each for name, each in checkpoint.entries.items() if name.startswith(adapter.prefix)}
             alphas = [name for name in self.entries if name.endswith(".alpha")]
+            for name in alphas:
+                entry = self.entries[name]
+                if entry.numel != 1 or entry.dtype.startswith("complex") or entry.composite is not None:
+                    shown = f"{entry.dtype} {list(entry.shape)}"
+                    raise FormatError("alpha is not one real number", file=self.path, tensor=name, found=shown)
             with CheckpointReader(checkpoint) as reader:
                 found = reader.read([self.entries[name] for name in alphas]) if alphas else []
             self.alphas = dict(zip(alphas, map(float, found), strict=True))
@@ -113,18 +120,18 @@ def _module_steps(
 
 def _kind_and_rank(file: AdapterFile, home: str, needed: set[str], parts: Mapping[str, str]) -> tuple[str, int]:
     config = file.config
-    if needed in ({"a", "b"}, {"a", "b", "magnitude"}):
-        rank = file.shapes[parts["a"]][0] if file.shapes[parts["a"]] else 0
+    low_rank, hadamard = needed in ({"a", "b"}, {"a", "b", "magnitude"}), needed == _LOHA
+    if low_rank or hadamard:
+        name = parts["a" if low_rank else "hada_w1_b"]
+        rank = next(iter(file.shapes[name]), 0)
         if rank == 0 or (config.method and rank != config.rank_of(home)):
             expected = config.rank_of(home) if config.method else "at least 1"
             raise MismatchError(
-                "the rank of the adapter differs", file=file.path, tensor=parts["a"], expected=expected, found=rank
+                "the rank of the adapter differs", file=file.path, tensor=name, expected=expected, found=rank
             )
-        return ("DoRA" if "magnitude" in needed else "LoRA"), rank
-    if needed == {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}:
-        return "LoHa", file.shapes[parts["hada_w1_b"]][0]
+        return "LoHa" if hadamard else "DoRA" if "magnitude" in needed else "LoRA", rank
     if any(needed == {*first, *second} for first in _factors("lokr_w1") for second in _factors("lokr_w2")):
-        ranks = [file.shapes[parts[part]][0] for part in ("lokr_w1_b", "lokr_w2_b") if part in needed]
+        ranks = [next(iter(file.shapes[parts[part]]), 0) for part in ("lokr_w1_b", "lokr_w2_b") if part in needed]
         return "LoKr", config.rank_of(home) if config.method else ranks[-1] if ranks else 0
     problem = f"the adapter of {home!r} has the tensors {sorted(needed)}, which are not merged"
     advice = "Merge it with the library that trained it, save the model, and load that."

@@ -67,10 +67,10 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
         check_destination(checkpoint, job.destination, save_format)
     read = whole_contents if save_format == "torch" else flat_contents
     contents = read(checkpoint, key=key, rename={} if adapters and rename is None else rename, rules=rules)
-    notes, working_bytes = checkpoint.index.notes, checkpoint.working_bytes
+    notes = checkpoint.index.notes
     if adapters:
         merged = _merged(checkpoint, contents.tree, job.dtype, adapters)
-        checkpoint, working_bytes = merged.checkpoint, working_bytes + merged.working_bytes
+        checkpoint = merged.checkpoint
         notes += tuple(each.describe() for each in merged.adapters)
     if "safetensors" in checkpoint.format:
         job = replace(job, metadata={**job.metadata, **checkpoint.metadata})
@@ -82,7 +82,7 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
     with entries:
         _check(entries, checkpoint)
         if not job.dry_run:
-            _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)), working_bytes)
+            _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)), checkpoint.working_bytes)
             if 2 * sum(entry.nbytes for entry in every_entry(contents.tree)) >= checkpoint.nbytes:
                 fill_caches(checkpoint.sources, progress=job.progress)
         saved = write_contents(entries, save_format, replace(job, staging=Staging.make(writing)))

@@ -24,7 +24,7 @@ from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
-from sluice.reading.transfer import Prepared, plan_transfer, with_more
+from sluice.reading.transfer import Prepared, plan_transfer
 from sluice.records import Entry, Index, Request
 from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import Decided, tensor_rows
@@ -141,8 +141,6 @@ def module_job(
     prepared = _planned(checkpoint, state, matched, placement, request.options)
     if quantized is not None:
         prepared = quantized.predicted(prepared)
-    if merged is not None:
-        prepared = with_more(prepared, {"cpu": merged.working_bytes})
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,
