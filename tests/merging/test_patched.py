@@ -226,7 +226,7 @@ def test_changed_bytes_are_unpacked_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     whole = torch.zeros(count, dtype=torch.uint8)
     step = deltas.DeltaStep(path="delta", encoding="overwrite", inputs=())
     step.apply(whole, [torch.frombuffer(bytearray(frame), dtype=torch.uint8)], "w")
-    assert whole.unique().tolist() == [7]
+    assert bool((whole == 7).all())
     assert max(sizes) <= 1 << 20
 
 
@@ -262,7 +262,7 @@ def test_file_objects_are_opened_once(tmp_path: Path) -> None:
 def test_an_existing_patch_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": torch.ones(5)}, tmp_path / "a.safetensors")
     monkeypatch.delattr(CheckpointReader, "read")
-    with pytest.raises(sluice.SaveError, match="something at the place"):
+    with pytest.raises(sluice.SaveError, match="the patch already exists"):
         sluice.diff(*[tmp_path / "a.safetensors"] * 2, patch=tmp_path / "a.safetensors", sparse=True)
 
 

@@ -60,9 +60,9 @@ Reader: TypeAlias = Callable[[int, int], list[torch.Tensor]]
 
 
 def whole_tensors(merged: MergedTensor) -> int:
-    """Return how many tensors of its size are held at once, sums and an earlier result included; 0 if only pieces."""
+    """Return how many tensors of its size are held at once; 0 if only pieces are."""
     held = _WHOLE.get(merged.method, 0) * len(merged.each)
-    return held and held + 1
+    return held and held + 4  # the earlier result, and freed blocks that the allocator keeps
 
 
 def survey(merged: MergedTensor, read: Reader) -> Any:
@@ -208,7 +208,7 @@ def _model_stock_survey(merged: MergedTensor, read: Reader) -> torch.Tensor:
         for b in offsets[position + 1 :]:
             product = torch.norm(a, dim=-1) * torch.norm(b, dim=-1)
             cosines.append(((a * b).sum(dim=-1) / product.clamp(min=1e-6)).clamp(-1, 1))
-    del offsets
+    del offsets, a, b
     cosine = torch.stack(cosines).mean(dim=0).unsqueeze(-1)
     divisor = 1 + (len(others) - 1) * cosine
     singular = divisor.abs() < 1e-6

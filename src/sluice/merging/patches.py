@@ -52,7 +52,7 @@ def write_patch(a: OpenCheckpoint, b: OpenCheckpoint, path: str, *, sparse: bool
     pairs = _pairs(a, b)
     base, version = _version(versions[0]), _version(path) or _version(versions[1])
     if os.path.lexists(path):
-        raise SaveError("there is something at the place of the patch", file=path, advice="Write it to a new place.")
+        raise SaveError("the patch already exists", file=path, advice="Write it to a new place.")
     if sparse:
         folder = os.path.dirname(path) or "."
         with saving(path), tempfile.TemporaryFile(dir=folder) as data:

@@ -13,6 +13,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
+from sluice._defaults import SCAN_STAGING_BYTES
 from sluice._dtypes import ITEM_BYTES
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.slicing import slice_entry
@@ -76,7 +77,7 @@ class MergeSource(ComputedSource):
             (each.merged.numel * ITEM_BYTES[each.merged.dtype] * whole_tensors(each.merged) for each in tensors),
             default=0,
         )
-        self.working_bytes = inputs.working_bytes + self.whole_bytes
+        self.working_bytes = inputs.working_bytes + self.whole_bytes + (SCAN_STAGING_BYTES if self.whole_bytes else 0)
         self._turn = threading.BoundedSemaphore(1 if self.whole_bytes else _AT_ONCE)
         self._readers: list[CheckpointReader] = []
         self._lock = threading.Lock()
