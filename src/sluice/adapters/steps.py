@@ -44,7 +44,7 @@ class BaseWeight(Struct, frozen=True, kw_only=True, eq=False):
 class AdapterFile:
     """The tensors of one adapter: shapes at first, numbers from the first ``take`` on."""
 
-    def __init__(self, adapter: Adapter, limits: Limits | None = None) -> None:
+    def __init__(self, adapter: Adapter, limits: Limits) -> None:
         self.adapter = adapter
         with borrow(adapter.path, limits=limits) as checkpoint:
             self.path, self.limits = checkpoint.path, checkpoint.limits

@@ -50,7 +50,7 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
         """
         checkpoint = self.checkpoint
         index = checkpoint.index
-        merged = list(map(AdapterFile, self.adapters))
+        merged = [AdapterFile(each, checkpoint.limits) for each in self.adapters]
         records = zip(index.files, checkpoint.open_files, strict=True)
         files = [file for record, each in records for file in getattr(each.source, "origins", ()) or [record]]
         for file in (*files, *(file for each in merged for file in each.files)):
