@@ -229,6 +229,11 @@ def test_the_dark_has_other_colours_and_follows_the_system(open_page: Open) -> N
     swatch = "getComputedStyle(document.querySelector('button[data-method=sluice] .swatch')).backgroundColor"
     light = page.evaluate(ground), page.evaluate(swatch)
     page.emulate_media(color_scheme="dark")
-    page.wait_for_function(f"{ground} !== {light[0]!r}")
-    page.wait_for_function(f"{swatch} !== {light[1]!r}")  # the page is notified after its style has changed
+    for _ in range(100):  # not wait_for_function, whose second look is an eval that the page forbids
+        dark = page.evaluate(ground), page.evaluate(swatch)  # the page is notified after its style has changed
+        if dark[0] != light[0] and dark[1] != light[1]:
+            break
+        page.wait_for_timeout(50)
+    assert dark[0] != light[0]
+    assert dark[1] != light[1]
     assert _pixels(page, "sluice") > 200  # drawn again, in the new color
