@@ -43,7 +43,9 @@ def wrong_options() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        # The texts are those of the functions, with the names of their arguments.
+        text = str(error).replace("format=", "--format ").replace("max_shard_size", "--max-shard-size")
+        raise click.UsageError(text.rstrip()) from error
     except ImportError as error:
         raise Failure(str(error)) from error
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 
 import sluice
-from sluice.cli.failures import Failure
+from sluice.cli.failures import wrong_options
 from sluice.cli.options import (
     DTypeName,
     Size,
@@ -130,15 +130,9 @@ def _check(
     destination: str, kind: str | None, max_shard_size: int | None, manifest: str | None, algorithm: HashAlgorithm
 ) -> None:
     """Refuse options that contradict each other."""
-    try:
+    with wrong_options():
         choose_format(Path(destination), kind, max_shard_size, CONVERT_FORMATS)
         if manifest is not None:
             new_hash(algorithm)
-    except ValueError as error:
-        # The texts are those of the functions, with the names of their arguments.
-        text = str(error).replace("format=", "--format ").replace("max_shard_size", "--max-shard-size")
-        raise click.UsageError(text.rstrip()) from error
-    except ImportError as error:
-        raise Failure(str(error)) from error
     if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):
         raise click.UsageError("the manifest needs a different path than the checkpoint")
