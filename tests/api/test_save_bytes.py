@@ -18,7 +18,7 @@ import torch
 
 import sluice
 from sluice._dtypes import torch_dtype
-from sluice.writing.durable.replacement import NewFile
+from sluice.writing.durable.replacement import Replacement
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.torch_pickle import pickle_object
@@ -138,9 +138,10 @@ def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
         Geometry(storage=1, elements=3, dtype="float32", start=0, shape=(3,), stride=(1,)),
     ]
     made = TorchZipWriter(pickle_object(tree, walked, map(dense, views)), [huge, 12])
-    with NewFile(tmp_path / "f.pt") as file:
-        made.write(file, 1, 0, late.numpy().tobytes())
-        assert made.finish(file) == made.file_bytes > huge
+    with Replacement(tmp_path / "f.pt", overwrite=False) as file:
+        made.write(file.write_at, 1, 0, late.numpy().tobytes())
+        assert made.finish(file.write_at) == made.file_bytes > huge
+        file.commit()
     assert (tmp_path / "f.pt").stat().st_blocks * 512 < 1 << 20, "the file system has no holes"
     found = torch.load(tmp_path / "f.pt", weights_only=True, mmap=True)
     assert found["huge"].shape == (huge,)

@@ -13,8 +13,8 @@ import pytest
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess
+from sluice.ranks.judgement import StepOutcome
 from sluice.ranks.store_group import StoreGroup, _Contribution
-from sluice.ranks.verdicts import Ruling, StepOutcome
 
 
 class FakeStore:
@@ -66,8 +66,8 @@ class Clock:
         self.now += defaults.RANK_PATIENCE_SECONDS / 10
 
 
-def joined(answers: Mapping[int, bytes]) -> Ruling:
-    return Ruling(value=b",".join(answers[rank] for rank in sorted(answers)))
+def joined(answers: Mapping[int, bytes]) -> StepOutcome:
+    return StepOutcome(value=b",".join(answers[rank] for rank in sorted(answers)))
 
 
 def group(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from math import prod
 
 import torch
@@ -14,12 +15,40 @@ from sluice._options import Limits
 from sluice._units import counted
 from sluice.adapters.config import Adapter, read_config
 from sluice.adapters.merging import Layout, MergeStep, fits
-from sluice.adapters.names import ModulePaths, by_module
 from sluice.checkpoint.open_checkpoint import borrow
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry
 
 __all__ = ["AdapterFile", "BaseWeight", "steps_of"]
+
+#: Part of an adapter by the end of a tensor's name: of peft, of kohya and ComfyUI, of older diffusers, of LyCORIS.
+_PARTS = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_B.bias": "bias",
+    ".lora_embedding_A": "a",
+    ".lora_embedding_B": "b",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+    ".lora_down.weight": "a",
+    ".lora_up.weight": "b",
+    ".lora.down.weight": "a",
+    ".lora.up.weight": "b",
+    ".lora_linear_layer.down.weight": "a",
+    ".lora_linear_layer.up.weight": "b",
+    ".alpha": "alpha",
+    **{f".{kind}_{part}": f"{kind}_{part}" for kind in ("hada", "lokr") for part in ("w1_a", "w1_b", "w2_a", "w2_b")},
+    **{f".lokr_{part}": f"lokr_{part}" for part in ("w1", "w2")},
+}
+
+#: Prefixes that libraries write before the path of a module.
+_PREFIXES = (
+    *("", "base_model.model.", "base_model.", "unet.", "transformer.", "text_encoder.", "text_encoder_2."),
+    *("diffusion_model.", "model.diffusion_model."),
+)
+
+#: The same in files of kohya, which write "_" for the dots of the path.
+_JOINED_PREFIXES = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_transformer_", "lycoris_")
 
 _LOHA = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -82,9 +111,9 @@ def steps_of(file: AdapterFile, weights: Mapping[str, BaseWeight]) -> Iterator[t
         MismatchError: A tensor of the adapter fits no weight.
         UnsupportedError: It is of a kind that is not merged.
     """
-    parts, others = by_module(file.entries)
-    paths = ModulePaths(name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
-    whole = ModulePaths(weights)
+    parts, others = _by_module(file.entries)
+    paths = _ModulePaths(name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
+    whole = _ModulePaths(weights)
     homes = {path: paths.find(path) for path in parts}
     wholes = {name: whole.find(name) for name in others}
     lost = [path for path, home in (homes | wholes).items() if home is None]
@@ -183,10 +212,48 @@ def _checked(
     return weight, step
 
 
-def _unmatched(file: AdapterFile, lost: Sequence[str], paths: ModulePaths) -> MismatchError:
+def _unmatched(file: AdapterFile, lost: Sequence[str], paths: _ModulePaths) -> MismatchError:
     near = {name: paths.near(name) for name in lost[:5]}
     shown = [f"{name!r}" + (f" (similar: {other!r})" if other else "") for name, other in near.items()]
     what = f"{counted(len(lost), 'name')} without a place in the model: {', '.join(shown)}" if lost else "no tensors"
     error = MismatchError(f"the adapter cannot be merged: {what}", unexpected=tuple(lost), file=file.path)
     error.advice += " sluice.Adapter(path, prefix=...) merges a part of the file."
     return error
+
+
+def _by_module(names: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Return the name of each part of an adapter by the path that its name begins with, and all other names."""
+    found: dict[str, dict[str, str]] = {}
+    others = []
+    for name in names:
+        end = next((end for end in _PARTS if name.endswith(end)), None)
+        if end is None:
+            others.append(name)
+        else:
+            found.setdefault(name.removesuffix(end), {})[_PARTS[end]] = name
+    return found, others
+
+
+class _ModulePaths:
+    """Paths of a model's modules, or names of its tensors, found by what libraries write for them."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = dict.fromkeys(paths)
+        self._joined: dict[str, list[str]] = {}
+        for path in self._paths:
+            self._joined.setdefault(path.replace(".", "_"), []).append(path)
+
+    def find(self, name: str) -> str | None:
+        """Return the path that a name means; None if none or several do."""
+        if "." not in name:
+            for prefix in _JOINED_PREFIXES:
+                found = self._joined.get(name.removeprefix(prefix), []) if name.startswith(prefix) else []
+                if len(found) == 1:
+                    return found[0]
+        plain = name.replace(".base_layer", "")
+        ends = (plain.removeprefix(prefix) for prefix in _PREFIXES if plain.startswith(prefix))
+        return next((path for path in ends if path in self._paths), None)
+
+    def near(self, name: str) -> str | None:
+        """Return the most similar path for a name that means none."""
+        return next(iter(get_close_matches(name.removeprefix("base_model.model."), self._paths, 1)), None)

@@ -145,7 +145,7 @@ def _is_divided(state: object, save_format: SaveFormat) -> bool:
     """Return whether ranks save together: each has a part of the state or, with ``"dcp"``, a file."""
     if save_format != "dcp" and "torch.distributed.tensor" not in sys.modules:  # then there is no DTensor
         return False
-    from sluice.writing.ranks.held import dtensors_in
+    from sluice.writing.ranks.division import dtensors_in
 
     return save_format == "dcp" or bool(dtensors_in(state))
 

@@ -24,10 +24,10 @@ from sluice.matching.renaming import Rename
 from sluice.reading.caches import fill_caches
 from sluice.records import Entry
 from sluice.reports.save import SaveReport
-from sluice.writing.chunks import Staging
 from sluice.writing.formats import write_contents
 from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.save_job import SaveJob
+from sluice.writing.write_queue import Staging
 
 if TYPE_CHECKING:
     from sluice.adapters.config import Adapter

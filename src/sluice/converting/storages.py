@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from sluice._dtypes import ITEM_BYTES
 from sluice.records import Entry, Index
 from sluice.records.geometry import contiguous_stride, overlapping, span_elements
-from sluice.writing.pickle_opcodes import Call, Persistent
 from sluice.writing.safetensors import TensorOutline
-from sluice.writing.torch_tensors import Geometry, rebuilt, stored
+from sluice.writing.torch_tensors import Call, Geometry, Persistent, rebuilt, stored
 from sluice.writing.torch_zip import HashedTensor
 
 __all__ = ["Storages"]

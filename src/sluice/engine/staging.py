@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import queue
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from sluice.engine.host_memory import HostMemory
@@ -98,3 +98,12 @@ class StagingPool:
     def give_back(self, buffer: StagingBuffer) -> None:
         """Make a buffer available to the next borrower."""
         self._free.put(buffer)
+
+    @contextmanager
+    def lent(self) -> Iterator[StagingBuffer]:
+        """Lend a buffer for the duration of the block."""
+        buffer = self.borrow()
+        try:
+            yield buffer
+        finally:
+            self.give_back(buffer)

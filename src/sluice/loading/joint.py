@@ -23,10 +23,9 @@ from sluice.machine.peaks import PeakMeter
 from sluice.machine.processes import this_process
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
 from sluice.ranks.agreement import Agreement
-from sluice.ranks.judgement import Proposal, judge_proposals
+from sluice.ranks.judgement import Proposal, StepOutcome, judge_proposals
 from sluice.ranks.membership import meshes_of
 from sluice.ranks.store_group import StoreGroup
-from sluice.ranks.verdicts import Ruling
 from sluice.reading import transfer
 from sluice.reports.load import LoadReport, RankReport
 
@@ -163,9 +162,9 @@ def _digest(lines: Iterator[str]) -> str:
     return digest.hexdigest()
 
 
-def _judge(answers: Mapping[int, bytes]) -> Ruling:
+def _judge(answers: Mapping[int, bytes]) -> StepOutcome:
     proposals = {rank: msgspec.json.decode(answer, type=Proposal) for rank, answer in answers.items()}
-    return Ruling(failed=judge_proposals(proposals))
+    return StepOutcome(failed=judge_proposals(proposals))
 
 
 def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankReport:
@@ -179,5 +178,5 @@ def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankRep
     )
 
 
-def _collect_figures(answers: Mapping[int, bytes]) -> Ruling:
-    return Ruling(value=b"[" + b",".join(answers[rank] for rank in sorted(answers)) + b"]")
+def _collect_figures(answers: Mapping[int, bytes]) -> StepOutcome:
+    return StepOutcome(value=b"[" + b",".join(answers[rank] for rank in sorted(answers)) + b"]")

@@ -16,7 +16,7 @@ from torch import nn
 
 from sluice._private_torch import make_subclass, storage_address
 
-__all__ = ["assemble", "has_inner_tensors", "inner_bytes", "inner_tensors", "is_assembled"]
+__all__ = ["assemble", "inner_bytes", "inner_tensors", "is_assembled"]
 
 #: Objects and containers within each other in which tensors are looked for.
 _NESTING = 8
@@ -25,11 +25,6 @@ _NESTING = 8
 def is_assembled(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a subclass that consists of others."""
     return hasattr(tensor, "__tensor_flatten__")
-
-
-def has_inner_tensors(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor consists of others, or keeps others in attributes."""
-    return is_assembled(tensor) or len(_kept(tensor)) > 1
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -68,35 +63,20 @@ def assemble(
 
 
 def _assemble(template: Any, inner: Iterator[torch.Tensor], instead: Mapping[int, object]) -> torch.Tensor:
-    if not is_assembled(template):
-        own = next(inner)
-        if not has_inner_tensors(template):
-            return own
-        others = [own, *islice(inner, sum(1 for _ in inner_tensors(template)) - 1)]
-        made = make_subclass(type(template), own, False)
-        made.__dict__.update(_with_tensors(vars(template), template, others, instead))
+    if is_assembled(template):
+        names, context = template.__tensor_flatten__()
+        parts = {name: _assemble(getattr(template, name), inner, instead) for name in names}
+        made: torch.Tensor = type(template).__tensor_unflatten__(parts, context, template.shape, template.stride())
         return made
-    names, context = template.__tensor_flatten__()
-    parts = {name: _assemble(getattr(template, name), inner, instead) for name in names}
-    return type(template).__tensor_unflatten__(  # type: ignore[no-any-return]
-        parts, context, template.shape, template.stride()
-    )
-
-
-def _with_tensors(
-    value: Any, template: torch.Tensor, inner: Iterable[torch.Tensor], instead: Mapping[int, object] | None = None
-) -> Any:
-    """Return a copy of an object in which the plain tensors of ``template`` are replaced by others.
-
-    Args:
-        value: The object, such as the attributes of the template.
-        template: The tensor.
-        inner: The plain tensors instead of its own, in the order of ``inner_tensors``.
-        instead: Replaces further objects, by their identity.
-    """
-    others = dict(zip(map(_place, inner_tensors(template)), inner, strict=True))
+    own = next(inner)
+    if len(_kept(template)) == 1:
+        return own
+    places = list(map(_place, inner_tensors(template)))
+    others = dict(zip(places, [own, *islice(inner, len(places) - 1)], strict=True))
     kept = {id(tensor): others[_place(tensor)] for tensor in _tensors_in(vars(template))}
-    return copy.deepcopy(value, {**(instead or {}), **kept})
+    made = make_subclass(type(template), own, False)
+    made.__dict__.update(copy.deepcopy(vars(template), {**instead, **kept}))
+    return made
 
 
 def _kept(tensor: torch.Tensor) -> list[torch.Tensor]:

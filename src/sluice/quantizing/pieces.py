@@ -13,8 +13,8 @@ from msgspec import Struct
 from torch import nn
 
 from sluice._threads import Workers
+from sluice.quantizing.functions import SingleWeight
 from sluice.quantizing.inner_tensors import inner_tensors
-from sluice.quantizing.twins import SingleWeight
 
 __all__ = ["Pieces", "fill_in_pieces", "find_pieces", "piece_bytes", "pieces_transient_bytes"]
 

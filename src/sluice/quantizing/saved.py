@@ -1,10 +1,13 @@
-"""Quantized weights in safetensors files, in the layout of ``torchao.prototype.safetensors``.
+"""Saved quantized weights: in safetensors files in the layout of ``torchao.prototype.safetensors``, and as pickled.
 
 A weight ``layer.weight`` that consists of ``qdata`` and ``scale`` is stored as ``layer._weight_qdata`` and
 ``layer._weight_scale``. The metadata has its class and attributes as JSON, and the names of all tensors.
 
 A load builds no object that the file names: the model has the classes, because it was quantized on the meta device, and
 the file fills the plain tensors of its weights. The metadata must describe these weights.
+
+``torch.save`` pickles the weights as tensor subclasses that wrap plain tensors. These get the names that they have in
+safetensors files, and the attributes in the file are compared with those of the model's weights.
 """
 
 from __future__ import annotations
@@ -23,8 +26,7 @@ from sluice._errors import MismatchError, SaveError
 from sluice._messages import SHOWN, section
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.quantizing.inner_tensors import assemble, inner_tensors, is_assembled
-from sluice.quantizing.wrapped import is_described_by, with_inner_tensors
-from sluice.records import UnsupportedValue
+from sluice.records import Entry, Opaque, UnsupportedValue
 
 __all__ = ["OpenedWeight", "check_described", "flattened", "opened_model", "opened_weights"]
 
@@ -65,7 +67,7 @@ def opened_model(
     if dtype not in {None, "auto"}:
         raise ValueError(f"dtype={dtype!r} would cast the scales of quantized weights: leave it out")
     with opening as checkpoint:
-        plain, wrapped = with_inner_tensors(checkpoint)
+        plain, wrapped = _with_inner_tensors(checkpoint)
         check_described(model, checkpoint.metadata, wrapped, checkpoint.path)
         with opened_weights(model, finish=finish) as weights:
             yield nullcontext(plain), weights
@@ -170,7 +172,7 @@ def check_described(
             ours, theirs = _description(weight), _parsed(metadata[name])
             if theirs is None or (theirs.get("_type"), theirs.get("_data")) != (ours["_type"], ours["_data"]):
                 wrong.append(f"{name!r} is {_shown(ours)} in the module, {_shown(theirs)} in the checkpoint")
-        elif name in wrapped and _can_open(weight) and not any(is_described_by(weight.data, o) for o in wrapped[name]):
+        elif name in wrapped and _can_open(weight) and not any(_is_described_by(weight.data, o) for o in wrapped[name]):
             ours_is, kind = type(weight.data).__name__, wrapped[name][0].qualified_name
             wrong.append(f"{name!r} is {ours_is} in the module, a different {kind} in the checkpoint")
     if wrong:
@@ -234,3 +236,59 @@ def _is_torchao(value: object) -> bool:
     from torchao.prototype.safetensors.safetensors_utils import ALLOWED_TENSORS_SUBCLASSES
 
     return type(value).__name__ in ALLOWED_TENSORS_SUBCLASSES
+
+
+def _with_inner_tensors(checkpoint: OpenCheckpoint) -> tuple[OpenCheckpoint, dict[str, list[UnsupportedValue]]]:
+    """Return a view of a checkpoint that has the plain tensors of wrapped ones, and the wrapped ones by their names."""
+    found: dict[str, list[UnsupportedValue]] = {}
+    tree = _expanded(checkpoint.index.tree, found, {})
+    if not found:
+        return checkpoint, {}
+    view = OpenCheckpoint.open(checkpoint)
+    view.index = replace(view.index, tree=tree)
+    return view, found
+
+
+def _expanded(tree: Any, found: dict[str, list[UnsupportedValue]], known: dict[int, object]) -> object:
+    """Return a tree with further names in its dicts; one that occurs several times is expanded once."""
+    if not isinstance(tree, dict):
+        return tree
+    if id(tree) in known:
+        return known[id(tree)]
+    result: dict[object, object] = type(tree)()
+    known[id(tree)] = result
+    vars_of = getattr(tree, "__dict__", None)  # an OrderedDict has its versions there
+    if vars_of:
+        vars(result).update(vars_of)
+    for name, value in tree.items():
+        if isinstance(value, UnsupportedValue) and value.inner is not None and isinstance(name, str):
+            module, dot, weight = name.rpartition(".")
+            inner = {key: part for key, part in value.inner.items() if isinstance(part, Entry)}
+            result.update((f"{module}{dot}_{weight}_{key}", part) for key, part in inner.items())
+            found.setdefault(name, []).append(value)
+        else:
+            result[name] = _expanded(value, found, known)
+    return result
+
+
+def _is_described_by(weight: Any, wrapped: UnsupportedValue) -> bool:
+    """Return whether a weight of a model has the class and the attributes of a wrapped tensor in a file.
+
+    Numbers, texts, lists and dtypes are compared, and of other objects the names of their classes.
+    """
+    if wrapped.qualified_name.rpartition(".")[2] != type(weight).__name__:
+        return False
+    _, context = weight.__tensor_flatten__()
+    theirs = wrapped.inner or {}
+    attributes = context if isinstance(context, Mapping) else {}
+    return all(_equal(value, theirs[name]) for name, value in attributes.items() if name in theirs)
+
+
+def _equal(ours: object, theirs: object) -> bool:
+    if isinstance(ours, (list, tuple)):
+        return isinstance(theirs, (list, tuple)) and list(ours) == list(theirs)
+    if isinstance(ours, torch.dtype):
+        return theirs == str(ours)
+    if type(ours) in {bool, int, float, str, type(None)}:
+        return type(ours) is type(theirs) and ours == theirs
+    return isinstance(theirs, Opaque) and theirs.qualified_name.rpartition(".")[2] == type(ours).__name__

@@ -14,10 +14,9 @@ from torch import nn
 from sluice._threads import Workers
 from sluice.engine.accelerators import allocate_on, current_device
 from sluice.engine.host_memory import HostMemory
-from sluice.quantizing.functions import Quantize
+from sluice.quantizing.functions import Quantize, SingleWeight, twin_of
 from sluice.quantizing.inner_tensors import assemble, inner_tensors, is_assembled
 from sluice.quantizing.pieces import Pieces, fill_in_pieces, find_pieces, piece_bytes, pieces_transient_bytes
-from sluice.quantizing.twins import SingleWeight, twin_of
 
 __all__ = ["QuantizedWeight", "find_quantized", "quantizing_threads"]
 

@@ -30,8 +30,8 @@ import msgspec
 from sluice._errors import PartialLoadError, RankError
 from sluice._messages import SHOWN, section
 from sluice.machine.processes import this_process
+from sluice.ranks.judgement import Judge, State, StepOutcome
 from sluice.ranks.store_group import StoreGroup
-from sluice.ranks.verdicts import Judge, Ruling, State, StepOutcome
 
 __all__ = ["Agreement", "OtherRankError"]
 
@@ -202,13 +202,13 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
 
 
-def _accept(_: Mapping[int, bytes]) -> Ruling:
-    return Ruling()
+def _accept(_: Mapping[int, bytes]) -> StepOutcome:
+    return StepOutcome()
 
 
-def _judge_calls(answers: Mapping[int, bytes]) -> Ruling:
+def _judge_calls(answers: Mapping[int, bytes]) -> StepOutcome:
     """Refuse different functions; the value is the host of each rank."""
     calls = {rank: msgspec.json.decode(answer, type=tuple[str, str]) for rank, answer in sorted(answers.items())}
     (first, (expected, _)), *_ = calls.items()
     failed = {r: f"called {verb}, rank {first} {expected}" for r, (verb, _) in calls.items() if verb != expected}
-    return Ruling(failed=failed, value=msgspec.json.encode({str(rank): host for rank, (_, host) in calls.items()}))
+    return StepOutcome(failed=failed, value=msgspec.json.encode({str(rank): host for rank, (_, host) in calls.items()}))

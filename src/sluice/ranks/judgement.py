@@ -1,15 +1,37 @@
-"""Comparison of ranks before any of them reads: pure functions from the proposals of all ranks to their failures."""
+"""Records of the steps that ranks take together, and what is compared before any of them reads.
+
+The functions are pure: from the proposals of all ranks to their failures.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from msgspec import Struct
 
 from sluice._units import format_bytes
 
-__all__ = ["Proposal", "hosts_of", "judge_proposals"]
+__all__ = ["Judge", "Proposal", "State", "StepOutcome", "hosts_of", "judge_proposals"]
+
+#: State of the model on a rank: as before, filled in part, or filled.
+State = Literal["untouched", "torn", "changed"]
+
+
+class StepOutcome(Struct, frozen=True, kw_only=True):
+    """The result of one step, the same on every rank."""
+
+    #: Failures that end the call on every rank, by rank; empty if the step succeeded.
+    failed: dict[int, str] = {}
+    #: Decision of the judge; empty after a failure.
+    value: bytes = b""
+    #: After a failure: the tensors of each rank that is known to be at this step, as in ``StoreGroup.decide``.
+    states: dict[int, State] = {}
+
+
+#: Pure function from the contribution of each rank to the outcome; called on one rank, if no rank failed.
+Judge = Callable[[Mapping[int, bytes]], StepOutcome]
 
 
 class Proposal(Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice.machine.processes import RunningProcess, state_of, this_process
-from sluice.ranks.verdicts import Judge, State, StepOutcome
+from sluice.ranks.judgement import Judge, State, StepOutcome
 
 __all__ = ["StoreGroup"]
 
@@ -205,14 +205,12 @@ class StoreGroup:
         if known is not None:
             return known
         answers, failed = self._collect(step)
+        verdict = StepOutcome(failed=failed)
         if not failed:
-            ruling = judge({rank: answer.value for rank, answer in answers.items()})
-            verdict = StepOutcome(failed=ruling.failed, value=b"" if ruling.failed else ruling.value)
-        if failed or verdict.failed:
-            verdict = StepOutcome(
-                failed=failed or verdict.failed,
-                states={rank: answer.state for rank, answer in answers.items()},
-            )
+            verdict = judge({rank: answer.value for rank, answer in answers.items()})
+        if verdict.failed:
+            states = {rank: answer.state for rank, answer in answers.items()}
+            verdict = StepOutcome(failed=verdict.failed, states=states)
         if last or verdict.failed:
             self._close()  # before the verdict: a rank that has it begins the next call
         self._set("end" if verdict.failed else f"{step}/verdict", msgspec.json.encode(verdict))

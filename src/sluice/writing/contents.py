@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -94,12 +93,8 @@ def write_items(
     for item, tensor in contents.pieces(items, queue.drain):
         if item is not last:
             last, at, look = item, 0, manifest.consumer(item.stored) if manifest else None
-        queue.write(tensor, item.dtype, item.first + at, partial(_put_from, item.put, at) if at else item.put, look)
+        queue.write(tensor, item.dtype, item.first, item.put, look, at)
         at += tensor.numel() * ITEM_BYTES[item.dtype]
-
-
-def _put_from(put: Put, start: int, at: int, piece: memoryview) -> None:
-    put(start + at, piece)
 
 
 def stored_once(

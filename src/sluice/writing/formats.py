@@ -43,7 +43,7 @@ def _write_torch(job: SaveJob, contents: Contents) -> SavedFiles:
     if not job.dry_run:
         with out, job.counting(writer.nbytes) as wrote:
             _fill_torch(job, contents, file, writer, wrote, out)
-            out.commit(nbytes=writer.finish(out))
+            out.commit(nbytes=writer.finish(out.write_at))
     return SavedFiles(
         files={str(job.destination): writer.file_bytes},
         tensors=file.tensors,
@@ -150,8 +150,9 @@ def _fill_torch(
     out.reserve(writer.records_bytes, job.staging.pool)
     if job.manifest:
         _hash_storages(job, contents, file)
+    put = partial(writer.write, out.write_at)
     items = (
-        WrittenItem(source=source, dtype=dtype, first=writer.offset(n), put=partial(writer.write, out, n), stored=n)
+        WrittenItem(source=source, dtype=dtype, first=writer.offset(n), put=partial(put, n), stored=n)
         for n, (source, dtype) in enumerate(file.storages)
     )
     with write_queue(0 if job.in_order else writer.records_bytes, job.staging, wrote) as queue:

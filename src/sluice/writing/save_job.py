@@ -12,10 +12,10 @@ from msgspec import Struct, field
 from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice._progress import Progress, byte_progress
-from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.uploads import Upload, UploadedFile
+from sluice.writing.write_queue import Staging
 
 __all__ = ["SaveJob", "SavedFiles"]
 

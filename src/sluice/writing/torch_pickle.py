@@ -7,6 +7,7 @@ memoized.
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -19,9 +20,8 @@ import torch
 from sluice._errors import SaveError
 from sluice.formats.torch_save.plain_values import is_torch_name
 from sluice.records import TorchSize, TorchText
-from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent, integer, memo, text, tuple_ends
 from sluice.writing.pickle_walk import WalkedObject, elements
-from sluice.writing.torch_tensors import layout, size
+from sluice.writing.torch_tensors import Call, Global, MemoizedText, Persistent, layout, size
 
 __all__ = ["is_plain", "pickle_object", "refusal"]
 
@@ -30,6 +30,14 @@ _Inside: TypeAlias = Iterator["_Inside"]
 
 #: Items added to a container by one opcode; the reader holds that many on its stack.
 _ITEMS_AT_ONCE = 1000
+
+#: Opcodes of tuples that need no mark, by length.
+_SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+#: Longest integer that torch reads, in bytes.
+_LONGEST_INTEGER_BYTES = 255
+
+_LONGEST_TEXT_BYTES = (1 << 32) - 1
 
 
 def pickle_object(obj: object, walked: WalkedObject, descriptions: Iterable[Call | Persistent]) -> bytearray:
@@ -114,21 +122,21 @@ class _Pickler:
         """Append the value memoized under a key; return whether there is one."""
         number = self._memo.get(key)
         if number is not None:
-            self._out += memo(b"hj", number)
+            self._out += _memo(b"hj", number)
         return number is not None
 
     def _memoize(self, key: Hashable) -> None:
         """Memoize the last value under a key."""
         number = self._memo[key] = len(self._memo)
-        self._out += memo(b"qr", number)
+        self._out += _memo(b"qr", number)
 
     def write_text(self, value: str) -> None:
-        self._out += text(value)
+        self._out += _text(value)
         self._remember(value)
 
     def write_constant(self, value: MemoizedText) -> None:
         if not self._recall(value):
-            self._out += text(value)
+            self._out += _text(value)
             self._memoize(value)
 
     def write_global(self, value: Global) -> None:
@@ -144,7 +152,7 @@ class _Pickler:
         return None
 
     def write_persistent(self, value: Persistent) -> None:
-        before, after = tuple_ends(len(value.key))
+        before, after = _tuple_ends(len(value.key))
         self._out += before
         for part in value.key:
             self._begin(part)
@@ -186,14 +194,14 @@ class _Pickler:
 
     def write_tuple(self, value: tuple[Any, ...]) -> _Inside | None:
         if id(value) not in self._repeated and all(type(each) is int for each in value):  # sizes: without an iterator
-            before, after = tuple_ends(len(value))
-            self._out += before + b"".join(map(integer, value)) + after
+            before, after = _tuple_ends(len(value))
+            self._out += before + b"".join(map(_integer, value)) + after
             return None
         self._start(value)
         return self._in_tuple(value, partial(self._remember, value))
 
     def _in_tuple(self, values: tuple[Any, ...], then: Callable[[], None]) -> _Inside:
-        before, after = tuple_ends(len(values))
+        before, after = _tuple_ends(len(values))
         self._out += before
         for value in values:
             inside = self._begin(value)
@@ -211,6 +219,39 @@ class _Pickler:
         if inside is not None:
             yield inside
         self._remember(value)
+
+
+def _integer(value: int) -> bytes:
+    """Return the opcode of an integer."""
+    if 0 <= value < 1 << 8:
+        return b"K%c" % value
+    if 0 <= value < 1 << 16:
+        return struct.pack("<cH", b"M", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return struct.pack("<ci", b"J", value)
+    encoded = pickle.encode_long(value)
+    if len(encoded) > _LONGEST_INTEGER_BYTES:
+        problem = "the integer is too large for torch.load"
+        raise SaveError(problem, expected=f"at most {_LONGEST_INTEGER_BYTES} bytes", found=len(encoded))
+    return b"\x8a%c" % len(encoded) + encoded
+
+
+def _text(value: str) -> bytes:
+    """Return the opcode of a string."""
+    encoded = value.encode("utf-8", "surrogatepass")
+    if len(encoded) > _LONGEST_TEXT_BYTES:
+        raise SaveError("the string is too long for a pickle", expected=f"at most {_LONGEST_TEXT_BYTES} bytes")
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def _memo(opcodes: bytes, number: int) -> bytes:
+    """Return the opcode that writes or reads a number of the memo; ``opcodes`` are its short and its long form."""
+    return opcodes[:1] + b"%c" % number if number < 256 else opcodes[1:] + struct.pack("<I", number)
+
+
+def _tuple_ends(length: int) -> tuple[bytes, bytes]:
+    """Return the opcodes before and after the elements of a tuple."""
+    return (b"", _SHORT_TUPLES[length]) if length < len(_SHORT_TUPLES) else (b"(", b"t")
 
 
 def _device(kind: str, index: str = "") -> Call:
@@ -238,7 +279,7 @@ def _bytes(value: bytes | bytearray) -> Call:
 _SCALARS: Mapping[type, Callable[[Any], bytes]] = {
     type(None): lambda _: b"N",
     bool: lambda value: b"\x88" if value else b"\x89",
-    int: integer,
+    int: _integer,
     float: lambda value: struct.pack(">cd", b"G", value),
 }
 

@@ -1,16 +1,54 @@
-"""Dense tensors in a torch pickle: calls that rebuild them from numbered storages. No torch."""
+"""Values of a torch pickle that Python's types do not describe, and the calls that rebuild dense tensors. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
-from sluice.writing.pickle_opcodes import Call, Global, MemoizedText, Persistent
 
-__all__ = ["Geometry", "dense", "layout", "rebuilt", "size", "stored"]
+__all__ = [
+    "Call",
+    "Geometry",
+    "Global",
+    "MemoizedText",
+    "Persistent",
+    "dense",
+    "layout",
+    "rebuilt",
+    "size",
+    "stored",
+]
+
+
+class Global(NamedTuple):
+    """A name of a module; memoized."""
+
+    module: str
+    name: str
+
+
+class Call(Struct, frozen=True):
+    """The result of a call."""
+
+    function: Global
+    arguments: tuple[Any, ...]
+
+
+class Persistent(Struct, frozen=True):
+    """An object that is stored apart; its key has no containers."""
+
+    key: tuple[Any, ...]
+
+
+class MemoizedText(str):
+    """A text that is memoized, because many calls have it."""
+
+    __slots__ = ()
+
 
 #: torch's storage class for each dtype that has one; other storages are untyped bytes plus a dtype.
 _STORAGE_CLASSES = {

@@ -2,9 +2,12 @@
 
 The records are those of torch 2: ``data.pkl``, ``.format_version``, ``.storage_alignment``, ``byteorder``, ``data/0``,
 ``data/1``, ... and ``version``. Everything but the CRCs is known before the first byte is written, so that bytes can be
-written in any order: the CRC-32 of a record is the sum of the contributions of its pieces (``crc32``). A file that is
-written front to back has it after the data of each record, in a data descriptor, as torch does. The data of each record
-is aligned to 64 bytes, by padding in the extra field of its header.
+written in any order. CRC-32 is the remainder of the data, as a polynomial over GF(2), and so linear: the CRC of the
+whole is the sum (exclusive or) of the CRCs of its pieces, each multiplied by x to the power of the number of bits that
+follow the piece, as in zlib's ``crc32_combine``.
+
+A file that is written front to back has the CRC after the data of each record, in a data descriptor, as torch does. The
+data of each record is aligned to 64 bytes, by padding in the extra field of its header.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ import sys
 import threading
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from sluice.writing.crc32 import moved
 from sluice.writing.safetensors import TensorOutline
 
-__all__ = ["HashedTensor", "TorchFile", "TorchZipWriter", "Writable"]
+__all__ = ["HashedTensor", "TorchFile", "TorchZipWriter", "WriteAt", "moved"]
+
+#: Writes bytes of a file at a position: each byte once, in any order, from any thread.
+WriteAt: TypeAlias = Callable[[int, bytes | bytearray | memoryview], None]
 
 #: Small records that torch writes next to the object and its data.
 _SMALL_RECORDS = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": sys.byteorder.encode()}
@@ -57,6 +63,9 @@ _VERSION, _UTF8, _DESCRIBED = 45, 0x0800, 0x0008
 
 _ZIP64_KIND = 1
 
+#: The polynomial of CRC-32, bit-reversed.
+_POLYNOMIAL = 0xEDB88320
+
 #: Kind of torch's padding, and bytes before the content of an extra field.
 _PADDING_KIND, _EXTRA_HEADER_BYTES = b"FB", 4
 
@@ -87,14 +96,6 @@ class TorchFile(Struct, frozen=True, kw_only=True):
     casts: Mapping[str, int]
     #: Tensors of the manifest by name.
     hashed: Mapping[str, HashedTensor]
-
-
-class Writable(Protocol):
-    """A file, or a part of one, whose bytes are written in any order."""
-
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write all of ``data`` at byte ``offset``; each byte once. Thread-safe."""
-        ...
 
 
 class TorchZipWriter:
@@ -143,49 +144,49 @@ class TorchZipWriter:
         """Return the first byte of a storage in the file."""
         return self._data(self._first + storage)
 
-    def write(self, file: Writable, storage: int, at: int, piece: bytes | memoryview) -> None:
+    def write(self, write_at: WriteAt, storage: int, at: int, piece: bytes | memoryview) -> None:
         """Write a piece of a storage; each byte once, in any order unless the file is written in order. Thread-safe.
 
         Args:
-            file: The file.
+            write_at: Writes to the file.
             storage: Number of the storage.
             at: First byte of the piece in the storage.
             piece: The bytes.
         """
         number = self._first + storage
         if self._in_order:
-            self._begin_records(file, number)
-        file.write_at(self._data(number) + at, piece)
+            self._begin_records(write_at, number)
+        write_at(self._data(number) + at, piece)
         crc = moved(zlib.crc32(piece), self._sizes[number] - at - len(piece))
         with self._lock:
             self._crcs[number] ^= crc
 
-    def finish(self, file: Writable) -> int:
+    def finish(self, write_at: WriteAt) -> int:
         """Write everything but the storages, after all of them; return the size of the file in bytes."""
-        self._begin_records(file, self._last)
-        self._end_record(file)
+        self._begin_records(write_at, self._last)
+        self._end_record(write_at)
         at = self.records_bytes
         for piece in _joined(self._directory()):
-            file.write_at(at, piece)
+            write_at(at, piece)
             at += len(piece)
         return at
 
-    def _begin_records(self, file: Writable, last: int) -> None:
+    def _begin_records(self, write_at: WriteAt, last: int) -> None:
         """Write what precedes the data of a record and was not written before: headers and small records."""
         while self._begun < last:
-            self._end_record(file)
+            self._end_record(write_at)
             self._begun += 1
             content = self._small.get(self._begun, b"")
             if content:
                 self._crcs[self._begun] = zlib.crc32(content)
-            file.write_at(self._headers[self._begun], self._header(self._begun))
+            write_at(self._headers[self._begun], self._header(self._begun))
             if content:
-                file.write_at(self._data(self._begun), content)
+                write_at(self._data(self._begun), content)
 
-    def _end_record(self, file: Writable) -> None:
+    def _end_record(self, write_at: WriteAt) -> None:
         """Write what follows the data of the last record."""
         if self._begun >= 0 and (descriptor := self._descriptor(self._begun)):
-            file.write_at(self._data(self._begun) + self._sizes[self._begun], descriptor)
+            write_at(self._data(self._begun) + self._sizes[self._begun], descriptor)
 
     def _data(self, number: int) -> int:
         """Return the first byte of a record's data."""
@@ -238,29 +239,9 @@ class TorchZipWriter:
         wide = [value for value in (nbytes, nbytes, header) if value >= _ESCAPE_32]
         extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64_KIND, 8 * len(wide), *wide) if wide else b""
         size = min(nbytes, _ESCAPE_32)
-        return (
-            _ENTRY.pack(
-                b"PK\1\2",
-                _VERSION,
-                _VERSION,
-                self._flags,
-                0,
-                _TIME,
-                _DATE,
-                self._crcs[number],
-                size,
-                size,
-                len(name),
-                len(extra),
-                0,
-                0,
-                0,
-                0,
-                min(header, _ESCAPE_32),
-            )
-            + name
-            + extra
-        )
+        common = _VERSION, _VERSION, self._flags, 0, _TIME, _DATE, self._crcs[number], size, size
+        start = min(header, _ESCAPE_32)
+        return _ENTRY.pack(b"PK\1\2", *common, len(name), len(extra), 0, 0, 0, 0, start) + name + extra
 
 
 def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -271,3 +252,40 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
             yield bytes(held)
             held.clear()
     yield bytes(held)
+
+
+def moved(crc: int, nbytes: int) -> int:
+    """Return the contribution of a piece's CRC to that of the whole, if ``nbytes`` bytes follow the piece."""
+    return _product(_power(nbytes), crc) if nbytes else crc
+
+
+@cache
+def _squares() -> tuple[int, ...]:
+    """Return x to the powers 1, 2, 4, ... modulo the polynomial."""
+    powers = [1 << 30]
+    while len(powers) < 64:
+        powers.append(_product(powers[-1], powers[-1]))
+    return tuple(powers)
+
+
+def _power(nbytes: int) -> int:
+    """Return x to the power of the bits in ``nbytes`` bytes, modulo the polynomial."""
+    result, left, square = 1 << 31, nbytes * 8, 0
+    while left:
+        if left & 1:
+            result = _product(_squares()[square], result)
+        left >>= 1
+        square += 1
+    return result
+
+
+def _product(a: int, b: int) -> int:
+    """Return the product of two polynomials modulo ``_POLYNOMIAL``; the highest bit is the lowest power."""
+    bit, product = 1 << 31, 0
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product

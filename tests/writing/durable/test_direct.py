@@ -17,8 +17,8 @@ import torch
 
 import sluice
 from sluice import _defaults as defaults
-from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import Replacement
+from sluice.writing.write_queue import Staging
 from support.direct_writes import force_direct_writes
 from support.oracles import same
 

@@ -40,7 +40,7 @@ def saved(path: Path, seed: int, *, rank: int = -1, write: int = -1, fault: str 
         write_all(descriptor, offset, view)
 
     with (
-        patch("sluice.writing.durable.shared_file.write_all", counted),
+        patch("sluice.writing.ranks.shared_writes.write_all", counted),
         patch("sluice.writing.durable.replacement.write_all", counted),
     ):
         try:

@@ -141,14 +141,11 @@ class DirectWrites:
         return done
 
     def _write_copy(self, view: memoryview, offset: int) -> int:
-        buffer = self._staging.borrow()
-        try:
+        with self._staging.lent() as buffer:
             piece = buffer.view[: min(len(view), round_down(len(buffer.view), block_bytes()))]
             # Not a slice assignment, which holds the interpreter lock.
             np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(view, np.uint8, len(piece)))
             return self._write_once(piece, offset)
-        finally:
-            self._staging.give_back(buffer)
 
     def _write_once(self, view: memoryview, offset: int) -> int:
         try:

@@ -28,41 +28,27 @@ from sluice.writing.durable.partial_files import (
     try_lock,
 )
 
-__all__ = ["NewFile", "Replacement", "kind_of_file", "saving"]
+__all__ = ["WrittenFile", "Replacement", "kind_of_file", "saving"]
 
 #: Errors of file systems that cannot reserve space, and of those without hard links.
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-class NewFile:
-    """A new file: created when its ``with`` block begins, closed after it. The path must not exist."""
+class WrittenFile:
+    """An open file, which is written at any position and made durable; closed after its ``with`` block."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Store the path; nothing is created yet.
-
-        Args:
-            path: Path of the file.
-        """
+        """Store the path; nothing is opened yet."""
         self.path = os.fsdecode(path)
         self._descriptor = -1
-        self._made = ""
         self._direct: DirectWrites | None = None
 
-    def __enter__(self) -> Self:
-        with saving(self.path):
-            self._make(self.path)
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self.close()
 
-    def _make(self, path: str) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self._descriptor = os.open(path, flags, 0o666)
-        self._made = path
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the file; its content and its name stay as they are."""
         direct, self._direct = self._direct, None
         if direct is not None:
             direct.close()
@@ -70,27 +56,10 @@ class NewFile:
         if descriptor >= 0:
             close(descriptor)
 
-    def reserve(self, nbytes: int, staging: StagingPool | None = None) -> None:
-        """Allocate disk space for ``nbytes`` bytes, so that a full disk is an error before the work starts.
-
-        Args:
-            nbytes: Expected size of the file.
-            staging: Buffers for direct writes of large files; None writes through the page cache.
-        """
-        if not nbytes:
-            return
-        if hasattr(os, "posix_fallocate"):
-            with saving(self.path):
-                try:
-                    os.posix_fallocate(self._descriptor, 0, nbytes)
-                except OSError as error:
-                    if error.errno not in _NO_RESERVE:
-                        raise
-        self._bypass_cache(nbytes, staging)
-
-    def _bypass_cache(self, nbytes: int, staging: StagingPool | None) -> None:
+    def _bypass_cache(self, current: str, nbytes: int, staging: StagingPool | None) -> None:
+        """Prepare direct writes of a large file, whose path is now ``current``."""
         if staging is not None and nbytes >= defaults.DIRECT_FILE_BYTES:
-            self._direct = direct_writes(self._made, self._descriptor, staging)
+            self._direct = direct_writes(current, self._descriptor, staging)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write all of ``data`` at byte ``offset``; each byte of the file once. Thread-safe."""
@@ -101,12 +70,11 @@ class NewFile:
             else:
                 write_all(self._descriptor, offset, view)
 
-    def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
+    def seal(self, *, nbytes: int | None = None) -> None:
         """Make the content durable, under the current name.
 
         Args:
             nbytes: Final size of the file in bytes; None keeps the written or reserved size.
-            mode: Permissions; None keeps those of a new file.
 
         Raises:
             SaveError: The operating system failed.
@@ -116,12 +84,10 @@ class NewFile:
                 self._direct.settle()
             if nbytes is not None:
                 os.ftruncate(self._descriptor, nbytes)
-            if mode is not None and hasattr(os, "fchmod"):
-                os.fchmod(self._descriptor, mode)
             os.fsync(self._descriptor)
 
 
-class Replacement(NewFile):
+class Replacement(WrittenFile):
     """A file that replaces or creates a path when ``commit`` is called inside its ``with`` block, and not before.
 
     Example:
@@ -149,7 +115,8 @@ class Replacement(NewFile):
             self._final = self.path if in_set else os.path.realpath(self.path)
             self._directory, self._name = os.path.split(self._final)
             self._old = self._existing()
-        self._hidden = ""
+        #: The current path of the file, under which other processes write to it.
+        self.hidden = ""
 
     def _existing(self) -> os.stat_result | None:
         """Return the status of the existing file; None if there is none."""
@@ -174,37 +141,55 @@ class Replacement(NewFile):
                     remove_leftovers(self._directory, self._name)
                 self._make_hidden()
         except BaseException:
-            self._abandon()
+            self.__exit__()
             raise
         return self
 
     def _make_hidden(self) -> None:
         for _ in range(ATTEMPTS):
-            self._hidden = hidden_path(self._directory, self._name, in_set=self._in_set)
-            self._make(self._hidden)
+            self.hidden = hidden_path(self._directory, self._name, in_set=self._in_set)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+            self._descriptor = os.open(self.hidden, flags, 0o666)
             if self._in_set or (try_lock(self._descriptor) is not False and os.fstat(self._descriptor).st_nlink):
                 return
-            self._close()  # another writer removed it as a leftover before it was locked
+            self.close()  # another writer removed it as a leftover before it was locked
         raise SaveError("other processes keep removing the hidden file of this save", file=self.path)
 
     def __exit__(self, *_: object) -> None:
-        self._abandon()
-
-    def _abandon(self) -> None:
         self._release()
-        if self._hidden:
+        if self.hidden:
             with suppress(OSError):  # it was renamed, or cannot be removed: the next save retries
-                os.unlink(self._hidden)
-        self._close()
+                os.unlink(self.hidden)
+        self.close()
 
-    def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
+    def reserve(self, nbytes: int, staging: StagingPool | None = None) -> None:
+        """Allocate disk space for ``nbytes`` bytes, so that a full disk is an error before the work starts.
+
+        Args:
+            nbytes: Expected size of the file.
+            staging: Buffers for direct writes of large files; None writes through the page cache.
+        """
+        if not nbytes:
+            return
+        if hasattr(os, "posix_fallocate"):
+            with saving(self.path):
+                try:
+                    os.posix_fallocate(self._descriptor, 0, nbytes)
+                except OSError as error:
+                    if error.errno not in _NO_RESERVE:
+                        raise
+        self._bypass_cache(self.hidden, nbytes, staging)
+
+    def seal(self, *, nbytes: int | None = None) -> None:
         """Make the content durable, with the owner and permissions of the replaced file."""
         if self._old is not None:
-            mode = stat.S_IMODE(self._old.st_mode) if mode is None else mode
             self._keep_owner(self._old)
-        super().seal(nbytes=nbytes, mode=mode)
+            if hasattr(os, "fchmod"):
+                with saving(self.path):
+                    os.fchmod(self._descriptor, stat.S_IMODE(self._old.st_mode))
+        super().seal(nbytes=nbytes)
         if self._in_set:
-            self._close()  # a set can have more files than a process has descriptors
+            self.close()  # a set can have more files than a process has descriptors
 
     def _keep_owner(self, old: os.stat_result) -> None:
         with suppress(OSError):  # only root may change the owner
@@ -231,39 +216,30 @@ class Replacement(NewFile):
         self._release()
         with saving(self.path):
             if self._overwrite:
-                os.replace(self._hidden, self._final)
+                os.replace(self.hidden, self._final)
             else:
                 self._link()
 
     def _release(self) -> None:
         """Close the file where only a closed one can be renamed or removed; elsewhere it stays locked."""
         if sys.platform == "win32":
-            self._close()
+            self.close()
 
     def _link(self) -> None:
         try:
-            os.link(self._hidden, self._final)  # unlike a rename, fails if another process created the file
+            os.link(self.hidden, self._final)  # unlike a rename, fails if another process created the file
         except OSError as error:
             if error.errno in _NO_LINKS and not os.path.lexists(self._final):
-                os.replace(self._hidden, self._final)
+                os.replace(self.hidden, self._final)
                 return
             if isinstance(error, FileExistsError) or error.errno in _NO_LINKS:
                 raise SaveError("another process created the file in the meantime", file=self.path) from error
             raise
 
     @property
-    def hidden(self) -> str:
-        """The current path of the file, under which other processes write to it."""
-        return self._hidden
-
-    def hand_over(self) -> None:
-        """Close the file of a set, which another process writes to and seals under its hidden path."""
-        self._close()
-
-    @property
     def is_published(self) -> bool:
         """Whether the sealed file has its final name."""
-        return not os.path.lexists(self._hidden)
+        return not os.path.lexists(self.hidden)
 
     def withdraw(self) -> None:
         """Remove a published file, best effort."""

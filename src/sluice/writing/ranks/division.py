@@ -1,4 +1,4 @@
-"""Which tensors the ranks hold together, and which rank writes which part of each. Pure; no torch.
+"""Which tensors the ranks hold together, and which rank writes which part of each. Nothing is exchanged here.
 
 Every rank describes what it holds (``HeldTensor``). All ranks get all descriptions and compute the same tensors, ties
 and writers from them, so that no rank has to tell another what to write.
@@ -10,18 +10,22 @@ Ranks that hold the same region write such regions by turns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
 
+import torch
 from msgspec import Struct
 
 from sluice._errors import SaveError
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, sharding_of
 from sluice.sharding.regions import Region
+from sluice.writing.contents import stored_once
+from sluice.writing.held_object import finished_dtype, identity, refuse_unsupported
 
-__all__ = ["Box", "DividedTensor", "HeldTensor", "agreed_ties", "boxes", "divide"]
+__all__ = ["Box", "DividedTensor", "HeldTensor", "agreed_ties", "boxes", "divide", "dtensors_in", "held_tensors"]
 
 #: First index and size of a box, in each dimension.
 Box: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
@@ -58,6 +62,72 @@ class DividedTensor(Struct, frozen=True, kw_only=True):
     def of(self, rank: int) -> Region | None:
         """Return the part that a rank writes, or None: the parts that a rank holds are one."""
         return next((region for region, writer in zip(self.regions, self.writers, strict=True) if writer == rank), None)
+
+
+def dtensors_in(state: object) -> list[torch.Tensor]:
+    """Return the DTensors in the containers of an object."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [state]
+    while waiting:
+        value = waiting.pop()
+        if is_dtensor(value):
+            found.append(value)  # type: ignore[arg-type]
+        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, Mapping) else value
+    return found
+
+
+def held_tensors(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[str, HeldTensor]:
+    """Return the description of each tensor.
+
+    Args:
+        tensors: DTensors, and plain tensors of which every rank holds a copy.
+        dtype: Dtype that real floating-point tensors are cast to; None keeps each dtype.
+
+    Raises:
+        SaveError: A tensor cannot be saved, or this rank is not part of its mesh.
+    """
+    regions = {name: _held_region(tensor, name) for name, tensor in tensors.items()}
+    _, aliases = stored_once(tensors, _identity)
+    return {
+        name: HeldTensor(
+            dtype=finished_dtype(tensor, dtype),
+            shape=tuple(tensor.shape),
+            region=regions[name],
+            tied_to=aliases.get(name, name) if all(regions[name]) else None,
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def _held_region(tensor: torch.Tensor, name: str) -> Region:
+    """Return what this rank holds of a tensor: all of a plain one.
+
+    Raises:
+        SaveError: The tensor cannot be saved, or this rank is not part of its mesh.
+    """
+    refuse_unsupported(local_of(tensor), name)
+    if not is_dtensor(tensor):
+        return tuple(((0, size),) if size else () for size in tensor.shape)
+    try:
+        if sharding_of(tensor).coordinate is None:
+            raise SaveError(
+                "this rank is not part of the mesh of the tensor",
+                tensor=name,
+                advice="Nothing was written. Call save on the ranks of the mesh only.",
+            )
+        return region_held(tensor)
+    except UndescribedError as error:
+        raise SaveError(f"the tensor is {error}", tensor=name) from error
+
+
+def _identity(tensor: torch.Tensor) -> Hashable | None:
+    """Return equal keys for tensors with the same elements in the same memory; None if the memory does not tell."""
+    placements = tuple(tensor.placements) if is_dtensor(tensor) else ()  # type: ignore[attr-defined]
+    local = identity(local_of(tensor))
+    return None if local is None else (*local, tuple(tensor.shape), placements)
 
 
 def divide(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, DividedTensor]:

@@ -10,7 +10,7 @@ import msgspec
 
 from sluice._errors import RankError
 from sluice.ranks.agreement import Agreement
-from sluice.ranks.verdicts import Ruling
+from sluice.ranks.judgement import StepOutcome
 
 __all__ = ["LEAD", "RankGroup", "together"]
 
@@ -68,8 +68,8 @@ class RankGroup:
         return msgspec.msgpack.decode(value, type=list[bytes])
 
 
-def _collect(answers: Mapping[int, bytes]) -> Ruling:
-    return Ruling(value=msgspec.msgpack.encode([answers[rank] for rank in sorted(answers)]))
+def _collect(answers: Mapping[int, bytes]) -> StepOutcome:
+    return StepOutcome(value=msgspec.msgpack.encode([answers[rank] for rank in sorted(answers)]))
 
 
 def together(group: RankGroup, work: Callable[[], bytes]) -> bytes:

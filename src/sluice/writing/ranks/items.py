@@ -146,17 +146,13 @@ def value_item(value: object, name: str) -> bytes:
 
     walked = walk_object(value, attributes, by_value=True)
     writer = TorchZipWriter(pickle_object(value, walked, []), [])
-    out = _Memory(writer.file_bytes)
-    writer.finish(out)
-    return bytes(out.content)
+    out = bytearray(writer.file_bytes)
 
+    def write_at(at: int, data: bytes | bytearray | memoryview) -> None:
+        out[at : at + len(data)] = data
 
-class _Memory:
-    def __init__(self, nbytes: int) -> None:
-        self.content = bytearray(nbytes)
-
-    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        self.content[offset : offset + len(data)] = data
+    writer.finish(write_at)
+    return bytes(out)
 
 
 def flatten(state: object) -> tuple[dict[str, object], dict[str, _Path]]:

@@ -32,19 +32,18 @@ from sluice.machine.processes import this_process
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.membership import group_of
 from sluice.sharding.regions import shape_of
-from sluice.writing.chunks import Staging
 from sluice.writing.formats import write_model
-from sluice.writing.items import tensor_items
-from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
+from sluice.writing.held_object import tensor_items
+from sluice.writing.ranks.distributed_directory import write_item_files
+from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide, dtensors_in, held_tensors
 from sluice.writing.ranks.group import LEAD, RankGroup, together
-from sluice.writing.ranks.held import dtensors_in, held_tensors
-from sluice.writing.ranks.item_files import write_item_files
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
 from sluice.writing.ranks.shared_writes import RankWriter, check_equal, disagreement
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model
+from sluice.writing.write_queue import Staging
 
 __all__ = ["save_by_ranks"]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.sharding import runs as module
 from sluice.sharding.regions import Region, Sharding, Split, region_of
-from sluice.sharding.runs import Runs
+from sluice.writing.ranks import shared_writes as module
+from sluice.writing.ranks.shared_writes import Runs
 
 
 @st.composite

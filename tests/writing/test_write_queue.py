@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sluice.writing.chunks import Staging, chunks
+from sluice.writing.write_queue import Staging, chunks
 
 
 def test_only_contiguous_host_tensors_of_the_same_dtype_are_written_in_place() -> None:
