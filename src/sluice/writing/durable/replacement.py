@@ -28,7 +28,7 @@ from sluice.writing.durable.partial_files import (
     try_lock,
 )
 
-__all__ = ["WrittenFile", "Replacement", "kind_of_file", "saving"]
+__all__ = ["Replacement", "WrittenFile", "kind_of_file", "saving"]
 
 #: Errors of file systems that cannot reserve space, and of those without hard links.
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
@@ -48,7 +48,7 @@ class WrittenFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; its content and its name stay as they are."""
+        """Close the file, under its current name."""
         direct, self._direct = self._direct, None
         if direct is not None:
             direct.close()

@@ -32,7 +32,7 @@ from sluice.engine.staging import StagingPool
 from sluice.sharding.dtensors import local_of
 from sluice.sharding.regions import Region, shape_of
 from sluice.writing.durable.direct import write_all
-from sluice.writing.durable.replacement import WrittenFile, Replacement, saving
+from sluice.writing.durable.replacement import Replacement, WrittenFile, saving
 from sluice.writing.ranks.division import DividedTensor
 from sluice.writing.ranks.group import LEAD, RankGroup
 from sluice.writing.safetensors import SafetensorsLayout
