@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sluice._errors import StreamError
-from sluice.modules.parked import Guard, ParkedParameter
+from sluice.modules.unloaded import Guard, ParkedParameter
 
 
 def _parked() -> ParkedParameter:

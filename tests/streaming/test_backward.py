@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sluice
 from sluice._errors import BudgetError, ReadError, StreamError
-from sluice.modules.parked import ParkedParameter
+from sluice.modules.unloaded import ParkedParameter
 from sluice.streaming.stream import Stream
 from support import fresh_process
 from support.recorded_reads import record_reads

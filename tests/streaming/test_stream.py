@@ -21,7 +21,7 @@ from sluice._errors import BudgetError, MismatchError, ReadError, SluiceError, S
 from sluice._options import MemoryLimits
 from sluice.benchmark.cache import make_cold
 from sluice.engine import session as sessions
-from sluice.modules.parked import Guard, ParkedParameter
+from sluice.modules.unloaded import Guard, ParkedParameter
 from sluice.records import DeviceFacts
 from sluice.records.bulk import collector_paused
 from sluice.streaming.stream import Stream

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import sluice
-from sluice.modules.parked import ParkedParameter
+from sluice.modules.unloaded import ParkedParameter
 from support.gguf_files import packed, plain, write
 from support.quantized import CONFIGS, plain_tensors, scale_modules
 from support.streamed_models import WIDTH, Layers, empty

@@ -25,9 +25,8 @@ from sluice.loading.load import load
 from sluice.loading.module_request import ModuleRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
-from sluice.modules.parked import is_guarded
 from sluice.modules.refused_models import is_assembled_model
-from sluice.modules.unloaded import refusing
+from sluice.modules.unloaded import is_guarded, refusing
 from sluice.reports.load import LoadReport
 from sluice.sharing.copies import SharedCopy
 

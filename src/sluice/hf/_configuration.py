@@ -1,4 +1,4 @@
-"""Model class, configuration and dtype of a model directory, from ``config.json`` only."""
+"""What a model directory says of its model, from ``config.json`` only: class, configuration, dtype and quantizer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 
 from sluice._dtypes import torch_dtype
 from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, ReadError, UnsupportedError
+from sluice._messages import type_of
 from sluice._options import Limits
 from sluice.hf._hub import FoundModel
+from sluice.hf._quantization import Quantizer, TorchAoQuantizer
 from sluice.records import Entry
 from sluice.sources.opening import refuse_url
 from sluice.sources.remote_names import missing_advice
 
-__all__ = ["class_and_config", "settle_dtype"]
+__all__ = ["class_and_config", "find_quantizer", "prepare_ranks", "settle_dtype"]
 
 #: Settings of a configuration that change how weights are loaded and that sluice does not support.
 _REFUSED_SETTINGS = {
@@ -167,3 +169,71 @@ def settle_dtype(config: Any, dtype: torch.dtype | str, entries: Mapping[str, En
         if (part := getattr(config, name)) is not None:
             part.dtype = chosen
     return chosen
+
+
+def prepare_ranks(library: Any, model_class: Any, config: Any, tp_plan: Any) -> tuple[Any, Any, Any] | None:
+    """Return the ``DistributedConfig`` of a divided model, the device of this rank and the library's meshes.
+
+    None for a whole model. The library divides a model on meta, and the load finds DTensors like in any other model.
+
+    Raises:
+        UnsupportedError: The configuration asks for pipeline parallelism, which removes layers.
+        ValueError: Both forms were given, or the library refuses the configuration.
+    """
+    if config is None and tp_plan is None:
+        return None
+    if config is not None and tp_plan is not None:
+        raise ValueError("pass distributed_config= or tp_plan=, not both")
+    kind = library.transformers.distributed.DistributedConfig
+    if config is None:
+        config = kind(tp_plan=tp_plan)
+    elif isinstance(config, dict):
+        config = kind.from_dict(config)
+    if config.pp_size is not None and config.pp_size > 1:
+        raise UnsupportedError("from_pretrained does not divide the layers of a model: pp_size must be 1")
+    prepared, device, meshes = model_class.prepare_distribute_model(config)
+    return prepared, device, meshes
+
+
+def find_quantizer(library: Any, config: Any, argument: Any, path: str, *, divided: bool) -> Quantizer:
+    """Return the quantizer for the caller's argument or the directory's configuration, which gets it.
+
+    Args:
+        library: The library.
+        config: Configuration of the model.
+        argument: Argument of the load.
+        path: The directory.
+        divided: Whether the model is divided over ranks.
+
+    Raises:
+        TypeError: The argument is not a configuration of the library.
+        UnsupportedError: It is for neither torchao nor bitsandbytes, it changes which weights are tied, or the model is
+            divided.
+    """
+    found = argument if argument is not None else getattr(config, "quantization_config", None)
+    if not found:
+        return Quantizer()
+    values = found if isinstance(found, dict) else vars(found)
+    method = values.get("quant_method")
+    if method is None and found is argument:
+        raise TypeError(
+            f"quantization_config is {type_of(argument)}; write TorchAoConfig(...) of transformers around a "
+            "configuration of torchao, or BitsAndBytesConfig(...)"
+        )
+    method = str(getattr(method, "value", method))
+    if method not in {"torchao", "bitsandbytes"}:
+        problem = "quantization_config describes a model that sluice does not load"
+        raise UnsupportedError(problem, file=path, expected="torchao or bitsandbytes", found=method)
+    if values.get("untie_embedding_weights"):
+        raise UnsupportedError("quantization_config: untie_embedding_weights is not supported", file=path)
+    if divided:
+        raise UnsupportedError("a quantized model cannot be divided over ranks while it is loaded", file=path)
+    try:
+        quantizer, _, _ = library.get_hf_quantizer(config, argument, None, True, {})
+    except Exception as error:  # the library's code may raise anything for what a file says
+        raise UnsupportedError(f"transformers refuses the quantization_config: {error}", file=path) from error
+    if method == "torchao":
+        return TorchAoQuantizer(quantizer)
+    from sluice.hf._bitsandbytes import BitsAndBytesQuantizer  # here, not above: most models do without
+
+    return BitsAndBytesQuantizer(quantizer)

@@ -35,13 +35,11 @@ from sluice.adapters.config import Adapters, adapter_list
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
-from sluice.hf._configuration import class_and_config, settle_dtype
-from sluice.hf._distribution import Ranks
+from sluice.hf._configuration import class_and_config, find_quantizer, prepare_ranks, settle_dtype
 from sluice.hf._hub import find_model
 from sluice.hf._library import find_library
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, missing_if_mismatched, tie
 from sluice.hf._quantization import Quantizer
-from sluice.hf._quantizer_choice import find_quantizer
 from sluice.loading.devices import Device
 from sluice.loading.load import load
 from sluice.loading.module_request import EntriesRequest
@@ -142,10 +140,10 @@ def from_pretrained(
         path = files.folder
         model_class, config = class_and_config(library, files, model_class, config, limits=limits)
         _choose(config, attn_implementation, experts_implementation)
-        ranks = Ranks.prepare(library, model_class, distributed_config, tp_plan)
+        ranks = prepare_ranks(library, model_class, distributed_config, tp_plan)
         if ranks is not None:
-            config.distributed_config = ranks.config
-            device = ranks.device if device is None else device
+            config.distributed_config, own_device, meshes = ranks
+            device = own_device if device is None else device
         quantizer = find_quantizer(library, config, quantization_config, path, divided=ranks is not None)
         with ExitStack() as stack:
             checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
@@ -159,7 +157,7 @@ def from_pretrained(
                 missing_if_mismatched(model, names)
             apply_dtype_plan(model, chosen, names.entries)
             if ranks is not None:
-                model = ranks.divide(model)
+                model = type(model).maybe_distribute_model(model, config.distributed_config, meshes)
             notes = tie(model, names, checkpoint)
             check(model, names, strict=strict, allow_empty=allow_empty)
             make_real(model, names.missing)
@@ -246,14 +244,9 @@ def stream(
             model.requires_grad_(False)
         named = None if blocks is None else tuple(blocks)
         request = StreamRequest(load=filling, memory=memory, blocks=named, train=train)
-        return open_stream(request, _kept_open(checkpoint, stack.pop_all()), progress=progress)
+        stack.pop_all()  # the stream closes the checkpoint
+        return open_stream(request, checkpoint, progress=progress)
     raise AssertionError("no exception is suppressed")
-
-
-@contextmanager
-def _kept_open(checkpoint: OpenCheckpoint, files: ExitStack) -> Iterator[OpenCheckpoint]:
-    with files:
-        yield checkpoint
 
 
 def _choose(config: Any, attention: str | None, experts: str | None) -> None:

@@ -1,18 +1,20 @@
-"""The steps of a load that depend on the library with which weights are quantized."""
+"""The steps of a load that depend on the library with which weights are quantized, and those for torchao."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from msgspec import Struct
+import torch
+from msgspec import Struct, field
+from torch import nn
 
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.hf._matching import MatchedWeights
 from sluice.quantizing.functions import Quantize
 
-__all__ = ["LibraryQuantizer", "Quantizer"]
+__all__ = ["LibraryQuantizer", "Quantizer", "TorchAoQuantizer"]
 
 
 class Quantizer(Struct, eq=False):
@@ -65,3 +67,73 @@ class LibraryQuantizer(Quantizer, eq=False):
         """See ``Quantizer.finish``."""
         model.hf_quantizer = self.quantizer
         self.quantizer.postprocess_model(model)
+
+
+class TorchAoQuantizer(LibraryQuantizer):
+    """The library's quantizer of a load whose weights are those of torchao."""
+
+    #: Names of the parameters that it took, quantized or not.
+    taken: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def opened(self, model: Any, checkpoint: OpenCheckpoint) -> Iterator[OpenCheckpoint]:
+        """See ``Quantizer.opened``: the model is quantized here, without memory."""
+        if not self.pre_quantized:
+            yield checkpoint
+            return
+        from sluice.quantizing.saved import opened_model  # here, not above: most models do without
+
+        self._quantize_selected(model)(model)
+        with opened_model(model, nullcontext(checkpoint), dtype=None) as (opening, _), opening as opened:
+            yield opened
+
+    def function(self, model: Any) -> Quantize | None:
+        """See ``Quantizer.function``; the model is tied."""
+        return None if self.pre_quantized else self._quantize_selected(model)
+
+    def finish(self, model: Any) -> None:
+        """See ``Quantizer.finish``."""
+        for name, parameter in model.named_parameters():
+            if name in self.taken and not self.pre_quantized:
+                parameter.requires_grad_(requires_grad=False)
+        super().finish(model)
+
+    def _quantize_selected(self, model: Any) -> _QuantizeSelected:
+        return _QuantizeSelected(self.quantizer.get_quantize_ops(), set(self.selected(model)), self.taken)
+
+
+class _QuantizeSelected(Struct, frozen=True, eq=False):
+    """Quantizes the parameters of some names below a root in place."""
+
+    #: Operation of the library on one parameter.
+    operation: Any
+    #: Names of the parameters.
+    names: set[str]
+    #: Gets those that the operation took.
+    taken: set[str]
+
+    def __call__(self, root: nn.Module) -> None:
+        for path, module in list(root.named_modules()):
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                name = f"{path}.{own}".lstrip(".")
+                if name in self.names:
+                    self._quantize(root, module, own, name, parameter)
+
+    def _quantize(self, root: nn.Module, module: nn.Module, own: str, name: str, parameter: nn.Parameter) -> None:
+        left = self.operation.convert(
+            {name: parameter.detach()}, model=_Root(root), full_layer_name=name, missing_keys=set()
+        )
+        if not left:
+            self.taken.add(name)
+        if type(module.get_parameter(own).data) is torch.Tensor:  # no quantization for this module
+            module.register_parameter(own, parameter)
+
+
+class _Root:
+    """The part of a model of the library that its operation asks for."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.get_submodule = root.get_submodule
+
+    def get_input_embeddings(self) -> None:
+        """Return none: embeddings are treated as other weights."""

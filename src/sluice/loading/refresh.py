@@ -30,8 +30,7 @@ from sluice.loading.module_fill import naming_partial, partial_load, read_tree
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import ModuleRequest
 from sluice.modules.install import finish_loading, note_written
-from sluice.modules.parked import is_guarded
-from sluice.modules.unloaded import is_partly_loaded
+from sluice.modules.unloaded import is_guarded, is_partly_loaded
 from sluice.reports.refresh import RefreshState
 from sluice.sharding.dtensors import local_of
 

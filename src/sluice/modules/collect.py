@@ -11,11 +11,9 @@ and those on the meta device that no state dict fills (non-persistent buffers, p
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct, field
@@ -25,15 +23,12 @@ from torch.nn.parameter import is_lazy
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._private_torch import EXTRA_STATE_KEY, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
-from sluice.modules.emptied import home_of
-from sluice.modules.leftovers import find_leftovers
+from sluice.modules.emptied import find_leftovers, home_of
+from sluice.modules.fully_sharded import ShardMemory, reshard, shard_memories
 from sluice.modules.swap import is_plain
 from sluice.records.geometry import contiguous_stride, is_dense, span_elements
 from sluice.sharding.dtensors import UndescribedError, home, is_dtensor, local_of, region_held
 from sluice.sharding.regions import Region
-
-if TYPE_CHECKING:
-    from sluice.modules.fully_sharded import ShardMemory
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "extra_state_names", "reset_of", "undivided"]
 
@@ -126,7 +121,8 @@ def collect(module: nn.Module) -> ModuleState:
 
     Tensors that cannot be loaded into are described in ``outline.problems``, to be reported with all other problems.
     """
-    memories = _shard_memories(module)
+    reshard(module)
+    memories = shard_memories(module)
     collected: dict[int, _Collected] = {}
     extra_state: list[str] = []
     visited: set[int] = set()
@@ -172,16 +168,6 @@ def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
     """Yield the name of this module's extra state in a state dict, if it has any."""
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         yield prefix + EXTRA_STATE_KEY
-
-
-def _shard_memories(module: nn.Module) -> Mapping[int, ShardMemory]:
-    """Return the memory of parameters that ``fully_shard`` divided, by their ids. Gathered ones are divided again."""
-    if "torch.distributed.fsdp" not in sys.modules or not torch.distributed.is_initialized():
-        return {}
-    from sluice.modules.fully_sharded import reshard, shard_memories
-
-    reshard(module)
-    return shard_memories(module)
 
 
 def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected], *, known: bool) -> None:

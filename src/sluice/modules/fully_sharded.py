@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+import torch
 from msgspec import Struct
 from torch import nn
 
@@ -51,9 +52,8 @@ def shard_memories(module: nn.Module) -> Mapping[int, ShardMemory]:
 
 def _sharded_parts(module: nn.Module) -> Iterator[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    if kind is not None:
-        yield from (part for part in module.modules() if isinstance(part, kind))
+    if fsdp is not None and torch.distributed.is_initialized():  # nothing is looked at in the usual case
+        yield from (part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
 
 
 def _parameters(part: Any) -> Iterator[Any]:

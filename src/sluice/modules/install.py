@@ -20,15 +20,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._errors import PartialLoadError
+from sluice._private_torch import IncompatibleKeys
 from sluice.matching.match import Match
 from sluice.matching.placement import Placement, device_of
-from sluice.modules.collect import Holding, ModuleState, Owner
-from sluice.modules.leftovers import NESTING
-from sluice.modules.load_hooks import restore_extra_state, run_post_hooks
+from sluice.modules.collect import Holding, ModuleState, Owner, extra_state_names
+from sluice.modules.emptied import NESTING
 from sluice.modules.swap import swap_data, with_data
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 __all__ = ["finish_loading", "hold", "install", "install_one", "note_written", "registered"]
+
+# nn.Module has no public names for its post-hooks and members, nor RNNBase for its weak references.
+# ruff: noqa: SLF001
 
 
 def install(
@@ -106,10 +109,13 @@ def finish_loading(
             path, _, attribute = name.rpartition(".")
             setattr(state.module.get_submodule(path), attribute, value)
         step = "set_extra_state"
-        restore_extra_state(state.module, extra_state)
+        for path, part in state.module.named_modules(remove_duplicate=False) if extra_state else ():
+            for name in extra_state_names(f"{path}." if path else "", part):
+                if name in extra_state:
+                    part.set_extra_state(extra_state[name])
         step = "a load_state_dict post-hook"
         for path in receivers:
-            _run_post_hooks(state.module, path, missing, unexpected)
+            _run_post_hooks_at(state.module, path, missing, unexpected)
     except Exception as error:
         raise _after_loading(f"{step} failed: {error}", state) from error
     added = (missing, unexpected) != ([*match.missing], [*match.unexpected])
@@ -118,18 +124,24 @@ def finish_loading(
     return tuple(missing), tuple(unexpected)
 
 
-def _run_post_hooks(module: nn.Module, path: str, missing: list[str], unexpected: list[str]) -> None:
+def _run_post_hooks_at(module: nn.Module, path: str, missing: list[str], unexpected: list[str]) -> None:
     """Run the post-hooks of one part, with the names that it knows; the lists get back what the hooks leave."""
-    if not path:
-        run_post_hooks(module, missing, unexpected)
-        return
-    prefix = f"{path}."
+    prefix = f"{path}." if path else ""
     below = [
         [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for names in (missing, unexpected)
     ]
-    run_post_hooks(module.get_submodule(path), *below)
+    _run_post_hooks(module.get_submodule(path), *below)
     for names, left in zip((missing, unexpected), below, strict=True):
         names[:] = [*(name for name in names if not name.startswith(prefix)), *(prefix + name for name in left)]
+
+
+def _run_post_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+    """Run the post-hooks of a module and its parts, children first as ``load_state_dict`` does."""
+    for child in module._modules.values():
+        if child is not None:
+            _run_post_hooks(child, missing, unexpected)
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, IncompatibleKeys(missing, unexpected))
 
 
 def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:
@@ -180,13 +192,13 @@ def _without_weak_references(owners: Sequence[Owner]) -> Iterator[None]:
     """Clear the weak references of torch's recurrent layers to their weights, which prevent a swap, for the block."""
     layers = _recurrent(owners)
     for layer in layers:
-        layer._flat_weight_refs = []  # noqa: SLF001  no public function makes or drops them
+        layer._flat_weight_refs = []
     try:
         yield
     finally:
         for layer in layers:
-            weights = layer._flat_weights  # noqa: SLF001  as above
-            layer._flat_weight_refs = [weight if weight is None else weakref.ref(weight) for weight in weights]  # noqa: SLF001
+            weights = layer._flat_weights
+            layer._flat_weight_refs = [weight if weight is None else weakref.ref(weight) for weight in weights]
 
 
 def _replace_in_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -243,5 +255,5 @@ def hold(owners: Sequence[Owner], tensor: torch.Tensor) -> None:
 def registered(owner: Owner) -> dict[str, torch.Tensor]:
     """Return the dict of the module that holds the tensor."""
     module = owner.module
-    held = module._parameters if owner.name in module._parameters else module._buffers  # noqa: SLF001  as above
+    held = module._parameters if owner.name in module._parameters else module._buffers
     return cast("dict[str, torch.Tensor]", held)

@@ -1,4 +1,4 @@
-"""Hooks and loaders that ``load_state_dict`` runs: those of a module, and those that run after tensors are loaded."""
+"""Hooks and loaders of a module that ``load_state_dict`` runs, and the state dict after them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from msgspec import Struct, field
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from sluice._private_torch import KNOWN_LOADERS, IncompatibleKeys
-from sluice.modules.collect import extra_state_names
+from sluice._private_torch import KNOWN_LOADERS
 from sluice.records import Entry
 
-__all__ = ["Followed", "Loader", "has_custom_loader", "pre_hooks", "restore_extra_state", "run_post_hooks"]
+__all__ = ["Followed", "Loader", "has_custom_loader", "pre_hooks"]
 
 # nn.Module documents these names for subclasses only; they have no public accessor.
 # ruff: noqa: SLF001
@@ -62,30 +61,3 @@ def pre_hooks(module: nn.Module) -> Iterator[Any]:
         function = getattr(getattr(hook, "hook", None), "__func__", None)
         if function is not LazyModuleMixin._lazy_load_hook:
             yield hook
-
-
-def restore_extra_state(module: nn.Module, values: Mapping[str, object]) -> None:
-    """Call ``set_extra_state`` of each module that has extra state, parents first as ``load_state_dict`` does.
-
-    Args:
-        module: The loaded module.
-        values: The extra state by name in the state dict.
-    """
-    if not values:
-        return
-    for path, part in module.named_modules(remove_duplicate=False):
-        for name in extra_state_names(f"{path}." if path else "", part):
-            if name in values:
-                part.set_extra_state(values[name])
-
-
-def run_post_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
-    """Run the module's load_state_dict post-hooks, children first, as ``load_state_dict`` does.
-
-    Hooks may change the lists.
-    """
-    for child in module._modules.values():
-        if child is not None:
-            run_post_hooks(child, missing, unexpected)
-    for hook in module._load_state_dict_post_hooks.values():
-        hook(module, IncompatibleKeys(missing, unexpected))

@@ -17,7 +17,7 @@ from sluice._options import TransferOptions
 from sluice.loading.module_job import ModuleJob
 from sluice.modules.blocks import ModuleBlock
 from sluice.modules.collect import Owner
-from sluice.modules.parked import ParkedParameter
+from sluice.modules.unloaded import ParkedParameter
 from sluice.planning.streaming import Step, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
 from sluice.records import LoadPlan, Request

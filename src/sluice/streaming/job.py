@@ -25,8 +25,8 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import EntriesRequest, ModuleRequest
 from sluice.modules.blocks import ModuleBlock, find_blocks, smallest_blocks
-from sluice.modules.parked import ParkedParameter
 from sluice.modules.refused_models import is_assembled_model
+from sluice.modules.unloaded import ParkedParameter
 from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming, choose_resting
 from sluice.reports.stream import StreamPlan

@@ -26,8 +26,7 @@ from sluice.loading.module_fill import compare_tied
 from sluice.loading.module_job import ModuleJob
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
-from sluice.modules.parked import Guard
-from sluice.modules.unloaded import refuse_calls, refusing
+from sluice.modules.unloaded import Guard, refuse_calls, refusing
 from sluice.reading.caches import fill_caches
 from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused

@@ -14,7 +14,7 @@ from sluice.engine.running_plan import RunningPlan, SessionEndedError
 from sluice.engine.targets import Targets
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold, registered
-from sluice.modules.parked import ParkedParameter
+from sluice.modules.unloaded import ParkedParameter
 from sluice.quantizing.inner_tensors import assemble
 from sluice.reading.reader import CheckpointReader
 from sluice.reading.transfer import Prepared
