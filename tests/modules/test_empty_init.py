@@ -42,32 +42,6 @@ def test_parameters_and_persistent_buffers_go_to_meta_and_the_rest_is_computed()
     assert list(module.state_dict()) == list(Causal().state_dict())
 
 
-def tie_before_registering() -> list[torch.Tensor]:
-    weight = nn.Parameter(torch.empty(5, 3))
-    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-    embedding.weight = weight
-    head.register_parameter("weight", weight)
-    return [weight, embedding.weight, head.weight]
-
-
-def tie_in_lists() -> list[torch.Tensor]:
-    weight = nn.Parameter(torch.empty(5, 3))
-    held = [weight]
-    parameters = nn.ParameterList([weight, weight])
-    layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(3, 5)])
-    layers[0].weight = weight
-    layers[1].weight = layers[0].weight
-    return [*held, parameters[0], parameters[1], layers[0].weight, layers[1].weight]
-
-
-@pytest.mark.parametrize("build", [tie_before_registering, tie_in_lists])
-def test_ties_stay_one_object(build: Callable[[], list[torch.Tensor]]) -> None:
-    with empty_init():
-        shared = build()
-    assert all(weight is shared[0] for weight in shared)
-    assert shared[0].is_meta
-
-
 @pytest.mark.parametrize("size", [4, 1 << 18])
 def test_buffers_shared_by_modules_stay_one_object_and_the_callers_tensor_is_untouched(size: int) -> None:
     table = torch.arange(float(size))

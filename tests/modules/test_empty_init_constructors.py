@@ -60,6 +60,11 @@ class Tied(nn.Module):
         self.first, self.second = nn.Parameter(computed), nn.Parameter(computed)
         self.zero, self.null = nn.Parameter(constant), nn.Parameter(constant)
         assert self.first.data_ptr() == self.second.data_ptr() != self.zero.data_ptr()
+        held = nn.Parameter(torch.empty(5, 3))
+        self.before, self.registered = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.before.weight = held
+        self.registered.register_parameter("weight", held)
+        self.listed = nn.ParameterList([held, held, self.embedding.weight])
 
 
 class Initialised(nn.Module):
@@ -105,15 +110,57 @@ class Asking(nn.Module):
             self.width = self.linear(torch.zeros(2, 4)).shape[1]
 
 
-BUILDS: list[Callable[[], nn.Module]] = [Moved, Copied, Tied, Initialised, Asking]
+class Rotary(nn.Module):
+    """Computes tables that no checkpoint holds."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        frequencies = 1.0 / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angles = torch.outer(torch.arange(16, dtype=torch.float64), frequencies)
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("rotation", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+
+class Masked(nn.Module):
+    """Masks of each kind: saved, computed, shared by two modules, a view of a mask, in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.full((6, 6), float("-inf")).triu(1)
+        self.register_buffer("computed", mask, persistent=False)
+        self.register_buffer("part", mask[:3, :3], persistent=False)
+        self.register_buffer("saved", mask.clone())
+        self.register_buffer("small", mask.bfloat16(), persistent=False)
+        self.other = nn.Linear(2, 2)
+        self.other.register_buffer("shared", mask, persistent=False)
+        self.other.late = nn.Buffer(torch.tensor(True), persistent=False)
+
+
+class Late(nn.Module):
+    """Recomputes its buffer in ``reset_parameters`` from values that are not tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        self.register_buffer("slopes", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.get_buffer("slopes").copy_(torch.tensor([2.0**-i for i in range(4)]))
+
+
+BUILDS: list[Callable[[], nn.Module]] = [Moved, Copied, Tied, Initialised, Asking, Rotary, Masked, Late]
 
 
 def describe(module: nn.Module) -> object:
     tensors = module.state_dict(keep_vars=True)
     storages = [t.untyped_storage()._cdata for t in tensors.values()]
+    objects = list(map(id, tensors.values()))
     return [
-        (name, t.shape, t.stride(), t.dtype, type(t), t.requires_grad, storages.index(t.untyped_storage()._cdata))
-        for name, t in tensors.items()
+        (name, t.shape, t.stride(), t.dtype, type(t), t.requires_grad, objects.index(id(t)), storages.index(storage))
+        for (name, t), storage in zip(tensors.items(), storages, strict=True)
     ]
 
 
@@ -138,6 +185,25 @@ def test_constructors_build_the_same_module_and_the_checkpoint_fills_it(
     for name, value in vars(expected).items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(getattr(model, name), value)
+
+
+def test_buffers_computed_from_parameters_are_refused_by_name_or_follow(tmp_path: Path) -> None:
+    class FromParameter(nn.Linear):
+        def __init__(self, *, persistent: bool) -> None:
+            super().__init__(3, 3)
+            self.register_buffer("norm", self.weight.norm(dim=1).detach(), persistent=persistent)
+
+    torch.save(FromParameter(persistent=True).state_dict(), tmp_path / "f.pth")
+    with sluice.empty_init():
+        saved, computed = FromParameter(persistent=True), FromParameter(persistent=False)
+    sluice.load_into(saved, tmp_path / "f.pth")
+    assert torch.equal(saved.get_buffer("norm"), torch.load(tmp_path / "f.pth")["norm"])
+    with pytest.raises(sluice.MismatchError, match=r"'norm' .* computed from parameters"):
+        sluice.load_into(computed, tmp_path / "f.pth", strict=False)
+    live = FromParameter(persistent=False)
+    kept = live.get_buffer("norm").clone()
+    sluice.load_into(live, tmp_path / "f.pth", strict=False)
+    assert torch.equal(live.get_buffer("norm"), kept)
 
 
 class Reader(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from sluice.modules.collect import collect
 from sluice.modules.initial_values import initial_values
 from sluice.modules.swap import swap_data
 from support.state_dicts import load, memory_for
-from support.trained_net import Net, assert_equal, empty, problem, trained
+from support.trained_net import empty, problem
 
 # Missing tensors
 
@@ -93,18 +92,3 @@ def test_a_swap_is_refused_without_a_trace() -> None:
     assert swap_data(parameter, torch.ones(2))
     assert torch.equal(parameter.detach(), torch.ones(2))
     assert vars(parameter) == {"mark": 1}
-
-
-def test_wrapped_models_load_their_own_names() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def names(self) -> Iterator[str]:
-            return iter(self.state_dict())
-
-    source, wrapped = Wrapper(trained()), empty(lambda: Wrapper(Net()))
-    load(wrapped, source.state_dict())
-    assert_equal(wrapped, source)
-    assert next(source.names()).startswith("module.")

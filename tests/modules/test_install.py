@@ -165,18 +165,6 @@ def test_dtypes_of_the_module_or_of_the_checkpoint(dtype: str | None) -> None:
     assert torch.equal(module.first.query.weight, reference.first.query.weight)
 
 
-def test_memory_layout_is_the_modules() -> None:
-    def convolution() -> nn.Module:
-        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-    source = nn.Conv2d(3, 4, 3)
-    with torch.device("meta"):
-        module = convolution()
-    load(module, source.state_dict())
-    assert module.get_parameter("weight").is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(module.get_parameter("weight"), source.weight)
-
-
 def test_loading_works_inside_inference_mode() -> None:
     module = empty()
     with torch.inference_mode():
