@@ -145,7 +145,8 @@ def test_limits_are_checked_when_they_are_written() -> None:
         ("encoding", "undefined", ValueError, "encoding: 'undefined' is not an encoding of text"),
         ("device", "gpu", ValueError, "'gpu' cannot be used: torch has no such kind of device; this machine has cpu"),
         ("device", 1.5, TypeError, "device= is a float; write 'cpu', 'cuda:0'"),
-        ("device", "meta", ValueError, "cannot hold weights"),
+        ("device", {"": "meta"}, ValueError, "cannot hold weights"),
+        ("device", "cuda:99", ValueError, "cannot be used"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_with_the_accepted_forms(

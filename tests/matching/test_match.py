@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._errors import MismatchError
 from sluice.matching.match import Outline, Slot, finished_dtype, match
+from sluice.matching.placement import device_of
 from sluice.records import Entry, elements_of
 from sluice.records.geometry import contiguous_stride
 from support.dtypes import TORCH_DTYPES
@@ -81,6 +82,10 @@ def test_devices() -> None:
     entries = dict.fromkeys("abc", entry())
     assert [r.device for r in match(outline, entries).requests] == ["cpu", "cpu", "cuda:1"]
     assert [r.device for r in match(outline, entries, placement={"": "cuda:0"}).requests] == ["cuda:0"] * 3
+    placement = {"": "cpu", "blocks": "cuda:0", "blocks.1": "cuda:1"}
+    names = ["head.weight", "blocks.0.weight", "blocks.1.weight", "blocks.10.weight", "blocks"]
+    assert [device_of(name, placement) for name in names] == ["cpu", "cuda:0", "cuda:1", "cuda:0", "cuda:0"]
+    assert device_of("head.weight", {"blocks": "cuda:0"}) is None
 
 
 @given(st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(CASTABLE))

@@ -76,6 +76,7 @@ def test_wrappers_anywhere_in_the_names_of_either_side() -> None:
     wrapped = outline(*(f"module.{name}".replace("blocks.1", "blocks._orig_mod.1") for name in NAMES))
     assert set(select(PLAIN, wrapped).entries) == {name for slot in wrapped.slots for name in slot.names}
     assert set(select({"state": compiled}, wrapped).entries.values()) == set(PLAIN.values())
+    assert select({"lightning": {f"model.{name}": entry for name, entry in compiled.items()}}, MODULE).entries == PLAIN
 
 
 def test_a_submodule_that_is_called_module_is_not_a_wrapper() -> None:

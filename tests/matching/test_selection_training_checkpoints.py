@@ -69,49 +69,24 @@ def basic(net: nn.Module) -> dict[str, Any]:
 
 
 def lightning(lit: nn.Module) -> dict[str, Any]:
-    """Return a checkpoint of Lightning 2 with two callbacks, mixed precision and hyperparameters."""
+    """Return a checkpoint of Lightning 2 with callbacks that hold tensors, and hyperparameters."""
     optimizer = trained(lit)
     best = "/runs/version_0/checkpoints/epoch=1-step=20.ckpt"
-    monitor = "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1}"
-    progress = {"total": {"ready": 20, "completed": 20}, "current": {"ready": 10, "completed": 10}}
     return {
         "epoch": 1,
-        "global_step": 20,
         "pytorch-lightning_version": "2.4.0",
         "state_dict": lit.state_dict(),
-        "loops": {
-            "fit_loop": {
-                "state_dict": {},
-                "epoch_loop.state_dict": {"_batches_that_stepped": 20},
-                "epoch_loop.batch_progress": {**progress, "is_last_batch": True},
-                "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": progress}},
-            },
-            "validate_loop": {"state_dict": {}},
-        },
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_loop.state_dict": {"_batches_that_stepped": 20}}},
         "callbacks": {
-            monitor: {
-                "monitor": "val_loss",
+            "ModelCheckpoint{'monitor': 'val_loss', 'every_n_epochs': 1}": {
                 "best_model_score": torch.tensor(0.3),
-                "best_model_path": best,
-                "current_score": torch.tensor(0.3),
-                "dirpath": "/runs/version_0/checkpoints",
                 "best_k_models": {best: torch.tensor(0.3), best.replace("1", "2"): torch.tensor(0.4)},
-                "kth_best_model_path": best,
-                "kth_value": torch.tensor(0.4),
-                "last_model_path": "",
             },
-            "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}": {
-                "wait_count": 0,
-                "patience": 3,
-                "best_score": torch.tensor(0.3),
-            },
+            "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}": {"best_score": torch.tensor(0.3)},
         },
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [scheduler_of(optimizer)],
-        "MixedPrecision": {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 20},
-        "hparams_name": "kwargs",
         "hyper_parameters": {"lr": 0.1, "widths": [24, 32], "model": {"dropout": 0.0}},
-        "datamodule_hyper_parameters": {"batch_size": 8, "root": "/data"},
     }
 
 
@@ -131,18 +106,10 @@ def deepspeed(net: nn.Module) -> dict[str, Any]:
         "buffer_names": [name for name, _ in net.named_buffers()],
         "optimizer": None,
         "param_shapes": [OrderedDict((name, parameter.shape) for name, parameter in net.named_parameters())],
-        "frozen_param_shapes": None,
-        "shared_params": {},
         "lr_scheduler": {"last_batch_iteration": 20},
-        "data_sampler": None,
-        "random_ltd": None,
         "sparse_tensor_module_names": set(),
-        "skipped_steps": 0,
-        "global_steps": 20,
         "dp_world_size": 1,
-        "mp_world_size": 1,
         "ds_config": {"train_batch_size": 8, "zero_optimization": {"stage": 0}},
-        "ds_version": "0.15.0",
     }
 
 
@@ -192,51 +159,6 @@ def test_a_lightning_checkpoint_fills_the_model_inside(tmp_path: Path) -> None:
     assert (report.key, report.prefix) == ("state_dict", "model.")
     assert any("1 tensors of the checkpoint outside 'model.'" in note for note in report.notes)
     assert same(weights(net), weights(lit.model))
-
-
-def test_a_lightning_checkpoint_shows_everything_else(tmp_path: Path) -> None:
-    content = lightning(Lit())
-    with sluice.open(write(tmp_path / "f.ckpt", content)) as checkpoint:
-        tree = checkpoint.tree
-        assert list(tree) == list(content)
-        assert tree["hyper_parameters"] == content["hyper_parameters"]
-        assert tree["loops"] == content["loops"]
-        [monitor, _] = tree["callbacks"].values()
-        assert monitor["best_model_score"].read().item() == pytest.approx(0.3)
-
-
-WRAPPERS: dict[str, Callable[[str], str]] = {
-    "DDP": lambda name: f"module.{name}",
-    "compile": lambda name: f"_orig_mod.{name}",
-    "DDP of compile": lambda name: f"module._orig_mod.{name}",
-    "compile of DDP": lambda name: f"_orig_mod.module.{name}",
-    "Lightning of DDP of compile": lambda name: f"model.module._orig_mod.{name}",
-    "a compiled part": lambda name: name.replace("stem.", "stem._orig_mod.", 1),
-    "DDP of a compiled part": lambda name: f"module.{name}".replace("stem.", "stem._orig_mod.", 1),
-    "Lightning of a compiled part": lambda name: f"model.{name}".replace("stem.", "stem._orig_mod.", 1),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("with_key", [False, True])
-def test_wrappers_are_looked_through(tmp_path: Path, wrap: Callable[[str], str], with_key: bool) -> None:
-    net = Net()
-    content = basic(net)
-    content["model"] = OrderedDict((wrap(name), tensor) for name, tensor in content["model"].items())
-    path = write(tmp_path / "run.pt", content)
-    target = fresh()
-    report = sluice.load_into(target, path, key="model" if with_key else None)
-    assert report.key == "model"
-    assert same(weights(target), weights(net))
-    assert set(sluice.load_state_dict(path)) == set(content["model"])  # nothing is stripped
-
-
-def test_a_compiled_and_distributed_module_loads_a_plain_checkpoint(tmp_path: Path) -> None:
-    net = Net()
-    path = write(tmp_path / "run.pt", basic(net))
-    target = nn.DataParallel(fresh())
-    sluice.load_into(target, path)
-    assert same(weights(target.module), weights(net))
 
 
 def test_averaged_weights(tmp_path: Path) -> None:
@@ -292,11 +214,12 @@ def listed(error: sluice.SluiceError) -> list[str]:
     return re.findall(r"key='([^']+)'", str(error))
 
 
-@pytest.mark.parametrize("wrap", [WRAPPERS["a compiled part"], WRAPPERS["DDP of a compiled part"]])
-def test_the_keys_that_an_error_offers_can_be_used(tmp_path: Path, wrap: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_the_keys_that_an_error_offers_can_be_used(tmp_path: Path, wrapper: str) -> None:
     teacher, student = Net(), Net()
     both = {**prefixed("teacher.", teacher), **prefixed("student.", student)}
-    path = write(tmp_path / "f.ckpt", {"state_dict": {wrap(name): tensor for name, tensor in both.items()}, "epoch": 1})
+    compiled = {wrapper + name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in both.items()}
+    path = write(tmp_path / "f.ckpt", {"state_dict": compiled, "epoch": 1})
     target = fresh()
     with pytest.raises(sluice.MismatchError, match="more than one part") as caught:
         sluice.load_into(target, path)
