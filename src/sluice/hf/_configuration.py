@@ -1,4 +1,4 @@
-"""What a model directory says of its model, from ``config.json`` only: class, configuration, dtype and quantizer."""
+"""Class, configuration, dtype and quantizer of the model in a directory, from ``config.json`` only; and its ranks."""
 
 from __future__ import annotations
 
