@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ITEM_BYTES",
+    "MAX_SIGNED",
     "DType",
     "dtype_name",
     "is_castable",
@@ -28,6 +29,9 @@ __all__ = [
 #: Type of every ``dtype=`` argument: ``torch.bfloat16``, ``"bfloat16"``, ``"torch.bfloat16"``, ``"bf16"``, or
 #: ``"auto"`` for the dtypes of the checkpoint.
 DType: TypeAlias = "torch.dtype | str"
+
+#: Largest size, stride or offset in torch, which counts elements and bytes in signed 64-bit integers.
+MAX_SIGNED = 2**63 - 1
 
 #: Bytes of one element of each dtype that a plain strided tensor can hold.
 ITEM_BYTES: dict[str, int] = {

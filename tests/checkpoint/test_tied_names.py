@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import sluice
 from sluice import FormatError, LimitError, Limits
-from sluice.formats.safetensors.ties import declare_ties
+from sluice.formats.safetensors.header import declare_ties
 from support.directories import SAFETENSORS_INDEX, write_index
 
 STORED, TIE, U = torch.arange(4.0), torch.full((4,), 7.0), torch.ones(3)

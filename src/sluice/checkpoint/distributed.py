@@ -6,14 +6,15 @@ Layout::
     __R_N.distcp     the items that rank R wrote, one after the other (``formats.distributed.items``)
 
 A tensor is stored in chunks, in any of the files. A chunk that covers the whole tensor becomes an ordinary entry;
-several chunks become one entry that is assembled from them. The tree has the nesting of the saved object
-(``formats.distributed.unflatten``).
+several chunks become one entry that is assembled from them. The tree has the nesting of the saved object.
 
 Opening a directory reads the metadata, the values that are not tensors and the first bytes of each chunk
 (``checkpoint.distributed_files``). Where requests are expensive, it reads all of each chunk but its data, so that no
 further request is needed for headers.
 
-Refused: everything that these three modules refuse; missing files; chunks whose dtype or shape differs from the
+Limits: the length of the path of an item (``Limits.depth``), and the total length of all lists (``Limits.entries``).
+
+Refused: everything that these modules refuse; missing files; chunks whose dtype or shape differs from the
 metadata. Values that only running code could build become placeholders with their names, as in a ``torch.save`` file.
 """
 
@@ -22,6 +23,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import pairwise
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -35,7 +38,6 @@ from sluice.checkpoint.merging import renumbered
 from sluice.checkpoint.open_file import OpenFile
 from sluice.formats.distributed.items import ChunkHeader, Item, ItemFile, ItemStorage
 from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, TensorItem, read_metadata
-from sluice.formats.distributed.unflatten import unflatten
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
 from sluice.records.geometry import contiguous_stride
@@ -161,7 +163,7 @@ class _IndexBuilder:
             name: self._values[name] if isinstance(item, ItemPlace) else self._tensor(item)
             for name, item in contents.items.items()
         }
-        tree = unflatten(values, contents.paths, self._limits, self._path)
+        tree = _unflatten(values, contents.paths, self._limits, self._path)
         index = Index(
             format=_NAME,
             files=tuple(FileRecord(path=source.path, identity=source.identity) for source in sources),
@@ -235,3 +237,75 @@ def _contiguous(dtype: str, shape: tuple[int, ...], *, storage: int) -> Entry:
 def _chunk_note(items: Mapping[str, object]) -> tuple[str, ...]:
     counts = [len(item.chunks) for item in items.values() if isinstance(item, TensorItem) and len(item.chunks) > 1]
     return (f"Tensors that are assembled from chunks: {len(counts)}, of {sum(counts)} chunks.",) if counts else ()
+
+
+class _Dict(dict[Any, Any]):
+    """A dict on the path of an item, as opposed to a dict that is the value of an item."""
+
+
+class _List(dict[Any, Any]):
+    """A list on the path of an item, by position."""
+
+
+def _unflatten(
+    values: Mapping[str, object], paths: Mapping[str, object], limits: Limits, file: str
+) -> dict[str, object]:
+    """Return the nested object.
+
+    torch flattens the object on saving: ``{"optim": {"state": {0: {"step": t}}}}`` becomes the item
+    ``optim.state.0.step`` with the path ``("optim", "state", "0", "step")``. In a path, dict keys are text and list
+    positions are integers. An item without a path is at the top level under its name. Empty containers are lost, and
+    missing list positions are None, as in torch.
+
+    Args:
+        values: Value of each item, by flat name.
+        paths: Path of each item, by flat name; items may be missing.
+        limits: Bounds on depth and length.
+        file: Path of the file that holds the paths, for error messages.
+
+    Raises:
+        FormatError: A path has invalid components, or two paths conflict.
+        LimitError: The object is deeper or longer than the limits allow.
+    """
+    root: dict[str, Any] = _Dict()
+    containers: list[tuple[Any, object, Any]] = []
+    for name, value in values.items():
+        path = _checked_path(name, paths.get(name, (name,)), limits, file)
+        container = root
+        for key, following in pairwise(path):
+            kind = _List if type(following) is int else _Dict
+            if key not in container:
+                container[key] = kind()
+                containers.append((container, key, container[key]))
+            container = container[key]
+            if type(container) is not kind:
+                raise FormatError("the paths of two items conflict", file=file, tensor=name, found=path)
+        if path[-1] in container:
+            raise FormatError("the paths of two items conflict", file=file, tensor=name, found=path)
+        container[path[-1]] = value
+    total = sum(max(container) + 1 for _, _, container in containers if type(container) is _List)
+    check_limit(limits, "entries", total, "the length of all lists of the checkpoint", file=file)
+    for parent, key, container in reversed(containers):  # inner containers follow outer ones in the list
+        parent[key] = dict(container) if type(container) is _Dict else _as_list(container)
+    return dict(root)
+
+
+def _checked_path(name: str, path: object, limits: Limits, file: str) -> tuple[Any, ...]:
+    if type(path) not in (tuple, list) or not path:
+        raise FormatError("the path of an item is not a tuple", file=file, tensor=name)
+    assert isinstance(path, (tuple, list))
+    if len(path) > limits.depth:
+        check_limit(limits, "depth", len(path), "the nesting of an item", file=file, tensor=name)
+    for key in path:
+        if type(key) is not str and (type(key) is not int or key < 0):
+            problem = "the path of an item has a component that is neither text nor a list position"
+            raise FormatError(problem, file=file, tensor=name)
+    if type(path[0]) is not str:
+        raise FormatError("the path of an item starts with a list position", file=file, tensor=name)
+    if ".".join(map(str, path)) != name:
+        raise FormatError("the path of an item does not match its name", file=file, tensor=name, found=path)
+    return tuple(path)
+
+
+def _as_list(container: _List) -> list[object]:
+    return [container.get(position) for position in range(max(container) + 1)]

@@ -143,7 +143,7 @@ class OpenCheckpoint:
         """Names that the metadata of other safetensors writers maps to the name of a stored tensor, with that name.
 
         They may be further names of that tensor, but they may also be any other text: see
-        ``formats.safetensors.ties``. They therefore count only for a caller that knows the name.
+        ``formats.safetensors.header``. They therefore count only for a caller that knows the name.
         """
         # {"format": "pt"} is not a tie.
         texts = {name: text for name, text in self.metadata.items() if name != "format"}

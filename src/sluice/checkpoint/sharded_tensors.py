@@ -23,7 +23,7 @@ from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
 from sluice._messages import listed
 from sluice._options import Limits
 from sluice.entries import tree as trees
-from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
+from sluice.entries.slicing import cut_dimensions, first_miscount
 from sluice.formats.torch_save.sharded import local_shards
 from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue, elements_of
 from sluice.records.geometry import contiguous_stride
@@ -141,9 +141,10 @@ def _assembled(name: str, size: tuple[int, ...], shards: Sequence[_Shard]) -> En
         return replace(first.entry, shape=size, stride=contiguous_stride(size))
     miscount = first_miscount(size, [(shard.start, shard.entry.shape) for shard in shards])
     if miscount is not None:
-        kind, how = (FormatError, "overlap") if miscount.boxes else (IncompleteCheckpointError, "leave a gap")
-        found = f"element {list(miscount.element)} in {miscount.boxes} of {len(shards)} shards"
-        problem, advice = f"the shards of a tensor {how}", None if miscount.boxes else _ALL_RANKS
+        element, boxes = miscount
+        kind, how = (FormatError, "overlap") if boxes else (IncompleteCheckpointError, "leave a gap")
+        found = f"element {list(element)} in {boxes} of {len(shards)} shards"
+        problem, advice = f"the shards of a tensor {how}", None if boxes else _ALL_RANKS
         raise kind(problem, file=first.path, tensor=name, expected="in one", found=found, advice=advice)
     parts = tuple(Part(entry=shard.entry, start=shard.start) for shard in shards)
     return Entry(

@@ -29,8 +29,14 @@ from sluice.checkpoint.merging import incomplete, renumbered
 from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.zero_files import MODEL_STATES, OPTIMIZER_STATES, UNIVERSAL_OPTIMIZER
 from sluice.entries import tree as trees
-from sluice.formats.deepspeed.agreement import check_agreement, check_state, other_save
-from sluice.formats.deepspeed.places import Assembler, ParameterPlace, parameter_places
+from sluice.formats.deepspeed.places import (
+    Assembler,
+    ParameterPlace,
+    check_agreement,
+    check_state,
+    other_save,
+    parameter_places,
+)
 from sluice.formats.deepspeed.states import (
     ModelStates,
     RankStates,

@@ -1,8 +1,10 @@
-"""Basic indexing of entries, shapes and strides with the semantics of torch. Pure; no data is read."""
+"""Basic indexing of entries, shapes and strides with the semantics of torch; boxes of tensors. Pure; reads no data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby, product
+from math import prod
 from types import EllipsisType
 from typing import TypeAlias
 
@@ -12,10 +14,13 @@ from sluice._errors import UnsupportedError
 from sluice.records import Entry, Part
 from sluice.records.geometry import contiguous_stride, round_down
 
-__all__ = ["Key", "KeyItem", "boxes", "slice_entry", "slice_view"]
+__all__ = ["Key", "KeyItem", "boxes", "cut_dimensions", "first_miscount", "slice_entry", "slice_view"]
 
 KeyItem: TypeAlias = int | slice | EllipsisType | None
 Key: TypeAlias = KeyItem | tuple[KeyItem, ...]
+
+#: Index of the first element of a box and the size of the box, in each dimension.
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: tuple[int, ...], most_elements: int, multiple: int = 1) -> Iterator[tuple[slice, ...]]:
@@ -29,9 +34,7 @@ def boxes(shape: tuple[int, ...], most_elements: int, multiple: int = 1) -> Iter
     if not shape or 0 in shape:
         yield (slice(None),) * len(shape)
         return
-    row = 1  # elements at one position of the first dimension
-    for size in shape[1:]:
-        row *= size
+    row = prod(shape[1:])  # elements at one position of the first dimension
     if row > most_elements:
         for position in range(shape[0]):
             for rest in boxes(shape[1:], most_elements, multiple):
@@ -159,3 +162,44 @@ def _position(index: int, size: int, dim: int) -> int:
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dimension {dim} with size {size}")
     return index % size
+
+
+def cut_dimensions(shape: Sequence[int], boxes: Sequence[_Box]) -> list[int]:
+    """Return the dimensions in which at least one box is smaller than the whole: it has two corners in each of them."""
+    return [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
+
+
+def first_miscount(shape: Sequence[int], boxes: Sequence[_Box]) -> tuple[tuple[int, ...], int] | None:
+    """Return the first element of the whole that is not in exactly one box, and the number of its boxes; or None.
+
+    A box is a signed sum of orthants, one at each of its corners: the sign is +1 at the first corner and flips with
+    each dimension in which the corner is at the end of the box. Boxes cover the whole exactly if and only if the signed
+    corners of all boxes cancel to the signed corners of the whole. The cost is linear in the number of corners (and a
+    sort), for any shape of the partition; comparing boxes in pairs would be quadratic. If corners are left over, the
+    first in index order is the first element that is not covered exactly once, and its sum gives the number of boxes
+    that cover it.
+
+    Args:
+        shape: Size of the whole in each dimension, in elements; not 0.
+        boxes: Boxes inside the whole; not empty.
+    """
+    cut = cut_dimensions(shape, boxes)
+    whole = ((0,) * len(shape), tuple(shape))
+    corners = [(corner, -sign) for corner, sign in _corners(whole, cut)]
+    for box in boxes:
+        corners += _corners(box, cut)
+    corners.sort()
+    for corner, group in groupby(corners, key=lambda signed: signed[0]):
+        excess = sum(sign for _, sign in group)
+        if excess:
+            index = dict(zip(cut, corner, strict=True))
+            return tuple(index.get(dim, 0) for dim in range(len(shape))), 1 + excess
+    return None
+
+
+def _corners(box: _Box, cut: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the corners of a box in the cut dimensions, with their signs."""
+    start, sizes = box
+    edges = [((start[dim], 1), (start[dim] + sizes[dim], -1)) for dim in cut]
+    for chosen in product(*edges):
+        yield tuple(edge for edge, _ in chosen), prod(side for _, side in chosen)

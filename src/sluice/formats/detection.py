@@ -1,7 +1,11 @@
-"""Detection of the format of a source from its first bytes."""
+"""Detection of the format of a source from its first bytes; those of the formats that sluice reads exclude each other.
+
+The module of a format is imported only for a file of that format.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
@@ -9,18 +13,68 @@ from typing import NamedTuple
 from sluice._errors import CheckpointError, FormatError, TruncatedError, UnsupportedError
 from sluice._options import TEXT_ENCODING
 from sluice.formats.archives.tar import is_tar
-from sluice.formats.first_bytes import is_gguf, is_safetensors, is_torch_legacy, is_torch_zip
-from sluice.formats.foreign import recognise
+from sluice.formats.foreign import HEAD_BYTES, recognise
 from sluice.formats.protocol import Format
 from sluice.sources.protocol import Source
 
-__all__ = ["FORMATS", "Format", "Head", "KnownFormat", "detect"]
+__all__ = [
+    "FORMATS",
+    "GGUF_MAGIC",
+    "LEGACY_MAGIC",
+    "Format",
+    "Head",
+    "KnownFormat",
+    "detect",
+    "is_gguf",
+    "is_safetensors",
+    "is_torch_zip",
+]
 
-#: Bytes of the head that is examined: a tar header has 512, and JSON names its kind early.
-_HEAD_BYTES = 4096
+#: The first object of a legacy file.
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+
+#: First bytes of a GGUF file.
+GGUF_MAGIC = b"GGUF"
+
+#: First bytes of a pickled 10-byte integer in protocols 2 and 3, and in protocols 4 and 5 with their frame of 13 bytes;
+#: the magic number in protocol 1.
+_LEGACY_STARTS = (
+    *(
+        bytes([0x80, protocol]) + frame + b"\x8a\x0a"
+        for protocol, frame in [(2, b""), (3, b""), (4, b"\x95\x0d" + bytes(7)), (5, b"\x95\x0d" + bytes(7))]
+    ),
+    b"L%dL\n." % LEGACY_MAGIC,
+)
+
+#: The start of a JSON object after its length.
+_BRACE = re.compile(rb'\{[\t\n\r\x20]*+["}]')
+
+#: Bytes of text. Eight of them are not a length but text in a different format.
+_PRINTABLE = b"\t\n\r" + bytes(range(0x20, 0x7F))
 
 #: Smallest file of any format: a zip file has at least 22 bytes, a safetensors file 10.
 _SMALLEST_BYTES = 10
+
+
+def is_torch_zip(head: bytes) -> bool:
+    """Return whether a file with this head is a zip archive."""
+    return head.startswith(b"PK\3\4")
+
+
+def _is_torch_legacy(head: bytes) -> bool:
+    """Return whether a file with this head starts as a legacy file does, and torch would not take it for tar."""
+    claimed = any(head.startswith(start) or start.startswith(head) for start in _LEGACY_STARTS)
+    return claimed and not is_tar(head)
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Return whether a file with this head starts with the length and the first bytes of a safetensors header."""
+    return _BRACE.match(head, 8) is not None and bool(head[:8].translate(None, _PRINTABLE)) and head[:4] != GGUF_MAGIC
+
+
+def is_gguf(head: bytes) -> bool:
+    """Return whether a file with this head starts as a GGUF file does."""
+    return head.startswith(GGUF_MAGIC)
 
 
 class KnownFormat(NamedTuple):
@@ -44,11 +98,11 @@ class KnownFormat(NamedTuple):
         return made
 
 
-#: The formats that sluice reads. Their first bytes exclude each other.
+#: The formats that sluice reads.
 FORMATS = (
     KnownFormat("torch-zip", is_torch_zip, "torch_save.zip_format.TorchZipFormat", has_encoding=True),
     KnownFormat("safetensors", is_safetensors, "safetensors.reader.SafetensorsFormat"),
-    KnownFormat("torch-legacy", is_torch_legacy, "torch_save.legacy_format.TorchLegacyFormat", has_encoding=True),
+    KnownFormat("torch-legacy", _is_torch_legacy, "torch_save.legacy_format.TorchLegacyFormat", has_encoding=True),
     KnownFormat("gguf", is_gguf, "gguf.reader.GgufFormat"),
 )
 
@@ -66,7 +120,7 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, source: Source) -> Head:
         """Look at an open source; nothing else of it is read."""
-        data = source.read_at(0, min(_HEAD_BYTES, source.identity.nbytes))
+        data = source.read_at(0, min(HEAD_BYTES, source.identity.nbytes))
         return cls(source, data, next((known for known in FORMATS if known.matches(data)), None))
 
 

@@ -13,7 +13,10 @@ from typing import NamedTuple
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
 from sluice._messages import first_names
 
-__all__ = ["HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_placeholder"]
+__all__ = ["HEAD_BYTES", "HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_placeholder"]
+
+#: Bytes of the head that is examined: a tar header has 512, and JSON names its kind early.
+HEAD_BYTES = 4096
 
 #: Most characters of a text that a message shows.
 _SHOWN_CHARACTERS = 80
@@ -152,9 +155,9 @@ _KINDS = (
 _TEXT = re.compile(r"[^\x00-\x08\x0e-\x1f\x7f]+")
 
 
-def recognise_placeholder(head: bytes, file: str) -> CheckpointError | None:
+def recognise_placeholder(data: bytes, file: str) -> CheckpointError | None:
     """Return the error for the placeholder of a file that was not downloaded, or None; see ``recognise``."""
-    return next(filter(None, (kind.error_for(head, file) for kind in _PLACEHOLDERS)), None)
+    return next(filter(None, (kind.error_for(data[:HEAD_BYTES], file) for kind in _PLACEHOLDERS)), None)
 
 
 def recognise(head: bytes, file: str) -> CheckpointError | None:

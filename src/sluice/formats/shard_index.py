@@ -33,9 +33,6 @@ __all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index
 #: Most strings in the file besides those of the weight map.
 _MORE_STRINGS = 10_000
 
-#: Bytes of the head that shows what a file is instead of an index.
-_HEAD_BYTES = 4096
-
 
 class ShardIndex(Struct, frozen=True, kw_only=True):
     """The content of an index file, not yet checked against the shards."""
@@ -71,7 +68,7 @@ def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
         try:
             members = decode_json(data, dict[str, Raw], "the index", path)
         except FormatError as error:
-            raise recognise_placeholder(data[:_HEAD_BYTES], path) or error from error
+            raise recognise_placeholder(data, path) or error from error
         if count_strings(data) != len(members) + sum(map(count_strings, map(bytes, members.values()))):
             raise FormatError("a member of the index is given twice", file=path)
         if "weight_map" not in members:

@@ -9,7 +9,7 @@ from sluice._options import MemoryLimits
 from sluice._progress import Progress
 from sluice.converting.convert import convert_checkpoint
 from sluice.converting.entries import Entries
-from sluice.formats.safetensors.ties import declare_ties
+from sluice.formats.safetensors.header import declare_ties
 from sluice.reports.save import SaveReport
 from sluice.sharing.requests import CopyRequest
 from sluice.writing.safetensors import lay_out_safetensors

@@ -1,7 +1,7 @@
 """Layout of a safetensors file: an 8-byte length, a JSON header, and the tensors without gaps, widest dtypes first.
 
 The order is that of the safetensors library (by alignment, then by name), so that every tensor is aligned to its
-elements. A tensor with several names is stored once; ``formats.safetensors.ties`` says how ``__metadata__`` holds the
+elements. A tensor with several names is stored once; ``formats.safetensors.header`` says how ``__metadata__`` holds the
 other names.
 """
 

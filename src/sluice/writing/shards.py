@@ -27,7 +27,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from sluice._errors import SaveError
-from sluice.formats.safetensors.ties import declare_ties
+from sluice.formats.safetensors.header import declare_ties
 from sluice.writing.durable.directories import locked_directory, publish_set
 from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
 from sluice.writing.durable.replacement import Replacement

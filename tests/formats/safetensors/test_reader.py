@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._errors import FormatError, LimitError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.first_bytes import is_safetensors
+from sluice.formats.detection import is_safetensors
 from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.records import Entry, Index, elements_of
 from sluice.sources.local import LocalFile

@@ -213,7 +213,7 @@ def test_a_window_may_end_anywhere(monkeypatch: pytest.MonkeyPatch, protocol: in
     value["d"] = value["a"]
     content = saved(value, protocol)
     for size in range(1, 300):
-        monkeypatch.setattr("sluice.formats.pickles.stream._FIRST_BYTES", size)
+        monkeypatch.setattr("sluice.formats.pickles.unpickler._FIRST_BYTES", size)
         assert same(loaded(MemorySource(content), index_of(content)), value)
 
 

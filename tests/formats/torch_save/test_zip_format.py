@@ -71,13 +71,13 @@ def test_only_storages_that_the_pickle_names_are_in_the_index() -> None:
 
 
 def test_what_is_not_built_is_noted() -> None:
-    value = {name: Call(Global("module", name)) for name in "abcdefg"}
+    value = {name: Call(Global("module", name)) for name in "abcdefghijk"}
     index = index_of(torch_archive(value))
     assert isinstance(index.tree, dict)
     assert all(isinstance(leaf, Opaque) for leaf in index.tree.values())
-    assert index.notes == (
-        "The file names module.a, module.b, module.c, module.d, module.e, ...: sluice neither imports nor builds them.",
-    )
+    (note,) = index.notes
+    assert note.startswith("The file names module.a, module.b, ")
+    assert note.endswith("module.h and 3 more: sluice neither imports nor builds them.")
 
 
 def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:

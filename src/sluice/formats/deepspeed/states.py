@@ -29,6 +29,7 @@ from typing import TypeGuard, TypeVar
 
 from msgspec import Struct
 
+from sluice._dtypes import MAX_SIGNED
 from sluice._errors import FormatError, UnsupportedError
 from sluice._messages import check_limit
 from sluice._options import Limits
@@ -51,8 +52,6 @@ _EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
 _OTHERWISE = (
     "Only DeepSpeed can put it together: load it there, and save the model with save_16bit_model or torch.save."
 )
-
-_MOST_ELEMENTS = 2**63 - 1
 
 
 class ModelStates(Struct, frozen=True, kw_only=True):
@@ -180,7 +179,7 @@ def _shapes(value: object, where: str, file: str, limits: Limits) -> dict[str, _
         if not isinstance(name, str) or not all(type(size) is int and size >= 0 for size in sizes):
             raise FormatError("not a name and a shape", file=file, tensor=where, found=f"{name!r}: {shape!r}"[:80])
         check_limit(limits, "dimensions", len(sizes), "a shape", file=file, tensor=name)
-        if prod(sizes) > _MOST_ELEMENTS:
+        if prod(sizes) > MAX_SIGNED:
             raise FormatError("a shape has too many elements", file=file, tensor=name, found=list(sizes))
     check_limit(limits, "entries", len(shapes), "the number of parameters", file=file)
     return {name: tuple(shape) for name, shape in shapes.items()}

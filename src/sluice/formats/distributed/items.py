@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.archives.zip_records import record_checksums
-from sluice.formats.first_bytes import is_safetensors, is_torch_zip
+from sluice.formats.detection import is_safetensors, is_torch_zip
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.zip_format import TorchZipFormat

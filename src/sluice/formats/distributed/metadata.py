@@ -24,16 +24,17 @@ that plain tensors cannot have, and items that the writer transformed, for examp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from reprlib import repr as short_repr
 from typing import Any
 
 from msgspec import Struct
 
-from sluice._dtypes import ITEM_BYTES
+from sluice._dtypes import ITEM_BYTES, MAX_SIGNED
 from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError
 from sluice._messages import check_limit
 from sluice._options import Limits
-from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
+from sluice.entries.slicing import cut_dimensions, first_miscount
 from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, MetadataAllowlist, MetadataRecord
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
@@ -50,13 +51,7 @@ __all__ = ["DistributedMetadata", "ItemPlace", "SavedChunk", "TensorItem", "read
 #: on. A chunk is stored with its own strides, so these do not matter here.
 _PROPERTIES = (5, 6)
 
-#: Bytes of the file in which a download placeholder is recognized.
-_HEAD_BYTES = 4096
-
 _TRANSFORMED = "an item that was transformed when it was written (for example, compressed)"
-
-#: torch's sizes are signed 64-bit integers.
-_MAX_SIGNED = 2**63 - 1
 
 #: Maximum number of chunk corners to compare, per entry of ``Limits.entries``. A chunk cut in two dimensions has four.
 _CORNERS_PER_ENTRY = 4
@@ -131,7 +126,7 @@ def read_metadata(source: Source, limits: Limits) -> DistributedMetadata:
 
 def _unpickle(source: Source, limits: Limits) -> object:
     data = read_whole(source, limits, "the metadata")
-    placeholder = recognise_placeholder(data[:_HEAD_BYTES], source.path)
+    placeholder = recognise_placeholder(data, source.path)
     if placeholder is not None:
         raise placeholder
     unpickler = Unpickler(data, MetadataAllowlist(limits, len(data)), limits=limits, file=source.path)
@@ -220,7 +215,7 @@ class _MetadataReader:
         if isinstance(dtype, UnsupportedValue):
             stored.clear()
             return dtype
-        if _numel(shape) * ITEM_BYTES[dtype] > _MAX_SIGNED:
+        if prod(shape) * ITEM_BYTES[dtype] > MAX_SIGNED:
             raise self._error("a tensor has more bytes than torch can count", name, found=shape)
         declared = list(self._boxes(fields.get("chunks"), shape, name))
         boxes = declared[:1] if 0 in shape else [(start, sizes) for start, sizes in declared if 0 not in sizes]
@@ -295,8 +290,9 @@ class _MetadataReader:
             raise LimitError(problem, file=self._file, tensor=name, expected=expected)
         miscount = first_miscount(shape, boxes)
         if miscount is not None:
-            problem = "the chunks of a tensor overlap" if miscount.boxes else "the chunks of a tensor leave a gap"
-            found = f"element {list(miscount.element)} in {miscount.boxes}"
+            element, count = miscount
+            problem = "the chunks of a tensor overlap" if count else "the chunks of a tensor leave a gap"
+            found = f"element {list(element)} in {count}"
             raise self._error(problem, name, expected="every element in one chunk", found=found)
 
     def _chunk(
@@ -322,7 +318,7 @@ class _MetadataReader:
         if type(value) not in (tuple, TorchSize, list):
             raise self._error(f"{what} is not a tuple", name, found=type(value).__name__)
         sizes: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]  # one of the three types
-        if not all(type(size) is int and 0 <= size <= _MAX_SIGNED for size in sizes):
+        if not all(type(size) is int and 0 <= size <= MAX_SIGNED for size in sizes):
             raise self._error(f"{what} contains a value that is not a valid size", name)
         if len(sizes) > self._limits.dimensions:
             raise self._error(f"a tensor has more than {self._limits.dimensions} dimensions", name, found=len(sizes))
@@ -337,10 +333,3 @@ class _MetadataReader:
 def _chunk_key(start: tuple[int, ...]) -> str:
     """Return the start of a chunk as text, whose hashes a file cannot make collide; never empty, even for a scalar."""
     return f"[{','.join(map(str, start))}]"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

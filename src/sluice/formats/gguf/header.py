@@ -13,7 +13,9 @@ from math import prod
 from msgspec import Struct
 
 from sluice._defaults import HEADER_PIECE_BYTES
-from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
+from sluice._dtypes import MAX_SIGNED
+from sluice._errors import CheckpointError, FormatError, TruncatedError
+from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.gguf.types import TYPES, TensorType
 from sluice.sources.protocol import Source
@@ -33,9 +35,6 @@ _SMALLEST_DESCRIPTION_BYTES = 8 + 4 + 4 + 8
 #: Kept of the metadata: bytes of a text, and items of an array of numbers.
 _TEXT_BYTES = 1 << 16
 _ITEMS = 16
-
-#: Largest size that torch can represent.
-_TORCH_MAX = 2**63 - 1
 
 #: Struct codes of the numbers in metadata, by their type.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -106,8 +105,7 @@ class Header:
             TruncatedError: The file ends before the end of the metadata.
         """
         self._check_count(count, _SMALLEST_ENTRY_BYTES, "metadata entries")
-        if count > self._limits.entries:
-            raise self._over_limit("entries", count)
+        self._check_limit("entries", count)
         texts: dict[str, str] = {}
         alignment = 32
         for _ in range(count):
@@ -134,8 +132,7 @@ class Header:
             TruncatedError: The file ends before the end of the descriptions.
         """
         self._check_count(count, _SMALLEST_DESCRIPTION_BYTES, "tensors")
-        if count > self._limits.entries:
-            raise self._over_limit("entries", count)
+        self._check_limit("entries", count)
         names: set[str] = set()
         found = []
         for _ in range(count):
@@ -150,12 +147,12 @@ class Header:
         name = self._text("the name of a tensor")
         rank = self.u32()
         if rank > self._limits.dimensions:
-            raise self._over_limit("dimensions", rank, tensor=name)
+            self._check_limit("dimensions", rank, tensor=name)
         sizes = struct.unpack(f"<{rank}Q", self._take(8 * rank))
         number, begin = self.u32(), self.u64()
         kind = TYPES.get(number)
         nbytes = 0
-        if prod(max(size, 1) for size in sizes) * 8 > _TORCH_MAX:
+        if prod(max(size, 1) for size in sizes) * 8 > MAX_SIGNED:
             problem = "the shape is larger than torch can represent"
             raise self.error(FormatError, problem, where, tensor=name, found=list(reversed(sizes)))
         if kind is not None:
@@ -224,7 +221,7 @@ class Header:
         where = self.position
         nbytes = self.u64()
         if nbytes > self._limits.name_bytes:
-            raise self._over_limit("name_bytes", nbytes)
+            self._check_limit("name_bytes", nbytes)
         try:
             return self._take(nbytes).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -233,13 +230,7 @@ class Header:
     def _check_count(self, count: int, smallest_bytes: int, what: str) -> None:
         """Refuse a count of items that the file has no room for, before the first of them."""
         if count > (self._size - self.position) // smallest_bytes:
-            raise self.error(
-                TruncatedError,
-                "the file ends inside its header",
-                self.position,
-                expected=f"{count} {what}",
-                found=f"{self._size - self.position} bytes",
-            )
+            raise self._ended(f"{count} {what}")
 
     def _take(self, nbytes: int) -> bytes:
         """Return the next bytes."""
@@ -266,26 +257,17 @@ class Header:
     def _check_room(self, nbytes: int) -> None:
         begin = self.position
         if begin + nbytes > self._size:
-            raise self.error(
-                TruncatedError,
-                "the file ends inside its header",
-                begin,
-                expected=f"{nbytes} bytes",
-                found=f"{max(0, self._size - begin)} bytes",
-            )
+            raise self._ended(f"{nbytes} bytes")
         if begin + nbytes > self._limits.header_bytes:
-            raise self._over_limit("header_bytes", begin + nbytes)
+            self._check_limit("header_bytes", begin + nbytes)
 
-    def _over_limit(self, limit: str, found: int, *, tensor: str | None = None) -> CheckpointError:
-        most = getattr(self._limits, limit)
-        return self.error(
-            LimitError,
-            f"the header exceeds the limit {limit!r}",
-            self.position,
-            tensor=tensor,
-            expected=f"at most {most}",
-            found=found,
-        )
+    def _ended(self, expected: str) -> CheckpointError:
+        problem, found = "the file ends inside its header", f"{max(0, self._size - self.position)} bytes"
+        return self.error(TruncatedError, problem, self.position, expected=expected, found=found)
+
+    def _check_limit(self, limit: str, found: int, *, tensor: str | None = None) -> None:
+        file, offset = self._source.path, self.position
+        check_limit(self._limits, limit, found, "the header", file=file, tensor=tensor, offset=offset)
 
     def error(
         self,

@@ -32,7 +32,7 @@ from importlib.util import find_spec
 
 from sluice._errors import FormatError, TruncatedError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.first_bytes import GGUF_MAGIC, is_gguf
+from sluice.formats.detection import GGUF_MAGIC, is_gguf
 from sluice.formats.gguf.header import Header, TensorDescription
 from sluice.formats.protocol import LocatedByIndex
 from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue

@@ -3,6 +3,6 @@
 In: the bytes of a pickle, or its offset in a ``Source``, and an ``Allowlist`` of globals. Out: plain values, and the
 objects that the allowlist builds.
 
-Start with ``unpickler.Unpickler``, or ``stream.unpickle_at`` for a pickle of unknown length; ``machine`` has the state,
-``opcodes`` the handlers, ``tensor_opcodes`` a fast path for tensors, and ``keys`` the checks of dict keys.
+Start with ``unpickler.Unpickler``, or ``unpickle_at`` for a pickle of unknown length; ``machine`` has the state,
+``opcodes`` the handlers, and ``tensor_opcodes`` a fast path for tensors.
 """

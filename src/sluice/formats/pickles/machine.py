@@ -10,19 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from operator import length_hint
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import BYTES_ENCODING, TEXT_ENCODING, Limits
-from sluice.formats.pickles.keys import KeyGuard
 from sluice.records import Entry, Opaque, UnsupportedValue
+
+if TYPE_CHECKING:
+    from sluice.formats.pickles.unpickler import Allowlist
 
 __all__ = [
     "ARGUMENTS",
     "HOOKS",
-    "Allowlist",
     "Constructor",
     "Consumed",
     "Machine",
@@ -38,6 +39,9 @@ _MARKS_PER_LEVEL = 4
 
 #: Number of arguments that are searched for unsupported values. No call in torch's pickles has more.
 _SEARCHED_ARGUMENTS = 8
+
+#: Bytes read of a value longer than the limit, to distinguish a truncated file from a value that is too long.
+_PROBE_BYTES = 64 << 10
 
 #: Longest excerpt of undecodable text in a message, in bytes.
 _SHOWN_BYTES = 40
@@ -90,23 +94,6 @@ class Constructor(Opaque):
     creates: bool = False
 
 
-class Allowlist(Protocol):
-    """The globals and persistent ids that a pickle may use."""
-
-    def find(self, module: str, name: str) -> object | None:
-        """Return the replacement of a permitted global, or the function that builds its values; None for any other."""
-        ...
-
-    @property
-    def keys(self) -> KeyGuard:
-        """Checks of dict keys and set elements."""
-        ...
-
-    def load_persistent(self, identity: object) -> object:
-        """Return the object of a persistent id, or refuse it as ``Constructor.build`` refuses arguments."""
-        ...
-
-
 class Refusal(Struct, frozen=True, kw_only=True):
     """Placeholder for a value that could not be built, until its name in the finished tree is known."""
 
@@ -128,19 +115,23 @@ class Machine:
         limits: Limits,
         file: str,
         offset: int = 0,
+        more: Callable[[int], bytes] | None = None,
         encoding: str = TEXT_ENCODING,
     ) -> None:
         """Prepare to run one pickle.
 
         Args:
-            data: The pickle.
+            data: The pickle; with ``more``, its first bytes.
             allowlist: Permitted globals and persistent ids.
             limits: Bounds on the declarations in the pickle.
             file: Path of the file, for error messages.
             offset: Offset of the pickle in the file, in bytes, for error messages.
-            encoding: Encoding of the text that Python 2 wrote, or ``BYTES_ENCODING``.
+            more: Function that reads on, for pickles of unknown length: called with the number of bytes read so far,
+                it returns the bytes that follow them, none at the end of the file.
+            encoding: Encoding of the text that Python 2 wrote, or ``BYTES_ENCODING`` to keep its bytes.
         """
         self.data = data
+        self.more = more
         self.allowlist = allowlist
         self.limits = limits
         self.stack: list[Any] = []
@@ -188,6 +179,11 @@ class Machine:
 
     def check_end(self, position: int, end: int) -> None:
         """Check a value of ``data[position:end]`` that extends past ``bound``."""
+        # A value longer than the limit is not read in full. If the file ends soon, it is truncated instead.
+        continues = self.more is not None and len(self.data) - position > _PROBE_BYTES
+        if continues and end - position > self.limits.header_bytes:
+            problem = f"an opcode declares more than {self.limits.header_bytes} bytes (header_bytes)"
+            raise self.error(LimitError, problem, position, found=f"{end - position} bytes")
         if end > len(self.data):
             raise self.error(
                 TruncatedError,

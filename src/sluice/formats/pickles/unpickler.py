@@ -21,59 +21,94 @@ regardless of the depth of the data.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, Protocol
 
-from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.formats.pickles.keys import KeyGuard
-from sluice.formats.pickles.machine import Allowlist, Constructor, Machine, PendingObject, Refusal
+from sluice.formats.pickles.machine import Constructor, Machine, PendingObject, Refusal
 from sluice.formats.pickles.opcodes import HANDLERS, STOPPED
+from sluice.records import TorchText
+from sluice.sources.protocol import Source
 
 __all__ = [
     "Allowlist",
     "Constructor",
     "KeyGuard",
-    "More",
     "PendingObject",
     "Refusal",
     "Unpickler",
+    "unpickle_at",
 ]
 
-#: Bytes read of a value longer than the limit, to distinguish a truncated file from a value that is too long.
-_PROBE_BYTES = 64 << 10
+#: Bytes of a file that are read for a pickle at first.
+_FIRST_BYTES = 4 << 10
 
-#: Called with the number of bytes read so far. Returns the bytes that follow them; none at the end of the file.
-More: TypeAlias = Callable[[int], bytes]
+#: Integers that are their own hash. Larger integers can be chosen so that all of them collide.
+_PLAIN_HASHES = range(-(2**61) + 2, 2**61 - 1)
+
+#: Maximum number of tuples. They can be made to collide too; 4,096 colliding tuples take a few milliseconds.
+_MAX_TUPLES = 4_096
+
+_MAX_TUPLE_ELEMENTS = 16
+
+_KINDS = frozenset({str, TorchText, bytes, int, float, bool, type(None)})
+
+
+class KeyGuard:
+    """Checks of the dict keys and set elements in one pickle, which the file chooses.
+
+    Filling a dict takes quadratic time if its keys collide, and hashing a nested tuple recurses in C until the
+    stack overflows. Python seeds the hashes of text and bytes per process, so a file cannot make those collide.
+
+    Limits: ``Limits.name_bytes`` for text, 61 bits for integers, 4,096 tuples of at most 16 elements. Refused:
+    other types, nested tuples included.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._max_name = limits.name_bytes
+        self._tuples = 0
+
+    def check(self, key: object) -> None:
+        """Check that hashing ``key`` takes bounded time and that it cannot collide with many other keys.
+
+        Raises:
+            LimitError: The key is too long or too large, or there are too many tuples.
+            UnsupportedError: The key is neither a plain value nor a flat tuple of plain values.
+        """
+        parts: tuple[object, ...] = (key,)
+        if isinstance(key, tuple) and len(key) <= _MAX_TUPLE_ELEMENTS:
+            self._tuples += 1
+            if self._tuples > _MAX_TUPLES:
+                raise LimitError(f"the pickle uses more than {_MAX_TUPLES} tuples as keys")
+            parts = key
+        for part in parts:
+            if type(part) not in _KINDS:
+                raise UnsupportedError(f"a key has the unsupported type {type(part).__name__}")
+            if isinstance(part, str) and len(part) > self._max_name:
+                raise LimitError(f"a key is longer than {self._max_name} characters")
+            if type(part) is int and part not in _PLAIN_HASHES:
+                raise LimitError("a key is an integer of more than 61 bits")
+
+
+class Allowlist(Protocol):
+    """The globals and persistent ids that a pickle may use."""
+
+    def find(self, module: str, name: str) -> object | None:
+        """Return the replacement of a permitted global, or the function that builds its values; None for any other."""
+        ...
+
+    @property
+    def keys(self) -> KeyGuard:
+        """Checks of dict keys and set elements."""
+        ...
+
+    def load_persistent(self, identity: object) -> object:
+        """Return the object of a persistent id, or refuse it as ``Constructor.build`` refuses arguments."""
+        ...
 
 
 class Unpickler(Machine):
     """The interpreter of one pickle."""
-
-    def __init__(
-        self,
-        data: bytes,
-        allowlist: Allowlist,
-        *,
-        limits: Limits,
-        file: str,
-        offset: int = 0,
-        more: More | None = None,
-        encoding: str = TEXT_ENCODING,
-    ) -> None:
-        """Prepare to run one pickle.
-
-        Args:
-            data: The pickle; with ``more``, its first bytes.
-            allowlist: Permitted globals and persistent ids.
-            limits: Bounds on the declarations in the pickle.
-            file: Path of the file, for error messages.
-            offset: Offset of the pickle in the file, in bytes.
-            more: Function that reads on, for pickles of unknown length.
-            encoding: Encoding of the text that Python 2 wrote, or ``BYTES_ENCODING`` to keep its bytes.
-        """
-        super().__init__(data, allowlist, limits=limits, file=file, offset=offset, encoding=encoding)
-        self._more = more
 
     def load(self) -> object:
         """Run the pickle and return its object; ``end`` is then the position after STOP.
@@ -95,14 +130,6 @@ class Unpickler(Machine):
         value: object = self.stack.pop()
         return value
 
-    def check_end(self, position: int, end: int) -> None:
-        # A value longer than the limit is not read in full. If the file ends soon, it is truncated instead.
-        continues = self._more is not None and len(self.data) - position > _PROBE_BYTES
-        if continues and end - position > self.limits.header_bytes:
-            problem = f"an opcode declares more than {self.limits.header_bytes} bytes (header_bytes)"
-            raise self.error(LimitError, problem, position, found=f"{end - position} bytes")
-        super().check_end(position, end)
-
     def _run(self, position: int) -> int:
         """Run opcodes from ``position``; return ``STOPPED``, or the position of one that needed more data."""
         data, handlers = self.data, HANDLERS
@@ -121,7 +148,7 @@ class Unpickler(Machine):
 
     def _read_on(self) -> bool:
         """Add the bytes of the file after ``data``; return whether there are any."""
-        more = self._more(len(self.data)) if self._more else b""
+        more = self.more(len(self.data)) if self.more else b""
         self.data += more
         self.bound = self.frame_end or len(self.data)
         return bool(more)
@@ -134,3 +161,44 @@ class Unpickler(Machine):
         if isinstance(error, struct.error) or position + 1 >= len(self.data):
             return self.error(TruncatedError, "the pickle ends before its STOP opcode", position)
         return self.error(FormatError, "an opcode needs more than the stack or the memo holds", position)
+
+
+class _Unpickled(NamedTuple):
+    """The result of one pickle in a file."""
+
+    #: The object, unchecked; see ``Unpickler.load``.
+    value: object
+    #: The unpickler that built it.
+    unpickler: Unpickler
+    #: Offset in the file of the first byte after the pickle.
+    end: int
+
+
+def unpickle_at(
+    source: Source, start: int, allowlist: Allowlist, limits: Limits, *, encoding: str = TEXT_ENCODING
+) -> _Unpickled:
+    """Run the pickle that starts at byte ``start`` of the file; see ``Unpickler`` for the encoding.
+
+    The start is read, and read on if the pickle has not ended: each time as many bytes again. The bytes read after its
+    end are therefore at most its length, one pickle frame (64 KiB), or 4 KiB.
+
+    Raises:
+        TruncatedError: The file ends before the pickle does.
+        LimitError: The pickle is longer than ``limits.header_bytes`` or exceeds another limit.
+        CheckpointError: See ``Unpickler.load``.
+    """
+    file, available = source.path, source.identity.nbytes - start
+    if available <= 0:
+        raise TruncatedError("the file ends where a pickle should start", file=file, offset=start)
+    allowed = min(available, limits.header_bytes)
+
+    def more(known: int) -> bytes:
+        if known == allowed < available:
+            problem, expected = "a pickle exceeds the limit 'header_bytes'", f"at most {limits.header_bytes}"
+            raise LimitError(problem, file=file, offset=start, expected=expected)
+        return source.read_at(start + known, min(known, allowed - known))
+
+    first = source.read_at(start, min(_FIRST_BYTES, allowed))
+    unpickler = Unpickler(first, allowlist, limits=limits, file=file, offset=start, more=more, encoding=encoding)
+    value = unpickler.load()
+    return _Unpickled(value, unpickler, start + unpickler.end)

@@ -1,32 +1,48 @@
-"""Decoder of the JSON header of a safetensors file; ``reader`` has the specification.
+r"""Decoder of the JSON header of a safetensors file; ``reader`` has the specification.
 
 msgspec builds the declared types and nothing else: no deep nesting, floats, NaN or booleans. Tensors are kept in
 columns: with 100,000 tensors, one record per tensor and step would double the time and memory.
+
+Tied names: tensors of the format may not share bytes, so a tensor with several names is stored under one of them.
+``save_model`` of the safetensors library maps each other name to the stored one in ``__metadata__``:
+``{"head": "embedding"}``. Nothing distinguishes such an item from other metadata (``{"task": "embedding"}``), so it
+never becomes a name of the file; it is only looked up for a caller that knows the name
+(``OpenCheckpoint.stored_names``).
+
+Files of sluice have those items, and declare them in one more item, whose text is a JSON object::
+
+    {"__metadata__": {"sluice.tied_names": "{\"head\":\"embedding\"}", "head": "embedding", ...}, ...}
+
+Names that are declared in this way are names of the checkpoint. Tools that split or join files copy ``__metadata__`` to
+files with other tensors, so a declaration holds for all files of a checkpoint together: ``checkpoint.tied_names``
+decides which of the names count.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from math import prod
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct, field
 
-from sluice._dtypes import ITEM_BYTES
-from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
+from sluice._dtypes import ITEM_BYTES, MAX_SIGNED
+from sluice._errors import CheckpointError, FormatError, UnsupportedError
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.strict_json import count_strings, decode_json, has_longer_list, without_strings
 from sluice.records.geometry import contiguous_stride
 
-__all__ = ["LENGTH_BYTES", "Columns", "parse_header", "parse_texts"]
+__all__ = ["LENGTH_BYTES", "Columns", "TiedNames", "declare_ties", "parse_header", "read_ties"]
 
 #: Size of the header length field, in bytes.
 LENGTH_BYTES = 8
 
-#: Largest size of a tensor in torch, which counts elements and bytes in signed 64-bit integers.
-_TORCH_MAX = 2**63 - 1
-
 _F4_BITS = 4
+
+#: Key of the declaration of tied names in ``__metadata__``.
+_KEY = "sluice.tied_names"
 
 #: Maximum number of cached layouts. Models have a few dozen; a header of distinct layouts must not double its memory.
 _KNOWN_LAYOUTS = 4096
@@ -62,7 +78,7 @@ DTYPES = {
 FOREIGN_DTYPES = {"F6_E2M3": 6, "F6_E3M2": 6}
 
 
-_Size = Annotated[int, Meta(ge=0, le=_TORCH_MAX)]
+_Size = Annotated[int, Meta(ge=0, le=MAX_SIGNED)]
 
 
 class _Member(Struct, gc=False):
@@ -121,10 +137,10 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
         CheckpointError: The header violates the specification; the subclass states how.
     """
     strings = count_strings(header)
-    if strings > _TENSOR_STRINGS * (limits.entries + 1) + 2 * limits.entries:
-        raise _over_limit("entries", path, limits)
-    if has_longer_list(header, limits.dimensions):
-        raise _over_limit("dimensions", path, limits)
+    least = (strings + 1) // (_TENSOR_STRINGS + 2)  # entries: an item of metadata has two strings
+    check_limit(limits, "entries", least, "the header", file=path, offset=LENGTH_BYTES)
+    dimensions = limits.dimensions + has_longer_list(header, limits.dimensions)
+    check_limit(limits, "dimensions", dimensions, "the header", file=path, offset=LENGTH_BYTES)
     members = decode_json(header, dict[str, _Member], "the header", path)
     has_metadata = members.pop("__metadata__", None) is not None
     metadata = decode_json(header, _Header, "the header", path).metadata if has_metadata else {}
@@ -140,7 +156,7 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
     return columns, metadata
 
 
-def parse_texts(data: bytes, path: str, limits: Limits) -> dict[str, str]:
+def _parse_texts(data: bytes, path: str, limits: Limits) -> dict[str, str]:
     """Parse a JSON object that maps strings to strings, as ``__metadata__`` does.
 
     Raises:
@@ -170,7 +186,8 @@ class _Layouts:
             expected = "dtype, shape and data_offsets"
             raise self._error(FormatError, "a tensor lacks a field, or one has another type", name, expected=expected)
         if len(name.encode()) > self._limits.name_bytes:
-            raise _over_limit("name_bytes", self._path, self._limits)
+            nbytes = len(name.encode())
+            check_limit(self._limits, "name_bytes", nbytes, "the header", file=self._path, offset=LENGTH_BYTES)
         layout = self._known.get((dtype, shape))
         if layout is None:
             layout = self._layout(dtype, shape, name)
@@ -201,7 +218,7 @@ class _Layouts:
         bits = FOREIGN_DTYPES.get(dtype, _F4_BITS) if odd or torch_name is None else 8 * ITEM_BYTES[torch_name]
         if dtype == "F4" and not odd:
             shape = (*shape[:-1], shape[-1] // 2)
-        if prod(max(size, 1) for size in shape) * bits // 8 > _TORCH_MAX:
+        if prod(max(size, 1) for size in shape) * bits // 8 > MAX_SIGNED:
             raise self._error(FormatError, "the shape is larger than torch can represent", name, found=list(shape))
         bits *= prod(shape)
         if bits % 8:
@@ -220,6 +237,42 @@ class _Layouts:
         return kind(problem, file=self._path, tensor=name, offset=LENGTH_BYTES, expected=expected, found=found)
 
 
-def _over_limit(limit: str, path: str, limits: Limits) -> LimitError:
-    expected = f"at most {getattr(limits, limit)}"
-    return LimitError(f"the header exceeds the limit {limit!r}", file=path, offset=LENGTH_BYTES, expected=expected)
+class TiedNames(NamedTuple):
+    """The tied names that the metadata of a file declares."""
+
+    #: Name of the stored tensor, by further name; the file may have neither.
+    stored: Mapping[str, str]
+    #: The metadata without the declaration and the items that it covers.
+    metadata: Mapping[str, str]
+    #: A sentence on a declaration that cannot be read.
+    notes: tuple[str, ...]
+
+
+def declare_ties(ties: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata of a file with tied names: ``ties`` maps each name that is not stored to the stored one."""
+    own = {key: text for key, text in metadata.items() if key != _KEY}
+    if not ties:
+        return own
+    return {**ties, **own, _KEY: json.dumps(dict(ties), ensure_ascii=False, separators=(",", ":"))}
+
+
+def read_ties(metadata: Mapping[str, str], path: str, limits: Limits) -> TiedNames:
+    """Return the tied names that the metadata of a file declares.
+
+    Args:
+        metadata: ``__metadata__``.
+        path: Path of the file, for error messages.
+        limits: Bounds on names.
+
+    Raises:
+        LimitError: The declaration has more names than the limits allow.
+    """
+    if _KEY not in metadata:
+        return TiedNames({}, metadata, ())
+    try:
+        declared = _parse_texts(metadata[_KEY].encode(), path, limits)
+    except FormatError:
+        rest = {key: text for key, text in metadata.items() if key != _KEY}
+        return TiedNames({}, rest, (f"The metadata {_KEY!r} is not a JSON object of names and was ignored.",))
+    rest = {key: text for key, text in metadata.items() if key != _KEY and declared.get(key) != text}
+    return TiedNames(declared, rest, ())

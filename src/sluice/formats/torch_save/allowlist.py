@@ -31,12 +31,12 @@ from typing import Any, Never, cast
 
 from msgspec.structs import replace
 
-from sluice._dtypes import ITEM_BYTES, number_bytes
+from sluice._dtypes import ITEM_BYTES, MAX_SIGNED, number_bytes
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.machine import WrapperError
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
-from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
+from sluice.formats.torch_save.composites import PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
 from sluice.formats.torch_save.plain_values import (
     DTYPE_PREFIX,
     PlainValues,

@@ -16,15 +16,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from sluice._dtypes import ITEM_BYTES
+from sluice._dtypes import ITEM_BYTES, MAX_SIGNED
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice.records import NO_STORAGE, Entry, Quantized, Sparse, TorchText, elements_of
 
-__all__ = ["MAX_SIGNED", "PACKED_DTYPES", "QUANTIZED_DTYPES", "quantized", "sparse"]
-
-#: Largest size, stride or offset in torch, which uses signed 64-bit integers.
-MAX_SIGNED = 2**63 - 1
+__all__ = ["PACKED_DTYPES", "QUANTIZED_DTYPES", "quantized", "sparse"]
 
 #: Dtype of the stored integers of each quantized dtype.
 QUANTIZED_DTYPES: dict[str, str] = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}

@@ -5,16 +5,28 @@ Layout::
     pickle    0x1950a86a20f9469cfc6c, the magic number
     pickle    1001, the protocol version
     pickle    {"protocol_version": 1001, "little_endian": True, "type_sizes": {...}}
-    pickle    the object; its storages are persistent ids (``legacy_allowlist``)
+    pickle    the object; its storages are persistent ids
     pickle    [KEY, KEY, ...]: the keys of the storages, in data order
     storages  for each key, the number of elements as a signed 8-byte integer, then the elements; little-endian on every
               machine, except that big-endian machines exchange the real and imaginary parts of complex numbers
 
 A file may hold several objects in sequence; ``Index.end`` is the end of the first. The file contains no offsets: the
 offset of a storage follows from the declared sizes of the storages before it. Indexing reads the pickles
-(``pickles.stream``) and the element count before each storage, which must equal the declared count. Counts less than
+(``unpickle_at``) and the element count before each storage, which must equal the declared count. Counts less than
 16 KiB apart are read together with the data between them. Where requests are expensive, a count is checked when the
 data after it is read. Data is usually not aligned to its element size, because it starts where the pickles end.
+
+Permitted globals and persistent ids that only legacy files use:
+
+- persistent id ``("storage", class, key, location, elements, None)``: a ``StorageReference``
+- persistent id ``("module", class, file, source)``: the class, as an inert leaf
+- ``torch.FloatTensor()`` and the state ``(storage, offset, size, stride)``, from torch before 0.4: an ``Entry``
+- ``torch.nn.Parameter(tensor)`` and ``(requires_grad, volatile, hooks)``, or ``torch.nn.Parameter()`` and ``(tensor,
+  gradient, hooks, requires_grad, volatile)``: the ``Entry`` of the tensor, as a parameter; the gradient is dropped
+
+Unsupported: views of storages, of which torch before 0.4 wrote a description in place of None; untyped storages, which
+torch writes (for dtypes such as ``float8_e5m2``) but fails to read; complex storages from a big-endian machine, whose
+real and imaginary parts torch exchanges.
 
 Limits: those of the inert unpickler, ``Limits.header_bytes`` for each pickle, and ``Limits.entries`` storages.
 
@@ -27,11 +39,13 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, repeat
 from operator import add
-from typing import Never
+from reprlib import repr as short_repr
+from typing import Any, Never
 
 from sluice._errors import (
     TORCH_MAY_READ,
@@ -42,14 +56,14 @@ from sluice._errors import (
 )
 from sluice._messages import check_limit
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.formats.first_bytes import LEGACY_MAGIC
-from sluice.formats.pickles.stream import unpickle_at
-from sluice.formats.pickles.unpickler import KeyGuard
+from sluice.formats.detection import LEGACY_MAGIC
+from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject, unpickle_at
 from sluice.formats.protocol import LocatedByIndex
-from sluice.formats.torch_save.legacy_allowlist import LegacyAllowlist
-from sluice.formats.torch_save.storages import StorageReference
+from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.plain_values import from_bytes
+from sluice.formats.torch_save.storages import StorageKind, StorageReference
 from sluice.formats.torch_save.tree_limits import check_object
-from sluice.records import FileRecord, Index, Storage
+from sluice.records import Entry, FileRecord, Index, Opaque, Storage
 from sluice.records.bulk import collector_paused
 from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source, checks_with_data
@@ -63,6 +77,23 @@ _COUNT = struct.Struct("<q")
 
 #: Maximum bytes of data to read between two counts. With eight threads, a larger gap costs more than a separate read.
 _COUNT_GAP_BYTES = 16 << 10
+
+#: ``("storage", class, key, location, elements, view)``
+_IDENTITY_FIELDS = 6
+
+#: Tensor classes of torch before 0.4. Classes of accelerator tensors stay inert: torch needs the accelerator for them.
+_TENSOR_CLASSES = {
+    "DoubleTensor": "float64",
+    "FloatTensor": "float32",
+    "HalfTensor": "float16",
+    "LongTensor": "int64",
+    "IntTensor": "int32",
+    "ShortTensor": "int16",
+    "CharTensor": "int8",
+    "ByteTensor": "uint8",
+}
+
+_UNTYPED = "torch.storage.UntypedStorage"
 
 
 class TorchLegacyFormat(LocatedByIndex):
@@ -82,7 +113,7 @@ class TorchLegacyFormat(LocatedByIndex):
         with collector_paused():
             start, little_endian = _check_preamble(source, limits)
             pickle_bytes = min(source.identity.nbytes, limits.header_bytes)
-            allowlist = LegacyAllowlist(limits, pickle_bytes, little_endian=little_endian)
+            allowlist = _LegacyAllowlist(limits, pickle_bytes, little_endian=little_endian)
             tree, unpickler, end = unpickle_at(source, start, allowlist, limits, encoding=self._encoding)
             tree, notes = check_object(tree, unpickler, allowlist, limits, source.path)
             if allowlist.unknown_storages:
@@ -100,6 +131,88 @@ class TorchLegacyFormat(LocatedByIndex):
                 notes=notes,
                 end=end,
             )
+
+
+class _LegacyAllowlist(TorchAllowlist):
+    """The permitted globals of the pickle of one legacy file, and the storages that it has used so far."""
+
+    def __init__(self, limits: Limits, pickle_bytes: int, *, little_endian: bool = True) -> None:
+        """Prepare for one pickle.
+
+        Args:
+            limits: Bounds on tensors, dimensions and names.
+            pickle_bytes: Size of the pickle, in bytes.
+            little_endian: Whether a little-endian machine wrote the file.
+        """
+        super().__init__(limits, pickle_bytes)
+        self._little_endian = little_endian
+        for name, dtype in _TENSOR_CLASSES.items():
+            self.names["torch", name] = Constructor(
+                qualified_name=f"torch.{name}", build=partial(self._early_tensor, dtype), creates=True
+            )
+        self.names["torch.nn.parameter", "Parameter"] = Constructor(
+            qualified_name="torch.nn.parameter.Parameter", build=self._early_parameter, creates=True
+        )
+
+    def load_persistent(  # type: ignore[override]  # returns module classes too
+        self, identity: object
+    ) -> StorageReference | Opaque:
+        """Return the storage, or the module class, that a persistent id declares.
+
+        Raises:
+            FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
+            UnsupportedError: It is a view of a storage, or torch does not read its dtype from legacy files.
+        """
+        if type(identity) is not tuple:
+            return super().load_persistent(identity)
+        if identity and type(identity[0]) is bytes:
+            identity = tuple(map(from_bytes, identity))
+        if len(identity) > 1 and identity[0] == "module" and isinstance(identity[1], Opaque):
+            return identity[1]
+        if len(identity) != _IDENTITY_FIELDS:
+            raise FormatError("a persistent id has the wrong length", expected=_IDENTITY_FIELDS, found=len(identity))
+        kind, view = identity[1], identity[5]
+        storage = super().load_persistent(identity[:5])
+        if type(kind) is StorageKind and kind.qualified_name == _UNTYPED:
+            problem = "a tensor in an untyped storage, which torch itself does not read from legacy files"
+            raise UnsupportedError(problem, found=_UNTYPED)
+        if storage.nbytes and storage.dtype.startswith("complex") and not self._little_endian:
+            problem = "a complex tensor from a big-endian machine, which torch misreads"
+            raise UnsupportedError(problem, found=f"torch.{storage.dtype}")
+        if view is not None:
+            raise UnsupportedError("a tensor in a view of a storage, as torch wrote before 0.4", found=short_repr(view))
+        return storage
+
+    def _early_tensor(self, dtype: str, arguments: tuple[Any, ...]) -> PendingObject:
+        if arguments:
+            raise FormatError("the constructor of a tensor class has arguments")
+        return PendingObject(finish=partial(self._finish_tensor, dtype))
+
+    def _finish_tensor(self, dtype: str, state: object) -> Entry:
+        storage, offset, size, stride = state if type(state) is tuple and len(state) == 4 else (None,) * 4
+        if type(storage) is not StorageReference or storage.dtype != dtype:
+            raise FormatError(f"the state of a {dtype} tensor is not a view of a {dtype} storage")
+        return self._tensor(None, storage, offset, size, stride, requires_grad=False)
+
+    def _early_parameter(self, arguments: tuple[Any, ...]) -> PendingObject:
+        if len(arguments) > 1:
+            problem = "the constructor of a parameter has the wrong number of arguments"
+            raise FormatError(problem, expected="0 or 1", found=len(arguments))
+        return PendingObject(
+            finish=partial(self._finish_parameter, *arguments) if arguments else self._finish_empty_parameter
+        )
+
+    def _finish_parameter(self, data: object, state: object) -> Entry:
+        if type(state) is not tuple or len(state) != 3:
+            raise FormatError("the state of a parameter has the wrong length", expected=3)
+        requires_grad, _volatile, hooks = state
+        return self._rebuild_parameter((data, requires_grad, OrderedDict() if hooks is None else hooks))
+
+    def _finish_empty_parameter(self, state: object) -> Entry:
+        if type(state) is not tuple or len(state) != 5:
+            raise FormatError("the state of a parameter has the wrong length", expected=5)
+        data, _gradient, hooks, requires_grad, volatile = state
+        return self._finish_parameter(data, (requires_grad, volatile, hooks))
 
 
 class _EmptyAllowlist:
@@ -139,7 +252,7 @@ def _check_preamble(source: Source, limits: Limits) -> tuple[int, bool]:
     system, end = _read_plain(source, start, limits)
     if type(system) is not dict:
         raise FormatError("the system information is not a dict", file=source.path, offset=start)
-    # torch reads the data as little-endian in any case; see ``LegacyAllowlist`` for complex numbers.
+    # torch reads the data as little-endian in any case; see ``_LegacyAllowlist`` for complex numbers.
     return end, system.get("little_endian") is not False
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsafeContentError, UnsupportedError
-from sluice._messages import check_limit
+from sluice._messages import check_limit, first_names
 from sluice._options import Limits
 from sluice.formats.pickles.machine import Refusal
 from sluice.formats.pickles.unpickler import Unpickler
@@ -38,9 +38,6 @@ _LEAVES = frozenset(
 )
 
 _BARE_STORAGE = "a quantized storage that is not viewed by a tensor"
-
-#: Maximum number of names in a note.
-_MAX_NAMES = 5
 
 #: Length of a dotted name, in characters, that counts as one more value against ``Limits.repeats``.
 _NAME_CHARACTERS = 64
@@ -128,8 +125,7 @@ def check_object(
 def _notes(opaque: list[str], allowlist: TorchAllowlist) -> tuple[str, ...]:
     notes = []
     if opaque:
-        names = ", ".join(opaque[:_MAX_NAMES]) + (", ..." if len(opaque) > _MAX_NAMES else "")
-        notes.append(f"The file names {names}: sluice neither imports nor builds them.")
+        notes.append(f"The file names {first_names(opaque)}: sluice neither imports nor builds them.")
     if allowlist.attributes_dropped:
         notes.append(f"{allowlist.attributes_dropped} Python attributes of tensors are not kept.")
     return tuple(notes)

@@ -19,7 +19,7 @@ import torch
 from msgspec import Struct
 
 from sluice._errors import SaveError
-from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
+from sluice.entries.slicing import cut_dimensions, first_miscount
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, sharding_of
 from sluice.sharding.regions import Region
 from sluice.writing.contents import stored_once
@@ -221,6 +221,7 @@ def _miscount(shape: tuple[int, ...], regions: tuple[Region, ...]) -> str:
     miscount = first_miscount(shape, found)
     if miscount is None:
         return ""
-    if miscount.boxes:
-        return f"element {list(miscount.element)} is in {miscount.boxes} different parts of ranks"
-    return f"no rank holds element {list(miscount.element)}"
+    element, count = miscount
+    if count:
+        return f"element {list(element)} is in {count} different parts of ranks"
+    return f"no rank holds element {list(element)}"

@@ -13,7 +13,7 @@ from torch import nn
 
 import sluice
 from sluice import LimitError, Limits
-from sluice.formats.safetensors.ties import declare_ties
+from sluice.formats.safetensors.header import declare_ties
 
 STATE = {"a": torch.arange(3.0), "b": torch.zeros(2)}
 

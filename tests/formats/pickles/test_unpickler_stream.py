@@ -8,7 +8,7 @@ import pytest
 
 from sluice._errors import FormatError, LimitError, TruncatedError
 from sluice._options import Limits
-from sluice.formats.pickles.stream import unpickle_at
+from sluice.formats.pickles.unpickler import unpickle_at
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
