@@ -20,7 +20,7 @@ BUDGET = {"src/sluice": 62_300, "tests": 59_330}
 #: Patterns of paths below src/sluice by feature; ``*`` also matches "/".
 FEATURES = {
     "remote: HTTP": ("sources/remote/http*", "sources/remote/connections*", "sources/remote/retries*"),
-    "remote: cache": ("sources/remote/cach*", "reading/caches.py"),
+    "remote: cache": ("sources/remote/cach*",),
     "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
     "ranks": (
         *("ranks/*", "sharding/*", "writing/ranks/*"),

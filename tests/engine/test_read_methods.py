@@ -16,8 +16,8 @@ from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, Method
-from sluice.sources.file_watch import FileWatch
 from sluice.sources.local import LocalFile
+from sluice.sources.pages import FileWatch
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
 from support.running import execute
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.sources.file_watch import FileWatch
+from sluice.sources.pages import FileWatch
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import sluice
 from sluice.reports.save import SaveReport
 from sluice.sharing import building
 from sluice.sharing import store as stores
-from sluice.sharing.requests import CopyRequest
+from sluice.sharing.copies import CopyRequest
 from sluice.sharing.store import copies, drop, open_store
 
 _KIB = 1024

@@ -19,8 +19,8 @@ import pytest
 
 from sluice._errors import ReadError, SourceChangedError
 from sluice.sources import descriptors as _descriptors
-from sluice.sources import file_watch as _file_watch
 from sluice.sources import local as _local
+from sluice.sources import pages as _pages
 from sluice.sources.descriptors import DescriptorCache, OwnedFile
 from sluice.sources.local import LocalFile
 from support.leaks import open_files
@@ -194,7 +194,7 @@ def test_a_file_replaced_while_its_descriptor_was_closed_is_noticed(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts of __del__
 def test_an_interrupt_at_any_step_leaves_nothing_open(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_local, "DESCRIPTORS", DescriptorCache(4))
-    traced = {module.__file__ for module in (_descriptors, _local, _file_watch)}
+    traced = {module.__file__ for module in (_descriptors, _local, _pages)}
     steps_left = step = 0
 
     def interrupt(frame: FrameType, event: str, _: object) -> Any:

@@ -13,8 +13,8 @@ import sluice
 from sluice import CheckpointError, TruncatedError, UnsupportedError
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile
-from sluice.sources.memory import MemoryFile
 from sluice.sources.opening import find_place, refuse_url
+from sluice.sources.ranges import MemoryFile
 
 URLS = pytest.mark.parametrize(
     "url",

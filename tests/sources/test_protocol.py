@@ -14,10 +14,9 @@ import pytest
 
 from sluice._errors import TruncatedError
 from sluice.sources.local import LocalFile
-from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
-from sluice.sources.read_ahead import ReadAhead
-from sluice.sources.section import Section
+from sluice.sources.ranges import MemoryFile
+from sluice.sources.wrappers import ReadAhead, Section
 from support.recorded_reads import RecordingSource
 from support.source_conformance import check_source
 from support.sources import FaultySource, MemorySource

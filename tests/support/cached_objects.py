@@ -82,7 +82,7 @@ def read(source: Source, offset: int, nbytes: int) -> bytes:
 def filled(source: Source) -> Source:
     """Return a source after its download."""
     if is_caching(source):
-        source.fill(lambda: None)
+        source.fill(lambda _: None)
     return source
 
 

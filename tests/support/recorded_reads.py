@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from sluice._errors import ReadError
 from sluice.api.checkpoint import Checkpoint
-from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import MappableSource, Source
+from sluice.sources.wrappers import ForwardingSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ import threading
 
 from sluice._errors import ReadError
 from sluice.records import FileIdentity
-from sluice.sources.forwarding import ForwardingSource
-from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import MappableSource, Source
-from sluice.sources.ranges import too_early
+from sluice.sources.ranges import MemoryFile, too_early
+from sluice.sources.wrappers import ForwardingSource
 
 
 class MemorySource(MemoryFile):

@@ -16,8 +16,8 @@ from sluice.adapters.config import Adapter
 from sluice.adapters.merging import MergeStep, merge
 from sluice.adapters.steps import AdapterFile, BaseWeight, steps_of
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.reading.composites import read_tensor
 from sluice.reading.computed import WholeTensor, WholeTensors
-from sluice.reading.tensor import read_tensor
 from sluice.records import Entry
 from sluice.reports.load_figures import MergedAdapter
 

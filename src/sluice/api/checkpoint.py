@@ -101,7 +101,7 @@ class LazyTensor:
             MismatchError: ``out`` has a different shape, or the tensor is sparse or quantized where it must be dense.
             ValueError: ``out`` was passed together with ``device`` or ``dtype``, or the checkpoint is closed.
         """
-        from sluice.reading.tensor import read_tensor  # imports torch, which opening does not need
+        from sluice.reading.composites import read_tensor  # imports torch, which opening does not need
 
         return read_tensor(
             self._checkpoint,

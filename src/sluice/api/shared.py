@@ -22,8 +22,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import EachRule, Rule
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
-from sluice.sharing.copies import SharedCopy, builder, find_or_build
-from sluice.sharing.requests import CopyRequest
+from sluice.sharing.copies import CopyRequest, SharedCopy, builder, find_or_build
 from sluice.sharing.store import FILE, open_store
 
 if TYPE_CHECKING:

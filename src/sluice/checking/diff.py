@@ -22,8 +22,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
-from sluice.reading.caches import fill_caches
-from sluice.reading.reader import CheckpointReader
+from sluice.reading.reader import CheckpointReader, fill_caches
 from sluice.reading.scan import Batch, ScanItem, check_repeats, identity, in_batches, pipeline, work_through
 from sluice.records import Entry, Quantized
 from sluice.reports.diff import DifferenceKind, DiffReport, TensorDifference

@@ -32,8 +32,7 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
 from sluice.matching.candidates import likely_state_dicts
-from sluice.reading.caches import fill_caches
-from sluice.reading.reader import CheckpointReader, PendingTensors
+from sluice.reading.reader import CheckpointReader, PendingTensors, fill_caches
 from sluice.reading.scan import (
     Batch,
     ScanItem,

@@ -14,8 +14,7 @@ from sluice.formats.detection import Head, detect
 from sluice.formats.protocol import Checksum, Locator
 from sluice.records import Index
 from sluice.sources.protocol import Source, checks_with_data
-from sluice.sources.read_ahead import ReadAhead
-from sluice.sources.section import Section
+from sluice.sources.wrappers import ReadAhead, Section
 
 __all__ = ["OpenFile", "open_file"]
 

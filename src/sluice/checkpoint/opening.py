@@ -17,7 +17,7 @@ from sluice.formats.archives.tar import TarDirectory, is_tar
 from sluice.formats.detection import Head
 from sluice.records import Index
 from sluice.sources.opening import Location, PathOrAddress, Place, SourceLocation, find_place
-from sluice.sources.read_ahead import ReadAhead
+from sluice.sources.wrappers import ReadAhead
 
 __all__ = ["Kind", "classify", "kind_of", "open_layout"]
 

@@ -33,7 +33,7 @@ from sluice.formats.detection import detect
 from sluice.formats.shard_index import is_plain_path
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source
-from sluice.sources.read_ahead import ReadAhead
+from sluice.sources.wrappers import ReadAhead
 
 __all__ = ["LATEST", "MODEL_STATES", "OPTIMIZER_STATES", "UNIVERSAL_OPTIMIZER", "zero_layout"]
 

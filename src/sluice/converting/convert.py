@@ -21,7 +21,7 @@ from sluice.converting.entries import Entries, finished_dtype
 from sluice.entries.rules import Rule
 from sluice.entries.tree import every_entry, walk
 from sluice.matching.renaming import Rename
-from sluice.reading.caches import fill_caches
+from sluice.reading.reader import fill_caches
 from sluice.records import Entry
 from sluice.reports.save import SaveReport
 from sluice.writing.formats import write_contents

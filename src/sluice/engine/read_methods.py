@@ -17,7 +17,7 @@ from msgspec import Struct
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice.records import LoadPlan, Method, Read
-from sluice.sources.file_watch import FileWatch
+from sluice.sources.pages import FileWatch
 from sluice.sources.protocol import Source, WatchableSource
 
 __all__ = ["ReadMethods", "ReadState", "Surprise", "check_process", "check_unchanged", "choose_methods"]

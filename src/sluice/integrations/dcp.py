@@ -33,7 +33,7 @@ from sluice.api.save import save
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.entries import tree as trees
 from sluice.entries.slicing import slice_entry
-from sluice.reading.tensor import read_into
+from sluice.reading.composites import read_into
 from sluice.records import Entry
 from sluice.sources.remote.location import Remote
 

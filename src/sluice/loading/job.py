@@ -33,6 +33,7 @@ from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.budget import for_whole_host
 from sluice.reading import transfer
+from sluice.reading.reader import fill_caches
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.records.bulk import collector_paused
@@ -41,7 +42,6 @@ from sluice.reports.load_figures import MergedAdapter, Subject
 from sluice.reports.refresh import RefreshState
 from sluice.reports.report_rows import request_rows
 from sluice.reports.table import TensorRow
-from sluice.sources.protocol import is_caching
 
 __all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "figures", "load_report", "run"]
 
@@ -181,10 +181,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
             completed: Called with the position of each target when it is complete.
         """
         plan = self.plan
-        if any(map(is_caching, self.checkpoint.sources)):
-            from sluice.reading.caches import fill_caches  # few files have a cache
-
-            fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
+        fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
         targets = Targets(plan) if targets is None else targets
         shown = nullcontext() if progress is False else byte_progress(progress, self.checkpoint.path, plan.read_bytes)
         with shown as report:

@@ -26,8 +26,8 @@ from sluice.machine.system_files import read_system_file
 from sluice.records import REMOTE_FILESYSTEM, DeviceFacts, FileFacts, MachineFacts
 from sluice.records.geometry import round_up
 from sluice.sources.local import LocalFile
-from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source
+from sluice.sources.ranges import MemoryFile
 
 __all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 

@@ -1,6 +1,6 @@
 """Probes of the page cache: the cached share of each part of a file, found without waiting for the disk.
 
-The kernel counts the pages of a range if it can (``sources/page_counts.py``). Otherwise single bytes are read without
+The kernel counts the pages of a range if it can (``sources/pages.py``). Otherwise single bytes are read without
 waiting (``RWF_NOWAIT``). Such a probe fails if its page is not cached, but the kernel starts to read that page
 nevertheless; so its offset is random, and the next load does not probe the same page.
 """
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 
 from sluice import _defaults as defaults
-from sluice.sources.page_counts import cached_bytes, resident_bytes
+from sluice.sources.pages import cached_bytes, resident_bytes
 
 __all__ = ["probe_cache"]
 

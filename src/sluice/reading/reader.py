@@ -6,7 +6,8 @@ failed plan ends the engine's session; the next plan begins a new one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Self
 
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._options import PageCache
+from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunningPlan, SessionEndedError, TargetMemory
 from sluice.engine.session import Session
@@ -24,9 +26,13 @@ from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import Entry, Index, LoadPlan, MachineFacts, Request, Storage, View, elements_of
 from sluice.records.geometry import contiguous_stride
-from sluice.sources.protocol import Source
+from sluice.sources.protocol import Source, is_caching
 
-__all__ = ["CheckpointReader", "PendingTensors"]
+__all__ = ["CheckpointReader", "PendingTensors", "fill_caches"]
+
+#: Share of the bytes of a file from which on all of it is downloaded, if it takes more than one request; less is
+#: requested from the server.
+_LEAST_SHARE = 0.5
 
 
 class CheckpointReader:
@@ -147,3 +153,46 @@ class PendingTensors:
         except SessionEndedError:  # another batch failed; this one was not to blame
             return self._reader.read(self._entries)
         return self._targets.tensors(self._views)
+
+
+def fill_caches(
+    sources: Sequence[Source],
+    plan: LoadPlan | None = None,
+    *,
+    progress: Progress = False,
+    look: Callable[[], None] | None = None,
+) -> None:
+    """Download the files that have a cache directory and are not complete in it.
+
+    Args:
+        sources: All files of a checkpoint.
+        plan: What is read of them: files of which it needs little are left out. None for all files.
+        progress: As in ``sluice.load_into``.
+        look: Called now and then; it may raise. Given if other ranks read the rest of a file.
+
+    Raises:
+        SluiceError: A server failed.
+    """
+    files = {position: source for position, source in enumerate(sources) if is_caching(source)}
+    if files and plan is not None:
+        needed = Counter[int]()
+        for read in plan.reads:
+            needed[read.file] += read.nbytes
+        share = 0.0 if look is not None else _LEAST_SHARE
+        least = {i: max(1.0, share * (file.identity.nbytes - defaults.CACHE_PIECE_BYTES)) for i, file in files.items()}
+        files = {i: file for i, file in files.items() if needed[i] >= least[i]}
+    if not files:
+        return
+    done = 0
+    with byte_progress(progress, "download", sum(file.identity.nbytes for file in files.values())) as report:
+
+        def arrived(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if look is not None:
+                look()
+            if report is not None:
+                report(done)
+
+        for file in files.values():
+            file.fill(arrived)

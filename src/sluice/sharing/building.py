@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sluice._options import MemoryLimits
 from sluice._progress import Progress
@@ -11,9 +12,11 @@ from sluice.converting.convert import convert_checkpoint
 from sluice.converting.entries import Entries
 from sluice.formats.safetensors.header import declare_ties
 from sluice.reports.save import SaveReport
-from sluice.sharing.requests import CopyRequest
 from sluice.writing.safetensors import lay_out_safetensors
 from sluice.writing.save_job import SaveJob
+
+if TYPE_CHECKING:
+    from sluice.sharing.copies import CopyRequest
 
 __all__ = ["convert", "outline"]
 

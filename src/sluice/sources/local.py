@@ -29,8 +29,7 @@ from sluice._errors import (
 from sluice._messages import read_error
 from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.descriptors import DESCRIPTORS, OwnedFile
-from sluice.sources.file_watch import FileWatch
-from sluice.sources.mapping import map_privately
+from sluice.sources.pages import FileWatch, map_privately
 from sluice.sources.protocol import DirectIOUnavailable
 from sluice.sources.ranges import RangedSource, too_early
 

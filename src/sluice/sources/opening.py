@@ -13,10 +13,9 @@ from sluice._errors import MissingFileError, UnsupportedError
 from sluice._messages import type_of
 from sluice._units import counted
 from sluice.sources.directory import Directory, LocalDirectory
-from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
-from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
+from sluice.sources.ranges import MemoryFile
 from sluice.sources.remote_names import download_advice, is_url, path_of_file_url, without_credentials
 from sluice.sources.remote_names import missing_advice as similar_names
 
@@ -34,6 +33,7 @@ __all__ = [
     "refuse_url",
     "source_path",
 ]
+
 
 #: Advice for a URL as the destination of a save.
 UPLOAD_ADVICE = "Write to a local path, then copy the files."
@@ -203,10 +203,42 @@ def _stream_source(stream: BinaryIO) -> Source:
         if remote is not None:
             file: Source = _remote().open_remote(remote)
             return file
-    path = local_path(stream)
+    path = _local_path(stream)
     if stream.writable():
         stream.flush()
     return LocalFile(path)
+
+
+def _local_path(stream: BinaryIO) -> str:
+    """Return a path under which the file of a file object can be opened again.
+
+    A file on disk is read through descriptors of its own, never through the object, so that readers do not share the
+    position of the object. A file whose name is gone is reached through the descriptor of the object, while it is open.
+
+    Raises:
+        TypeError: The object is not a file on disk, or it decodes what it reads, as ``gzip`` and text files do.
+    """
+    descriptor = _descriptor(stream)
+    if descriptor is None:
+        raise TypeError(
+            f"a checkpoint cannot be read from a {type(stream).__name__}: pass a path, a file opened with "
+            "open(path, 'rb'), or io.BytesIO(stream.read())"
+        )
+    name = stream.name
+    if isinstance(name, (str, bytes)):
+        try:
+            if os.path.samestat(os.stat(name), os.fstat(descriptor)):
+                return os.fsdecode(name)
+        except OSError:  # deleted or renamed since it was opened
+            pass
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _descriptor(stream: object) -> int | None:
+    """Return the descriptor whose bytes the object returns verbatim; objects that decompress have one as well."""
+    stream = getattr(stream, "file", stream)  # the module tempfile wraps its files
+    raw = stream.raw if isinstance(stream, (io.BufferedReader, io.BufferedRandom)) else stream
+    return raw.fileno() if isinstance(raw, io.FileIO) else None
 
 
 def refuse_url(path: str, *, advice: str | None = None) -> str:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from sluice.records import AccessFacts, FileIdentity
-from sluice.sources.file_watch import FileWatch
+from sluice.sources.pages import FileWatch
 
 __all__ = [
     "CachingSource",
@@ -135,11 +135,12 @@ def joins_reads(source: Source) -> TypeGuard[JoiningSource]:
 class CachingSource(Source, Protocol):
     """A source that can be downloaded as a whole, so that reads need no more requests."""
 
-    #: Bytes that were downloaded.
-    cached_bytes: int
+    def fill(self, report: Callable[[int], object]) -> None:
+        """Download what is missing; call ``report`` with the number of further bytes that are here, or 0, meanwhile.
 
-    def fill(self, report: Callable[[], object]) -> None:
-        """Download what is missing; call ``report`` whenever ``cached_bytes`` has changed."""
+        Raises:
+            SluiceError: The server failed.
+        """
         ...
 
 

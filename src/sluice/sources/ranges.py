@@ -1,19 +1,20 @@
-"""Reads of ranges that are held against the size of the source."""
+"""Sources whose reads are held against their size: base classes, and the content of an ``io.BytesIO``."""
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 
-from sluice._errors import TruncatedError
+from sluice._errors import SourceChangedError, TruncatedError
 from sluice.records import AccessFacts, FileIdentity, FileRecord, local_access
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
 if TYPE_CHECKING:
     from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
-__all__ = ["ComputedSource", "RangedSource", "ended_early", "too_early"]
+__all__ = ["ComputedSource", "MemoryFile", "RangedSource", "ended_early", "too_early"]
 
 
 def too_early(
@@ -104,3 +105,35 @@ class ComputedSource(RangedSource):
         """See ``Source``: of all inputs."""
         for source in self.inputs.sources:
             source.check_unchanged()
+
+
+class MemoryFile(RangedSource):
+    """The content of a ``BytesIO``, which is not copied; see ``Source``."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        """Keep the stream; its position is ignored and does not change."""
+        self.path = "<memory>"
+        self._stream = stream
+        self.identity = FileIdentity(nbytes=self._nbytes())
+        if not self.identity.nbytes:
+            raise TruncatedError("the file is empty", file=self.path)
+
+    @property
+    def access(self) -> AccessFacts:
+        return local_access()
+
+    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
+        self.check_unchanged()
+        # The view must end with this call: a stream with an open view cannot be written to.
+        with self._stream.getbuffer() as content:
+            buffer[:] = content[offset : offset + len(buffer)]
+
+    def check_unchanged(self) -> None:
+        found = FileIdentity(nbytes=self._nbytes())
+        if found != self.identity:
+            was, now = self.identity.describe(), found.describe()
+            raise SourceChangedError("the stream changed", file=self.path, expected=was, found=now)
+
+    def _nbytes(self) -> int:
+        with self._stream.getbuffer() as content:
+            return content.nbytes

@@ -16,8 +16,8 @@ from sluice import _defaults as defaults
 from sluice.engine.host_memory import HostMemory
 from sluice.records import Read
 from sluice.records.geometry import round_down, round_up
-from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import Source
+from sluice.sources.wrappers import ForwardingSource
 
 __all__ = ["HostWeights", "resting_bytes"]
 
@@ -85,9 +85,6 @@ class _KeptReads(ForwardingSource):
             self._rests.setdefault(_blocks(read), rest)
         self.served_bytes = 0
         self._counting = threading.Lock()
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return self._source.read_at(offset, nbytes)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         rest = self._rests.get((offset, len(buffer)))

@@ -27,8 +27,7 @@ from sluice.loading.module_job import ModuleJob
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.unloaded import Guard, refuse_calls, refusing
-from sluice.reading.caches import fill_caches
-from sluice.reading.reader import CheckpointReader
+from sluice.reading.reader import CheckpointReader, fill_caches
 from sluice.records.bulk import collector_paused
 from sluice.reports.stream import StreamReport
 from sluice.streaming.backward import Backward

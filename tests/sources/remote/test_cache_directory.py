@@ -10,8 +10,8 @@ import pytest
 
 from sluice import _defaults as defaults
 from sluice.sources.protocol import Source
-from sluice.sources.remote.cache_directory import CacheDirectory, CacheEntry
-from sluice.sources.remote.cached_file import CompleteFile
+from sluice.sources.remote.cache_directory import CacheEntry
+from sluice.sources.remote.caching import CompleteFile
 from support.cached_objects import VersionedObject, cached_bytes, content, entries, loaded, opened, parts
 
 CONTENT = content()
@@ -141,20 +141,20 @@ def test_another_version_is_another_entry(tmp_path: Path) -> None:
 
 def test_who_waited_for_a_part_uses_what_was_published(tmp_path: Path) -> None:
     """The publisher still holds the file, whose time of change is then that of right files."""
-    cache, entry = CacheDirectory(tmp_path, 1 << 30), CacheEntry(key="0" * 64, nbytes=10)
-    writer = cache.writing(entry, lambda: None)
+    entry = CacheEntry(tmp_path, bound=1 << 30, key="0" * 64, nbytes=10)
+    writer = entry.writing(lambda: None)
     part = writer.__enter__()
     assert part is not None
 
     def publish() -> None:
-        if os.path.exists(part.path):
+        if os.path.exists(entry.part_path):
             os.pwrite(part.file.fileno(), bytes(10), 0)
             part.arrived(0, zlib.crc32(bytes(10)))
-            cache.publish(part)
+            part.publish()
 
-    with cache.writing(entry, publish) as none:
+    with entry.writing(publish) as none:
         assert none is None
-    found = cache.complete(entry)
+    found = entry.complete()
     assert found is not None
     assert found.right() == {0}
     writer.__exit__(None, None, None)

@@ -11,8 +11,7 @@ import pytest
 from sluice._errors import MissingFileError, ReadError, RemoteError
 from sluice.sources.opening import find_place
 from sluice.sources.remote import caching
-from sluice.sources.remote.cached_file import CachedFile, CompleteFile
-from sluice.sources.remote.caching import object_key
+from sluice.sources.remote.caching import CachedFile, CompleteFile, object_key
 from sluice.sources.remote.location import Remote
 from support.cached_objects import content, loaded, read
 from support.range_server import RangeServer, status

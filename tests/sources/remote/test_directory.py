@@ -7,8 +7,8 @@ import io
 import pytest
 
 from sluice import MissingFileError, PathEscapeError, Remote, UnsupportedError
-from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
+from sluice.sources.ranges import MemoryFile
 from sluice.sources.remote.directory import SiblingFiles, below
 
 

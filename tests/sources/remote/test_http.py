@@ -32,7 +32,7 @@ from sluice.records import RequestRecord
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.servers import server_of
+from sluice.sources.remote.retries import server_of
 from support.range_server import (
     Answer,
     Fault,

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 import sluice
 from sluice import _defaults as defaults
-from sluice.sources.remote.cached_file import CompleteFile
+from sluice.sources.remote.caching import CompleteFile
 from sluice.sources.remote.hub import HubAddress, parse_address
 from support.range_server import RangeServer, cut, moved, status
 

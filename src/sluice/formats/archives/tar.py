@@ -34,7 +34,7 @@ from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
-from sluice.sources.section import Section
+from sluice.sources.wrappers import Section
 
 if TYPE_CHECKING:
     from tarfile import TarInfo
@@ -60,11 +60,7 @@ class ArchiveMember(Section):
         super().__init__(archive, start, nbytes)
         #: The archive.
         self.archive = archive
-        self._path = f"{archive.path}/{name}"
-
-    @property
-    def path(self) -> str:
-        return self._path
+        self.path = f"{archive.path}/{name}"
 
     def close(self) -> None:
         """Close the archive, which other members open again."""

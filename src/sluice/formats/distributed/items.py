@@ -34,7 +34,7 @@ from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
 from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
-from sluice.sources.section import Section
+from sluice.sources.wrappers import Section
 
 __all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items", "small_items"]
 

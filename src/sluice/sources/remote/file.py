@@ -18,11 +18,9 @@ from sluice.records.geometry import round_up
 from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
 from sluice.sources.ranges import RangedSource
-from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
-from sluice.sources.remote.requests import OpenRequest
-from sluice.sources.remote.retries import Attempts, Speed, wait
-from sluice.sources.remote.servers import server_of
+from sluice.sources.remote.requests import Expectations, OpenRequest
+from sluice.sources.remote.retries import Attempts, Speed, server_of, wait
 
 __all__ = ["RemoteFile", "remote_access"]
 

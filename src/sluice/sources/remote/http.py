@@ -22,8 +22,8 @@ from sluice.sources.remote.http_addresses import (
     parse_address,
     resolved_network,
 )
-from sluice.sources.remote.http_body import HttpBody, discard
 from sluice.sources.remote.http_connections import Lease, shared_connections
+from sluice.sources.remote.http_pools import HttpBody, discard
 from sluice.sources.remote.http_responses import (
     TEMPORARY,
     ResponseHead,

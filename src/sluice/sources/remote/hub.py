@@ -34,8 +34,7 @@ from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http_responses import ResponseHead, check_status
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RequestFailedError
-from sluice.sources.remote.retries import Attempts, wait
-from sluice.sources.remote.servers import server_of
+from sluice.sources.remote.retries import Attempts, server_of, wait
 
 __all__ = ["HubAddress", "open_commit", "open_directory", "open_place", "open_source", "parse_address"]
 

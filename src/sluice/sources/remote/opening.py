@@ -131,10 +131,11 @@ def _remote(where: str | Remote) -> Remote:
 
 
 def _tuned(source: Source, remote: Remote) -> Source:
-    if isinstance(source, RemoteFile):
-        source.access = remote.tuned(source.access)
-        if remote.on_request is not None:
-            source.observe(remote.on_request)
+    if not isinstance(source, RemoteFile):
+        return source  # a local file already, such as one of the cache of huggingface_hub
+    source.access = remote.tuned(source.access)
+    if remote.on_request is not None:
+        source.observe(remote.on_request)
     if remote.cache is None:
         return source
     # Here, not above: most addresses have no cache.

@@ -15,7 +15,7 @@ import sluice
 from sluice import _defaults as defaults
 from sluice._progress import ProgressEvent
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.reading.caches import fill_caches
+from sluice.reading.reader import fill_caches
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Request
 from support.cached_objects import entries

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from sluice.benchmark.cache import make_cold
-from sluice.sources.file_watch import FileWatch
-from sluice.sources.page_counts import cached_bytes, resident_bytes
+from sluice.sources.pages import FileWatch, cached_bytes, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks of open file descriptions are Linux's")
 
 _MARK = """
 import sys
-from sluice.sources.file_watch import FileWatch
+from sluice.sources.pages import FileWatch
 watch = FileWatch.open(sys.argv[1])
 print(watch.others_read(), flush=True)
 sys.stdin.read()

@@ -14,7 +14,7 @@ from sluice._defaults import HEADER_PIECE_BYTES
 from sluice._errors import TruncatedError
 from sluice._options import Limits
 from sluice.formats.detection import detect
-from sluice.sources.read_ahead import ReadAhead
+from sluice.sources.wrappers import ReadAhead
 from support.recorded_reads import RecordedRead, RecordingSource
 from support.sources import MemorySource
 

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from sluice._errors import FormatError
 from sluice.records import AccessFacts
 from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.protocol import PieceBody
 from support.cached_objects import VersionedObject
+
+
+def test_pieces_of_any_size_fill_buffers_of_any_size() -> None:
+    with PieceBody(iter([b"ab", b"", b"cdefg", b""])) as body:
+        found = []
+        while (count := body.readinto(buffer := memoryview(bytearray(3)))) > 0:
+            found.append(bytes(buffer[:count]))
+    assert found == [b"ab", b"cde", b"fg"]
+    assert not body.readinto(memoryview(bytearray(3)))
+
 
 CONTENT = random.Random(1).randbytes(400_000)
 

@@ -17,7 +17,7 @@ from sluice._errors import FormatError, SourceChangedError
 from sluice._threads import Workers
 from sluice.sources.protocol import checks_with_data
 from sluice.sources.remote import cache_directory
-from sluice.sources.remote.cached_file import CachedFile, CompleteFile
+from sluice.sources.remote.caching import CachedFile, CompleteFile
 from support.cached_objects import PIECE, VersionedObject, content, entries, filled, loaded, opened, parts, read
 from support.source_conformance import check_source
 
