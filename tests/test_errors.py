@@ -10,7 +10,16 @@ from collections.abc import Callable
 import pytest
 
 from sluice import _errors
-from sluice._errors import CheckpointError, FormatError, PartialLoadError, ReadError, SluiceError, TruncatedError
+from sluice._errors import (
+    Alternative,
+    BudgetError,
+    CheckpointError,
+    FormatError,
+    PartialLoadError,
+    ReadError,
+    SluiceError,
+    TruncatedError,
+)
 
 #: Exported classes of errors; ``Alternative`` is a record.
 CLASSES = [getattr(_errors, name) for name in _errors.__all__ if name != "Alternative"]
@@ -84,6 +93,8 @@ def test_errors_survive_pickling_and_copying(
     error.offset, error.expected, error.found = 3, [1], (2,)
     if isinstance(error, ReadError):
         error.errno, error.strerror = 5, "Input/output error"
+    if isinstance(error, BudgetError):
+        error.alternatives = (Alternative(change="place='map'", arguments={"place": "map"}, needs={"host": 4}),)
     again = carry(error)
     assert type(again) is kind
     assert str(again) == str(error)

@@ -55,7 +55,7 @@ FEATURES = {
     "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
     "adapters": ("adapters/*", "loading/adapted.py"),
     "DeepSpeed's directories": ("formats/deepspeed/*", "checkpoint/zero*"),
-    "GGUF files": ("formats/gguf/*", "engine/packs.py", "planning/packed_fills.py"),
+    "GGUF files": ("formats/gguf/*", "engine/packs.py"),
     "advice on other loaders": ("planning/other_methods.py",),
     "core": (
         *("_*.py", "api/*", "checkpoint/*", "cli/*", "engine/*", "entries/*", "formats/*", "loading/*"),

@@ -10,10 +10,8 @@ import pytest
 from sluice.benchmark.cache import make_cold
 from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
-from sluice.machine import page_cache as _residency
 from sluice.machine.cgroups import cgroup_headroom
-from sluice.machine.facts import file_facts, machine_facts
-from sluice.machine.page_cache import probe_cache
+from sluice.machine.facts import file_facts, machine_facts, probe_cache
 from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
 from support.sources import MemorySource
@@ -94,7 +92,7 @@ def test_small_files_are_not_probed(file: LocalFile) -> None:
 def count_no_pages(monkeypatch: pytest.MonkeyPatch, *, but: str = "") -> None:
     """Make the kernel refuse to count cached pages, except by one function."""
     for name in {"cached_bytes", "resident_bytes"} - {but}:
-        monkeypatch.setattr(_residency, name, lambda *_: 0)
+        monkeypatch.setattr(_facts, name, lambda *_: 0)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        if counts_pages and _residency._counter(descriptor) is None:
+        if counts_pages and _facts._counter(descriptor) is None:
             pytest.skip("this kernel does not count cached pages")
         # Read-ahead differs between systems: of 32 samples, a few positions may coincide. On a busy machine pages that
         # were dropped a moment ago may still be there: then the file is made cold again.

@@ -17,7 +17,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the split by ki
 
 @linux_only
 def test_a_transient_peak_is_not_missed() -> None:
-    with PeakMeter(interval_seconds=0.5) as meter:
+    with PeakMeter() as meter:
         data = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         data.write(b"x" * 64 * MIB)
         data.close()
@@ -28,7 +28,8 @@ def test_a_transient_peak_is_not_missed() -> None:
 @linux_only
 def test_kinds_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * 16 * MIB)
-    with PeakMeter(interval_seconds=0.001) as meter:
+    with PeakMeter() as meter:
+        meter.sample()
         shared = mmap.mmap(-1, 8 * MIB)
         shared[::4096] = b"x" * len(range(0, 8 * MIB, 4096))
         with (tmp_path / "f").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -48,9 +49,10 @@ def test_growth_is_counted_from_the_start_of_the_block() -> None:
     assert kept
 
 
-def test_the_end_of_a_block_does_not_wait_for_the_next_sample() -> None:
-    with PeakMeter(interval_seconds=threading.TIMEOUT_MAX) as meter:
-        pass
+def test_the_end_of_a_block_does_not_wait_for_the_next_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice._defaults.SAMPLE_SECONDS", threading.TIMEOUT_MAX)
+    with PeakMeter() as meter:
+        meter.sample()
     assert meter.peaks.total_bytes >= 0
 
 

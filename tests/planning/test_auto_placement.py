@@ -15,7 +15,6 @@ import sluice
 from sluice._errors import BudgetError
 from sluice.loading import devices as _devices
 from sluice.matching.placement import device_of
-from sluice.modules.collect import undivided
 from sluice.planning.auto_placement import Member, Room, auto_placement
 from sluice.planning.cuda_allocator import plan_reservation
 from sluice.records import DeviceFacts
@@ -47,8 +46,10 @@ def test_a_model_that_fits_goes_to_the_first_accelerator() -> None:
     assert auto_placement(members(TRANSFORMER), rooms(0, 1000)) == {"": "cuda:1"}
 
 
-def test_without_an_accelerator_everything_goes_to_the_cpu() -> None:
-    assert auto_placement(members(TRANSFORMER), []) == {"": "cpu"}
+def test_without_an_accelerator_everything_goes_to_the_cpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.loading.devices.accelerators", tuple)
+    report = sluice.load_into(empty(Model), file, device="auto")
+    assert (report.placement, report.devices) == ({"": "cpu"}, ("cpu",))
     assert auto_placement([], rooms(10)) == {}
 
 
@@ -234,17 +235,6 @@ def test_nothing_fits_anywhere(file: Path, fakes: dict[str, FakeAccelerator]) ->
     with pytest.raises(BudgetError, match="host memory"):
         sluice.load_into(model, file, device="auto", memory=sluice.MemoryLimits(host="8MiB", device=0, staging="1MiB"))
     assert model.embed.weight.is_meta
-
-
-def test_without_accelerators_auto_is_the_cpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.loading.devices.accelerators", tuple)
-    report = sluice.load_into(empty(Model), file, device="auto")
-    assert (report.placement, report.devices) == ({"": "cpu"}, ("cpu",))
-
-
-def test_blocks_are_those_that_the_model_names() -> None:
-    assert undivided(empty(Model)) == {f"blocks.{i}" for i in range(4)}
-    assert undivided(nn.Linear(1, 1)) == frozenset()
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "balanced_low_0", "sequential"])

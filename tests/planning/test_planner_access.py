@@ -10,11 +10,10 @@ import torch
 from msgspec.structs import replace
 
 import sluice
-from sluice import _defaults as defaults
 from sluice.machine.facts import file_facts, machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import AccessFacts, FileFacts, LoadPlan, MachineFacts, Request, largest_access, local_access
+from sluice.records import AccessFacts, LoadPlan, MachineFacts, Request, largest_access, local_access
 from sluice.sources.protocol import Source
 from sluice.sources.wrappers import ReadAhead, Section
 from support.plans import FILE, MIB, entry, entry_of, facts, index_of, request
@@ -40,15 +39,6 @@ def with_access(machine: MachineFacts, *accesses: AccessFacts) -> MachineFacts:
 
 def large(*, dtype: str = "float32", mib: int = 256) -> Request:
     return request("w", entry((mib * MIB // 4,)), dtype=dtype)
-
-
-def test_local_files_have_the_defaults() -> None:
-    assert local_access() == AccessFacts(
-        request_bytes=defaults.READ_BYTES,
-        gap_bytes=defaults.COALESCE_GAP_BYTES,
-        parallel_requests=defaults.WAITING_READERS,
-    )
-    assert FileFacts(filesystem="ext4", direct_io=True, probe_step_bytes=MIB).access == local_access()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["in place", "staged"])

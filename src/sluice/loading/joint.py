@@ -58,7 +58,7 @@ def load_together(
     Raises:
         RankError: A rank failed. The same on every rank; its cause is the error of this rank.
     """
-    with Agreement(group, verb=request.verb) as agreement, PeakMeter(sampling=False) as meter, ExitStack() as stack:
+    with Agreement(group, verb=request.verb) as agreement, PeakMeter() as meter, ExitStack() as stack:
         neighbors = agreement.meet()
         request = replace(request, options=replace(request.options, host_ranks=len(neighbors)))
         job = agreement.attempt(lambda: decide(request, stack.enter_context(opening), whole_host=True))

@@ -38,7 +38,7 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
         from sluice.loading.joint import load_together
 
         return load_together(request, opening, group, progress=progress, started=started)
-    with PeakMeter(sampling=False) as meter, opening as checkpoint:
+    with PeakMeter() as meter, opening as checkpoint:
         job = decide(request, checkpoint)
         if job.plan.readers:  # without readers the load takes less time than a thread
             meter.sample()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from msgspec.structs import replace
@@ -21,15 +21,15 @@ from sluice._errors import ReadError
 from sluice._threads import spare_threads
 from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.filesystems import filesystem_type
-from sluice.machine.page_cache import probe_cache
 from sluice.machine.system_files import read_system_file
 from sluice.records import REMOTE_FILESYSTEM, DeviceFacts, FileFacts, MachineFacts
 from sluice.records.geometry import round_up
 from sluice.sources.local import LocalFile
+from sluice.sources.pages import cached_bytes, resident_bytes
 from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source
 from sluice.sources.ranges import MemoryFile
 
-__all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
+__all__ = ["file_facts", "machine_facts", "mappable", "probe_cache", "takes_direct_io"]
 
 #: Local file systems on which direct reads and writes were measured to be at least as fast as buffered ones. Network
 #: and FUSE file systems, and those that merely accept the flag, are excluded.
@@ -99,6 +99,58 @@ def _cached(source: LocalFile, filesystem: str, offsets: range) -> tuple[float, 
         return (1.0,) * len(offsets)
     with source.lend() as descriptor:
         return probe_cache(descriptor, offsets)
+
+
+def probe_cache(descriptor: int, offsets: range) -> tuple[float, ...]:
+    """Return the cached share of each part of a file, from 0 to 1, without waiting for the disk.
+
+    The kernel counts the pages of a range if it can (``sources/pages.py``). Otherwise single bytes are read
+    without waiting (``RWF_NOWAIT``). Such a probe fails if its page is not cached, but the kernel starts to read that
+    page nevertheless; so its offset is random, and the next load does not probe the same page.
+
+    Args:
+        descriptor: The open file.
+        offsets: First byte of each part; ``offsets.stop`` is the size of the file.
+
+    Returns:
+        One share per part, 0 or 1 if the kernel does not count pages; empty if it does not support probing.
+    """
+    count = _counter(descriptor) if offsets else None
+    if count is None:
+        return _probe_bytes(descriptor, offsets)
+    shares = []
+    for offset in offsets:
+        nbytes = min(defaults.PROBE_BYTES, offsets.step, offsets.stop - offset)
+        shares.append(min(1.0, count(descriptor, offset, nbytes) / nbytes))
+    return tuple(shares)
+
+
+def _counter(descriptor: int) -> Callable[[int, int, int], int] | None:
+    """Return a function that counts a page that was just read and so is certainly cached; None if there is none."""
+    if not hasattr(os, "pread"):  # Windows
+        return None
+    try:
+        os.pread(descriptor, 1, 0)
+    except OSError:  # a failing disk fails again when the plan reads
+        return None
+    return next((count for count in (cached_bytes, resident_bytes) if count(descriptor, 0, 1) > 0), None)
+
+
+def _probe_bytes(descriptor: int, offsets: range) -> tuple[float, ...]:
+    nowait = getattr(os, "RWF_NOWAIT", None)
+    if nowait is None:
+        return ()
+    found = []
+    one = bytearray(1)
+    for offset in offsets:
+        anywhere = offset + int.from_bytes(os.urandom(8)) % min(offsets.step, offsets.stop - offset)
+        try:
+            found.append(float(os.preadv(descriptor, [one], anywhere, nowait) == 1))
+        except BlockingIOError:
+            found.append(0.0)
+        except OSError:  # unsupported here; a failing disk fails again when the plan reads
+            return ()
+    return tuple(found)
 
 
 def takes_direct_io(path: str) -> bool:

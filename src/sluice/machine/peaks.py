@@ -6,6 +6,7 @@ peak of a block is exact and no sample can miss it. Samples only split it by kin
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from typing import Self
@@ -17,8 +18,7 @@ from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.system_files import read_system_file, write_system_file
 from sluice.records import Peaks
 
-__all__ = ["NO_MEMORY", "MemorySample", "PeakMeter", "read_memory", "restart_peak"]
-
+__all__ = ["NO_MEMORY", "MemorySample", "PeakMeter", "read_memory", "restart_peak", "trim_heap"]
 
 #: Fields of ``/proc/PID/status`` that a sample has, in KiB and in the kernel's order.
 _FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
@@ -73,6 +73,15 @@ def restart_peak() -> bool:
     return write_system_file("/proc/self/clear_refs", b"5")
 
 
+def trim_heap() -> None:
+    """Return freed memory of all threads to the system, where the C library can: in glibc.
+
+    It keeps what was freed in blocks below a size that grows with the blocks that are freed, up to 32 MiB
+    (``M_MMAP_THRESHOLD`` in mallopt(3)).
+    """
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+
+
 class PeakMeter:
     """Measures the growth of the memory of this process during a ``with`` block.
 
@@ -83,15 +92,7 @@ class PeakMeter:
         True
     """
 
-    def __init__(self, interval_seconds: float = defaults.SAMPLE_SECONDS, *, sampling: bool = True) -> None:
-        """Measure nothing yet.
-
-        Args:
-            interval_seconds: Seconds between two samples.
-            sampling: Whether a thread samples from the start of the block on; ``sample`` starts it later.
-        """
-        self._interval = interval_seconds
-        self._sampling = sampling
+    def __init__(self) -> None:
         #: Held during the block: a sampler that waits for it wakes as soon as the block ends.
         self._stop = threading.Lock()
         self._samplers: list[Worker] = []
@@ -102,12 +103,6 @@ class PeakMeter:
         self._exact = restart_peak()
         self._base = self._highest = read_memory()
         self._stop.acquire()
-        if self._sampling:
-            try:
-                self.sample()
-            except BaseException:  # an interrupt: ``__exit__`` will not run
-                self._stop.release()
-                raise
         return self
 
     def sample(self) -> None:
@@ -126,7 +121,7 @@ class PeakMeter:
         return self._highest.growth(self._base, max(self._highest.peak_bytes, self._base.total_bytes))
 
     def _sample(self) -> None:
-        while not self._stop.acquire(timeout=self._interval):
+        while not self._stop.acquire(timeout=defaults.SAMPLE_SECONDS):
             self._take()
 
     def _take(self) -> None:

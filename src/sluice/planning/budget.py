@@ -7,11 +7,12 @@ Pure functions: no I/O, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from sluice import _defaults as defaults
 from sluice._errors import Alternative, BudgetError
 from sluice._options import MemoryLimits
 from sluice._units import format_bytes, parse_bytes
@@ -25,6 +26,7 @@ __all__ = [
     "device_limit",
     "find_limits",
     "for_whole_host",
+    "growth_of_copies",
     "plan_needs",
     "shortages",
 ]
@@ -114,6 +116,19 @@ def for_whole_host(plan: LoadPlan) -> LoadPlan:
         host_ranks=1,
     )
     return replace(plan, facts=whole)
+
+
+def growth_of_copies(copies: Iterable[tuple[int, int]]) -> int:
+    """Return the peak growth of host memory while code of the model replaces tensors by copies, in bytes.
+
+    A large tensor frees its memory when its copy is complete. A small one shares an arena with others, which may stay.
+
+    Args:
+        copies: Bytes of each tensor and of its copy.
+    """
+    copies = list(copies)
+    freed = [old for old, _ in copies if old >= defaults.OWN_MAPPING_BYTES]
+    return sum(new for _, new in copies) - sum(freed) + max(freed, default=0)
 
 
 def plan_needs(plan: LoadPlan) -> dict[str, int]:

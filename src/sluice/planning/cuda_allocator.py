@@ -17,7 +17,7 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 
 from sluice.records import Reservation
@@ -46,14 +46,14 @@ def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reserva
     rounded = [round_up(size, _SMALLEST_BYTES) for size in requested]
     small = [size for size in rounded if size <= _LARGEST_SMALL_BYTES]
     large = [size for size in rounded if size > _LARGEST_SMALL_BYTES]
-    small_bytes = _packed(small, _small_segment)
+    small_bytes = _packed(small, small=True)
     # Below 10 MiB the allocator would take a segment of 20 MiB; from 10 MiB on it takes the size of the block.
     block = round_up(max(sum(large), _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES) if large and one_block else 0
     return Reservation(
         requested_bytes=sum(requested),
         allocated_bytes=sum(rounded),
         block_bytes=block,
-        reserved_bytes=small_bytes + (block or _packed(large, _large_segment, lost_bytes=_LARGEST_SMALL_BYTES)),
+        reserved_bytes=small_bytes + (block or _packed(large, small=False)),
     )
 
 
@@ -63,32 +63,27 @@ def scratch_bytes(buffer_bytes: int) -> int:
     return round_up(max(buffer_bytes, _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES)
 
 
-def _small_segment(size: int) -> int:  # noqa: ARG001  the signature of _large_segment
-    return _SMALL_SEGMENT_BYTES
-
-
 def _large_segment(size: int) -> int:
     return _MEDIUM_SEGMENT_BYTES if size < _LARGEST_MEDIUM_BYTES else round_up(size, _SEGMENT_MULTIPLE_BYTES)
 
 
-def _packed(sizes: Iterable[int], segment_for: Callable[[int], int], *, lost_bytes: int = 0) -> int:
+def _packed(sizes: Iterable[int], *, small: bool) -> int:
     """Return the bytes of the segments for allocations in sequence, each in the smallest free range that fits.
 
     Args:
         sizes: Bytes of each allocation, in order.
-        segment_for: Returns the bytes of a new segment for an allocation.
-        lost_bytes: Largest rest of a segment that is not used again.
+        small: Whether all are small; of a segment for larger ones a small rest is not used again.
     """
     rests: list[int] = []  # sorted
     reserved = 0
     for size in sizes:
         position = bisect_left(rests, size)
         if position == len(rests):
-            segment = segment_for(size)
+            segment = _SMALL_SEGMENT_BYTES if small else _large_segment(size)
             reserved += segment
             rest = segment - size
         else:
             rest = rests.pop(position) - size
-        if rest > lost_bytes:
+        if rest > (0 if small else _LARGEST_SMALL_BYTES):
             insort(rests, rest)
     return reserved

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import mul
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
-from sluice.planning.packed_fills import packed_fill
-from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target, View
-from sluice.records.geometry import contiguous_stride, is_dense, overlapping, round_up, span_elements
+from sluice._errors import UnsupportedError
+from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Request, Target, View
+from sluice.records.geometry import collapse, contiguous_stride, is_dense, overlapping, round_up, span_elements
 
-__all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
+__all__ = ["Computed", "computed_targets", "lay_out_blocks", "packed_fill", "shared_targets", "single_targets"]
 
 
 class Computed(Struct, frozen=True, kw_only=True):
@@ -65,12 +66,8 @@ def single_targets(
         index: Index of the entries.
         offsets: Data offset of each storage that the index has not located, by position.
     """
-    targets, views = [], []
-    for position, request in enumerate(requests):
-        target, view = _single_target(request, position, index, offsets)
-        targets.append(target)
-        views.append(view)
-    return tuple(targets), tuple(views)
+    made = [_single_target(request, position, index, offsets) for position, request in enumerate(requests)]
+    return tuple(target for target, _ in made), tuple(view for _, view in made)
 
 
 def shared_targets(
@@ -190,7 +187,7 @@ def _filled_target(
     numel = entry.numel
     elements = numel if request.existing else span_elements(entry.shape, stride)
     if entry.parts or entry.constant is not None:
-        pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
+        pieces = [(part.entry, sum(map(mul, part.start, stride))) for part in entry.parts] or [(entry, 0)]
         held = [(piece, first) for piece, first in pieces if piece.numel]
         read = [(piece, first) for piece, first in held if piece.constant is None]
         fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in read)
@@ -231,6 +228,41 @@ def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offse
     )
 
 
+def packed_fill(piece: Entry, first: int, stride: tuple[int, ...], file: int, offset: int) -> Fill:
+    """Return the fill from a view of packed elements, which are read and decoded in whole packs.
+
+    Args:
+        piece: A view of one storage.
+        first: Position of its element 0 in the target, in elements.
+        stride: Its steps in the target, in elements.
+        file: Position of the file in the plan.
+        offset: First byte of the storage in the file.
+
+    Raises:
+        UnsupportedError: It takes parts of packs.
+    """
+    packing = piece.elements.packing
+    assert packing is not None
+    shape, source, target = collapse(piece.shape, piece.stride, stride)
+    size = packing.elements
+    run = next((dim for dim, step in enumerate(source) if step == 1), None)
+    others = [dim for dim in range(len(shape)) if dim != run]
+    if run is None or shape[run] % size or piece.storage_offset % size or any(source[dim] % size for dim in others):
+        raise UnsupportedError(
+            f"this selection takes parts of packs of {size} elements ({packing.name})",
+            advice="Read whole rows and select from the result, or convert the file first, without rules.",
+        )
+    return Fill(
+        file=file,
+        offset=offset + piece.storage_offset // size * packing.nbytes,
+        elements=replace(piece.elements, packing=replace(packing, target_step=target[run])),
+        shape=(*(shape[dim] for dim in others), shape[run] // size),
+        source_stride=(*(source[dim] // size for dim in others), 1),
+        target_stride=(*(target[dim] for dim in others), target[run] * size),
+        target_start=first,
+    )
+
+
 def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> Iterator[Constant]:
     """Yield the constants among the pieces of an entry."""
     for piece, first in pieces:
@@ -242,11 +274,6 @@ def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> 
                 target_stride=stride,
                 target_start=first,
             )
-
-
-def _part_start(part: Part, stride: tuple[int, ...]) -> int:
-    """Return the position of element 0 of a part in a target with this stride, in elements."""
-    return sum(start * step for start, step in zip(part.start, stride, strict=True))
 
 
 def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:

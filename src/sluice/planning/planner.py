@@ -11,6 +11,7 @@ from itertools import accumulate, chain
 
 from sluice import _defaults as defaults
 from sluice._options import PageCache
+from sluice._units import format_bytes
 from sluice.planning.cuda_allocator import plan_reservation, scratch_bytes
 from sluice.planning.mappings import NOTHING_MAPPED, Mapped
 from sluice.planning.memory_layout import lay_out_blocks
@@ -24,11 +25,12 @@ from sluice.planning.reads import (
     shared_ids,
     staged_reads,
 )
-from sluice.planning.reasons import read_reasons
 from sluice.planning.threads import buffer_count, copier_count, reader_count, staging_buffer_bytes
 from sluice.records import (
+    REMOTE_FILESYSTEM,
     Block,
     DevicePlan,
+    FileFacts,
     FileRecord,
     LoadPlan,
     MachineFacts,
@@ -96,7 +98,7 @@ def plan_load(
         predicted=predicted,
         devices=tuple(_device_plans(targets, reads, buffer_bytes, most_unfinished)),
         device_scratch_bytes=scratch_bytes(buffer_bytes),
-        reasons=(*mapped.reasons, *read_reasons(reads, files, facts, page_cache)),
+        reasons=(*mapped.reasons, *_read_reasons(reads, files, facts, page_cache)),
         most_unfinished_reads=most_unfinished,
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
         joins_readers=_joins_readers(reads, facts, predicted, page_cache),
@@ -253,3 +255,37 @@ def _working_bytes(device: str, targets: Sequence[Target], reads: Sequence[Read]
         return 0
     count = _most_unfinished(reads, targets, most_unfinished, lambda each: int(each.device == device))
     return plan_reservation([max(waiting)] * count, one_block=False).reserved_bytes
+
+
+def _read_reasons(
+    reads: Sequence[Read], files: Sequence[FileRecord], facts: MachineFacts, page_cache: PageCache
+) -> Iterator[str]:
+    """Yield one sentence on direct and buffered reads for each reason, with the files that it applies to."""
+    direct: defaultdict[str, int] = defaultdict(int)
+    total: defaultdict[str, int] = defaultdict(int)
+    read_files: defaultdict[str, set[int]] = defaultdict(set)
+    reasons = [_read_reason(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
+    for read in reads:
+        if (why := reasons[read.file]) is None:
+            continue
+        total[why] += read.nbytes
+        direct[why] += read.nbytes if read.methods[0] == "direct" else 0
+        read_files[why].add(read.file)
+    for why, members in read_files.items():
+        where = files[min(members)].path if len(members) == 1 else f"{len(members)} files"
+        yield f"{where}: {format_bytes(direct[why])} of {format_bytes(total[why])} read directly, because {why}"
+
+
+def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str | None:
+    """Return the reason for the methods of the reads of a file; None if there was no choice."""
+    if known.filesystem == REMOTE_FILESYSTEM:
+        return None if page_cache == "auto" else f"it is not a local file: page_cache={page_cache!r} has no effect"
+    if page_cache != "auto":
+        return f"page_cache={page_cache!r}"
+    if known.direct_io:
+        if not known.cached:
+            return "the page cache cannot be probed"
+        return f"{sum(known.cached) / len(known.cached):.0%} of the file was cached"
+    if file.identity.nbytes < defaults.DIRECT_FILE_BYTES:
+        return "small files are read through the page cache"
+    return f"direct reads are not used on file system {known.filesystem or 'unknown'}"

@@ -20,7 +20,7 @@ from sluice.engine.small import is_small, run_small
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
-from sluice.planning.later_copies import growth_of_copies, with_later_growth
+from sluice.planning.budget import growth_of_copies
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
@@ -98,10 +98,10 @@ def plan_transfer(
         mapped=mapped,
         serial_bytes=serial_bytes,
     )
-    if later_copies:
-        plan = with_later_growth(plan, growth_of_copies(later_copies))
-    prepared = Prepared(plan=plan, views=views, computed=computed_views)
-    return with_more(prepared, {"cpu": checkpoint.working_bytes}) if checkpoint.working_bytes else prepared
+    prepared, more = Prepared(plan=plan, views=views, computed=computed_views), checkpoint.working_bytes
+    if later_copies:  # staging is free again then
+        more += max(0, growth_of_copies(later_copies) - plan.staging_buffers * plan.staging_buffer_bytes)
+    return with_more(prepared, {"cpu": more}) if more else prepared
 
 
 def with_more(prepared: Prepared, more: Mapping[str, int]) -> Prepared:

@@ -27,6 +27,7 @@ def assert_peak(limit_bytes: int) -> Iterator[PeakMeter]:
         ...     data = bytes(1 << 20)
     """
     with PeakMeter() as meter:
+        meter.sample()
         yield meter
     grown = meter.peaks.total_bytes
     if grown > limit_bytes:

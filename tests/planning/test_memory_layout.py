@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sluice._errors import UnsupportedError
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import slice_entry
-from sluice.planning.packed_fills import packed_fill
+from sluice.planning.memory_layout import packed_fill
 from sluice.records import Elements, Entry, Packing
 from sluice.records.geometry import contiguous_stride, span_elements
 
@@ -59,12 +59,6 @@ def test_views_are_put_together(data: st.DataObject) -> None:
     view, elements = permute(view, order), elements.permute(order)
     if view.numel:
         assert filled(view, contiguous_stride(view.shape)) == elements.flatten().tolist()
-
-
-def test_a_view_of_rows_counts_packs() -> None:
-    fill = packed_fill(slice_entry(entry((6, 8)), slice(1, 5)), 10, (8, 1), 2, 100)
-    assert (fill.file, fill.offset, fill.target_start) == (2, 100 + 2 * 3, 10)
-    assert (fill.shape, fill.source_stride, fill.target_stride) == ((8,), (1,), (4,))
 
 
 @pytest.mark.parametrize("key", [slice(2, 12), slice(0, 13), slice(0, 16, 2), slice(3, 4)])
