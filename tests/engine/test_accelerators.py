@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import sluice
 from sluice._dtypes import dtype_name
@@ -21,50 +24,35 @@ from sluice.engine.targets import Targets
 from sluice.planning.budget import shortages
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import DeviceFacts, FileRecord, LoadPlan, MachineFacts, Request
-from sluice.sources.local import LocalFile
+from sluice.records import DeviceFacts, LoadPlan, View
 from support import fake_accelerator as _accelerator
 from support.fake_accelerator import FakeAccelerator
-from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.plans import MIB, Stored, entry_of, facts, index_of, request
 from support.running import execute
 
 FAKE = "fake:0"
 
 
 def plan_for(
-    source: LocalFile, requests: list[Request], places: list[tuple[int, int]], *, cores: int = 2, staging: int = MIB
-) -> LoadPlan:
-    index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
-    targets, _ = single_targets(requests, index, {})
-    return plan_load(targets, index.files, facts(cached=True, cores=cores), staging_bytes=staging)
-
-
-def load(
-    path: Path,
-    tensors: list[torch.Tensor],
-    places: list[tuple[int, int]],
-    *,
-    dtype: torch.dtype | None = None,
-    cores: int = 2,
-    staging: int = MIB,
-    seed: int = 0,
-) -> list[torch.Tensor]:
-    """Load tensors that each have a storage of their own onto the fake, and check that each byte arrived once."""
+    stored: Stored, *, dtype: torch.dtype | None = None, cores: int = 2, staging: int = MIB, **changes: Any
+) -> tuple[LoadPlan, tuple[View, ...]]:
+    """Return the plan that loads all tensors onto the fake, and their views."""
     requests = [
-        request(f"t{i}", entry_of(tensor, i), device=FAKE, dtype=dtype_name(dtype or tensor.dtype))
-        for i, tensor in enumerate(tensors)
+        request(f"t{i}", entry_of(tensor, i), device=FAKE, dtype=dtype_name(dtype or tensor.dtype), **changes)
+        for i, tensor in enumerate(stored.tensors)
     ]
+    return stored.plan_of(requests, facts(cached=True, cores=cores), staging=staging)
+
+
+def check_load(stored: Stored, *, dtype: torch.dtype | None = None, seed: int = 0, **options: int) -> None:
+    """Load all tensors onto the fake, and check that each byte arrived once."""
     fake = FakeAccelerator(seed=seed)
-    source = LocalFile(path)
-    try:
-        plan = plan_for(source, requests, places, cores=cores, staging=staging)
-        _, views = single_targets(requests, index_of(places), {})
-        targets = Targets(plan, accelerators={FAKE: fake})
-        execute(plan, [source], targets)
-        fake.assert_filled_once()
-        return targets.tensors(views)
-    finally:
-        source.close()
+    plan, views = plan_for(stored, dtype=dtype, **options)
+    targets = Targets(plan, accelerators={FAKE: fake})
+    execute(plan, [stored.source], targets)
+    fake.assert_filled_once()
+    for ours, expected in zip(targets.tensors(views), stored.tensors, strict=True):
+        assert torch.equal(ours, expected.to(dtype or expected.dtype))
 
 
 def tensors_of_all_kinds() -> list[torch.Tensor]:
@@ -88,11 +76,9 @@ def test_every_byte_arrives_once_while_copies_are_late_and_out_of_order(
     tmp_path: Path, dtype: torch.dtype | None, cores: int, shift: int
 ) -> None:
     tensors = [t for t in tensors_of_all_kinds() if dtype is None or t.dtype == torch.float32]
-    places = write_storages(tmp_path / "f", tensors, shift=shift)
-    for seed in range(3):
-        loaded = load(tmp_path / "f", tensors, places, dtype=dtype, cores=cores, seed=seed)
-        for ours, expected in zip(loaded, tensors, strict=True):
-            assert torch.equal(ours, expected.to(dtype or expected.dtype))
+    with Stored(tmp_path / "f", tensors, shift=shift) as stored:
+        for seed in range(3):
+            check_load(stored, dtype=dtype, cores=cores, seed=seed)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
@@ -105,17 +91,11 @@ def test_every_byte_arrives_once_while_copies_are_late_and_out_of_order(
 def test_any_sizes_through_any_gate(
     tmp_path: Path, sizes: list[int], staging: int, seed: int, to: torch.dtype | None
 ) -> None:
-    tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
-    places = write_storages(tmp_path / "f", tensors)
-    for ours, expected in zip(
-        load(tmp_path / "f", tensors, places, dtype=to, staging=staging, seed=seed, cores=8), tensors, strict=True
-    ):
-        assert torch.equal(ours, expected.to(to or torch.float32))
+    with Stored(tmp_path / "f", [torch.arange(size, dtype=torch.float32) for size in sizes]) as stored:
+        check_load(stored, dtype=to, staging=staging, seed=seed, cores=8)
 
 
 def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [torch.randn(4 * MIB)]
-    places = write_storages(tmp_path / "f", tensors)
     give_back = StagingPool.give_back
 
     def forgetful(self: StagingPool, buffer: StagingBuffer) -> None:
@@ -124,8 +104,11 @@ def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monk
 
     monkeypatch.setattr(StagingPool, "give_back", forgetful)
     monkeypatch.setattr(_accelerator, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.02)))  # later than the reads
-    with pytest.raises(AssertionError, match="staging buffer was overwritten before"):
-        load(tmp_path / "f", tensors, places)
+    with (
+        Stored(tmp_path / "f", [torch.randn(4 * MIB)]) as stored,
+        pytest.raises(AssertionError, match="staging buffer was overwritten before"),
+    ):
+        check_load(stored)
 
 
 def test_the_fake_notices_what_arrives_twice_or_never() -> None:
@@ -143,44 +126,27 @@ def test_the_fake_notices_what_arrives_twice_or_never() -> None:
 
 
 def test_a_failing_read_waits_for_the_copies_in_flight(tmp_path: Path) -> None:
-    tensor = torch.randn(4 * MIB)
-    places = write_storages(tmp_path / "f", [tensor])
-    source = LocalFile(tmp_path / "f")
-    plan = plan_for(source, [request("t", entry_of(tensor, 0), device=FAKE)], places)
-    with (tmp_path / "f").open("r+b") as file:
-        file.truncate(8 * MIB)
-    fake = FakeAccelerator()
-    with pytest.raises(sluice.SourceChangedError):
-        execute(plan, [source], Targets(plan, accelerators={FAKE: fake}))
-    source.close()
+    with Stored(tmp_path / "f", [torch.randn(4 * MIB)]) as stored:
+        plan, _ = plan_for(stored)
+        os.truncate(tmp_path / "f", 8 * MIB)
+        with pytest.raises(sluice.SourceChangedError):
+            execute(plan, [stored.source], Targets(plan, accelerators={FAKE: FakeAccelerator()}))
     assert not any(thread.name == "fake-accelerator" for thread in threading.enumerate())
 
 
 def test_one_block_is_reserved_unless_live_tensors_are_replaced(tmp_path: Path) -> None:
-    tensor = torch.randn(4 * MIB)
-    places = write_storages(tmp_path / "f", [tensor])
-    source = LocalFile(tmp_path / "f")
-    for replaces, blocks in ((False, [16 * MIB]), (True, [])):
-        wanted = request("t", entry_of(tensor, 0), device=FAKE, replaces=replaces)
-        plan = plan_for(source, [wanted], places)
-        fake = FakeAccelerator()
-        execute(plan, [source], Targets(plan, accelerators={FAKE: fake}))
-        assert fake.reserved_bytes == blocks
-    source.close()
+    with Stored(tmp_path / "f", [torch.randn(4 * MIB)]) as stored:
+        for replaces, blocks in ((False, [16 * MIB]), (True, [])):
+            plan, _ = plan_for(stored, replaces=replaces)
+            fake = FakeAccelerator()
+            execute(plan, [stored.source], Targets(plan, accelerators={FAKE: fake}))
+            assert fake.reserved_bytes == blocks
 
 
 def device_plan(free_bytes: int | None) -> LoadPlan:
     tensor = torch.empty(16 * MIB)
-    machine = facts(cached=True)
     known = DeviceFacts(device=FAKE, free_bytes=free_bytes, cached_bytes=MIB)
-    machine = MachineFacts(
-        cores=machine.cores,
-        memory_available_bytes=machine.memory_available_bytes,
-        memory_limit_bytes=None,
-        huge_pages=True,
-        files=machine.files,
-        devices=(known,),
-    )
+    machine = replace(facts(cached=True), devices=(known,))
     targets, _ = single_targets([request("t", entry_of(tensor, 0), device=FAKE)], index_of([(0, 64 * MIB)]), {})
     return plan_load(targets, index_of([]).files, machine, staging_bytes=64 * MIB)
 

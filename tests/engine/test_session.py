@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,35 +10,21 @@ import torch
 
 from sluice._errors import TruncatedError
 from sluice.engine.targets import Targets
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, LoadPlan
 from sluice.sources.local import LocalFile
-from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.plans import MIB, Stored
 from support.running import execute
 
 ELEMENTS = 9 * MIB // 4
 
 
-def cast(path: Path, tensor: torch.Tensor, check: Callable[[LoadPlan], None]) -> torch.Tensor:
+def cast(path: Path, tensor: torch.Tensor) -> torch.Tensor:
     """Load one float32 tensor as bfloat16, cold, through 8 MiB of staging."""
-    places = write_storages(path, [tensor])
-    source = LocalFile(path)
-    try:
-        index = index_of(places, (FileRecord(path=str(path), identity=source.identity),))
-        targets, views = single_targets([request("t", entry_of(tensor, 0), dtype="bfloat16")], index, {})
-        plan = plan_load(targets, index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB)
-        check(plan)
+    with Stored(path, [tensor]) as stored:
+        plan, views = stored.plan(0, dtype="bfloat16")
+        assert plan.readers > plan.copiers == 2
         memory = Targets(plan)
-        execute(plan, [source], memory)
+        execute(plan, [stored.source], memory)
         return memory.tensors(views)[0]
-    finally:
-        source.close()
-
-
-def has_copiers(plan: LoadPlan) -> None:
-    assert plan.copiers == 2
-    assert plan.readers > plan.copiers
 
 
 def test_copiers_empty_what_readers_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +37,7 @@ def test_copiers_empty_what_readers_fill(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Targets, "copy_out", noted)
     tensor = torch.randn(ELEMENTS)
-    assert torch.equal(cast(tmp_path / "f", tensor, has_copiers), tensor.bfloat16())
+    assert torch.equal(cast(tmp_path / "f", tensor), tensor.bfloat16())
     assert names == {"sluice-copier"}
 
 
@@ -66,7 +51,7 @@ def test_if_no_copier_can_start_readers_copy(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     tensor = torch.randn(ELEMENTS)
-    assert torch.equal(cast(tmp_path / "f", tensor, has_copiers), tensor.bfloat16())
+    assert torch.equal(cast(tmp_path / "f", tensor), tensor.bfloat16())
 
 
 @pytest.mark.parametrize("which", ["copy", "read"])
@@ -89,7 +74,7 @@ def test_the_kth_failure_reaches_the_caller_for_every_k(
     while True:
         failing, calls = failing + 1, 0
         try:
-            loaded = cast(tmp_path / "f", tensor, has_copiers)
+            loaded = cast(tmp_path / "f", tensor)
         except OSError as error:
             assert str(error) == f"call {failing}"
             continue
@@ -108,5 +93,5 @@ def test_a_read_that_ends_early_is_an_error_though_the_file_is_unchanged(
 
     monkeypatch.setattr(LocalFile, "read_into", short)
     with pytest.raises(TruncatedError, match="ends too early") as raised:
-        cast(tmp_path / "f", torch.randn(ELEMENTS), has_copiers)
+        cast(tmp_path / "f", torch.randn(ELEMENTS))
     assert raised.value.file == str(tmp_path / "f")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,38 +16,21 @@ from sluice._errors import ReadError
 from sluice.engine.running_plan import RunningPlan, SessionEndedError
 from sluice.engine.session import Session
 from sluice.engine.targets import Targets
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, Finisher, LoadPlan, View
+from sluice.records import Finisher, LoadPlan, View
 from sluice.sources.local import LocalFile
-from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.plans import MIB, Stored, entry_of, request
 from support.waiting import wait_until
 
 
-class Weights:
-    """Tensors in one file, and plans that load some of them."""
-
-    def __init__(self, path: Path, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        places = write_storages(path, tensors)
-        self.source = LocalFile(path)
-        self.index = index_of(places, (FileRecord(path=str(path), identity=self.source.identity),))
-
-    def plan(
-        self, *numbers: int, dtype: str = "bfloat16", finisher: Finisher | None = None
-    ) -> tuple[LoadPlan, tuple[View, ...]]:
-        wanted = [
-            replace(request(f"t{i}", entry_of(self.tensors[i], i), dtype=dtype), finisher=finisher) for i in numbers
-        ]
-        targets, views = single_targets(wanted, self.index, {})
-        return plan_load(targets, self.index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB), views
+class Weights(Stored):
+    def plan(self, *numbers: int, dtype: str = "bfloat16", **changes: Any) -> tuple[LoadPlan, tuple[View, ...]]:
+        return super().plan(*numbers, dtype=dtype, **changes)
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Iterator[Weights]:
-    made = Weights(tmp_path / "f", [torch.randn(MIB // 2) for _ in range(6)])
-    yield made
-    made.source.close()
+    with Weights(tmp_path / "f", [torch.randn(MIB // 2) for _ in range(6)]) as made:
+        yield made
 
 
 @contextmanager
@@ -199,9 +183,8 @@ def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
 
 def test_finishers_are_for_new_tensors(weights: Weights) -> None:
     finisher = Finisher(name="any", shape=(MIB // 2,), finished_sizes=())
-    wanted = replace(request("t", entry_of(weights.tensors[0], 0)), finisher=finisher, existing=True)
     with pytest.raises(ValueError, match="needs a new tensor"):
-        single_targets([wanted], weights.index, {})
+        weights.plan(0, finisher=finisher, existing=True)
 
 
 def test_a_plan_whose_reads_were_done_before_a_failure_is_complete(
@@ -254,8 +237,7 @@ def test_a_finisher_gets_a_transposed_weight_row_major_and_an_empty_one(weights:
         replace(request("t", turned), finisher=Finisher(name="copy", shape=(512, 1024), finished_sizes=())),
         replace(request("e", empty), finisher=Finisher(name="copy", shape=(0,), finished_sizes=())),
     ]
-    laid_out, views = single_targets(requests, weights.index, {})
-    plan = plan_load(laid_out, weights.index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB)
+    plan, views = weights.plan_of(requests)
     assert plan.final_bytes == 0
     seen = []
 

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from sluice.engine import targets as engine_targets
-from sluice.engine.host_memory import HostMemory
-from sluice.engine.page_sizes import PageSizes
+from sluice.engine.host_memory import HostMemory, PageSizes
 from sluice.engine.targets import Targets
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
-from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.plans import MIB, Stored
 from support.running import execute
 
 
@@ -25,33 +21,27 @@ def test_large_targets_are_mapped_before_the_first_read(tmp_path: Path, monkeypa
         done.append("map")
         return HostMemory(nbytes, huge_pages=huge_pages)
 
-    class Noted(LocalFile):
-        def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-            done.append("read")
-            return super().read_into(offset, buffer, direct=direct)
+    read_into = LocalFile.read_into
 
+    def noted(*arguments: Any, **options: Any) -> int:
+        done.append("read")
+        return read_into(*arguments, **options)
+
+    monkeypatch.setattr(LocalFile, "read_into", noted)
     monkeypatch.setattr(engine_targets, "HostMemory", mapped)
     tensors = [torch.randn(MIB) for _ in range(3)]
-    places = write_storages(tmp_path / "f", tensors)
-    source = Noted(tmp_path / "f")
-    try:
-        index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
-        requests = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
-        targets, views = single_targets(requests, index, {})
-        plan = plan_load(targets, index.files, facts(cached=False), staging_bytes=8 * MIB)
+    with Stored(tmp_path / "f", tensors) as stored:
+        plan, views = stored.plan(0, 1, 2)
         memory = Targets(plan)
-        execute(plan, [source], memory)
+        execute(plan, [stored.source], memory)
         assert done == ["map"] * 3 + ["read"] * 3
         assert all(torch.equal(new, old) for new, old in zip(memory.tensors(views), tensors, strict=True))
-    finally:
-        source.close()
 
 
-def test_recycled_memory_stays_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recycled_memory_stays_on_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PageSizes, "choose", lambda *_: pytest.fail("chosen"))
-    index = index_of([(0, 4 * MIB)])
-    targets, _ = single_targets([request("t", entry_of(torch.empty(MIB), 0))], index, {})
-    plan = plan_load(targets, index.files, facts(cached=False), staging_bytes=8 * MIB)
+    with Stored(tmp_path / "f", [torch.zeros(MIB)]) as stored:
+        plan, _ = stored.plan(0)
     Targets(plan, take_memory=lambda nbytes: HostMemory(nbytes, huge_pages=True)).window(0, 0, 4 * MIB)
 
 
@@ -62,21 +52,13 @@ def test_pages_are_chosen_for_every_byte_of_a_large_target(
     chosen: list[tuple[int, int]] = []
     monkeypatch.setattr(PageSizes, "choose", lambda *where: chosen.append(where[-2:]))
     tensor = torch.randn(2048, 2048)
-    places = write_storages(tmp_path / "f", [tensor])
-    source = LocalFile(tmp_path / "f")
-    try:
-        index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
-        wanted = request("t", entry_of(tensor.t() if way == "transposed" else tensor, 0))
-        if way == "cast":
-            wanted = replace(wanted, dtype="bfloat16")
-        targets, views = single_targets([wanted], index, {})
-        plan = plan_load(targets, index.files, facts(cached=False), staging_bytes=8 * MIB)
+    tensor = tensor.t() if way == "transposed" else tensor
+    with Stored(tmp_path / "f", [tensor]) as stored:
+        plan, views = stored.plan(0, dtype="bfloat16" if way == "cast" else "float32")
         memory = Targets(plan)
-        execute(plan, [source], memory)
+        execute(plan, [stored.source], memory)
         [result] = memory.tensors(views)
-    finally:
-        source.close()
-    assert torch.equal(result, (tensor.t() if way == "transposed" else tensor).to(result.dtype))
+    assert torch.equal(result, tensor.to(result.dtype))
     end = plan.blocks[0].lead_bytes
     for start, nbytes in sorted(chosen):
         assert start <= end

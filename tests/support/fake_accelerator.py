@@ -134,10 +134,10 @@ class FakeAccelerator(Accelerator):
             self._problems.append("a staging buffer was overwritten before the copy from it was done")
         target = pending.target
         source = pending.source
-        if source.packing is not None:
-            decode_packs(target, source.on_host(), source.packing, source.arithmetic)
+        if source.elements.packing is not None:
+            decode_packs(target, source.on_host(), source.elements.packing, source.elements.arithmetic)
         else:
-            compute(target, source.on_host(), source.arithmetic)
+            compute(target, source.on_host(), source.elements.arithmetic)
         counts = self._arrived.get(target.untyped_storage().data_ptr())
         if counts is not None:
             counts.as_strided(target.shape, target.stride(), target.storage_offset()).add_(1)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 
 from sluice._dtypes import dtype_name
+from sluice._options import PageCache
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
 from sluice.records import (
     Entry,
     FileFacts,
     FileIdentity,
     FileRecord,
     Index,
+    LoadPlan,
     MachineFacts,
     Request,
     Storage,
+    View,
     elements_of,
 )
 from sluice.records.geometry import contiguous_stride, span_elements
+from sluice.sources.local import LocalFile
 
 IDENTITY = FileIdentity(device=1, inode=2, nbytes=1 << 40, mtime_ns=3, ctime_ns=4)
 FILE = FileRecord(path="model.bin", identity=IDENTITY)
@@ -94,3 +101,37 @@ def entry_of(tensor: torch.Tensor, storage: int) -> Entry:
         start=int(tensor.storage_offset()),
         stride=tensor.stride(),
     )
+
+
+class Stored:
+    """Tensors in a file, each with a storage of its own, and plans that load some of them."""
+
+    def __init__(self, path: Path, tensors: list[torch.Tensor], *, shift: int = 0) -> None:
+        self.tensors = tensors
+        places = write_storages(path, tensors, shift=shift)
+        self.source = LocalFile(path)
+        self.index = index_of(places, (FileRecord(path=str(path), identity=self.source.identity),))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.close()
+
+    def plan(self, *numbers: int, **changes: Any) -> tuple[LoadPlan, tuple[View, ...]]:
+        """Return the plan that loads tensors by their numbers, and their views; ``changes`` are those of requests."""
+        wanted = [request(f"t{i}", entry_of(self.tensors[i], i), **changes) for i in numbers]
+        return self.plan_of(wanted)
+
+    def plan_of(
+        self,
+        wanted: list[Request],
+        machine: MachineFacts | None = None,
+        *,
+        staging: int = 8 * MIB,
+        page_cache: PageCache = "auto",
+    ) -> tuple[LoadPlan, tuple[View, ...]]:
+        targets, views = single_targets(wanted, self.index, {})
+        machine = machine or facts(cached=False)
+        plan = plan_load(targets, self.index.files, machine, staging_bytes=staging, page_cache=page_cache)
+        return plan, views

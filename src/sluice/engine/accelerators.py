@@ -64,7 +64,7 @@ class Accelerator:
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
         """Start to copy ``source`` to ``target``, computed and cast if the dtypes differ."""
-        if source.computed or not source.aligned:
+        if source.elements.computed or not source.aligned:
             copy_in_pieces(target, source)
         else:
             target.copy_(source.on_host())
@@ -122,19 +122,19 @@ class StreamAccelerator(Accelerator):
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
         with self._lock, self._on(self._stream):  # one copy at a time: the scratch is used in stream order
             same = (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous()
-            if same and not source.computed:
+            if same and not source.elements.computed:
                 self._send(_bytes_of(target), source)
                 return
             if self._scratch is None:
                 self._scratch = allocate_on(self._device, self._scratch_bytes, torch.uint8)
             scratch = self._scratch[: source.raw.nbytes]
             self._send(scratch, source)
-            if source.packing is not None:
-                decode_packs(target, source.seen_in(scratch), source.packing, source.arithmetic)
+            if source.elements.packing is not None:
+                decode_packs(target, source.seen_in(scratch), source.elements.packing, source.elements.arithmetic)
                 return
             # In place, gaps and all, so that no further memory is needed. A view may show an element twice, which torch
             # refuses to compute with in place.
-            for operation, number in source.arithmetic:
+            for operation, number in source.elements.arithmetic:
                 getattr(scratch.view(source.dtype), f"{operation}_")(number)
             target.copy_(source.seen_in(scratch))
 

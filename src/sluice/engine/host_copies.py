@@ -19,7 +19,7 @@ from sluice._dtypes import is_castable, torch_dtype
 from sluice._private_torch import copy_each, neg_view
 from sluice.engine.packs import Steps, compute, decode_packs, scratch
 from sluice.engine.staging import StagingBuffer
-from sluice.records import Arithmetic, Constant, Copy, Elements, Packing
+from sluice.records import Constant, Copy, Elements, elements_of
 from sluice.records.geometry import CopyPiece, collapse, cut, span_elements
 
 __all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_thread", "staged_bytes"]
@@ -39,33 +39,13 @@ class StridedBytes(Struct, frozen=True):
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: The computation with the elements; None copies or casts them.
-    elements: Elements | None = None
+    #: The computation with the elements.
+    elements: Elements = elements_of("uint8")
 
     @property
     def aligned(self) -> bool:
         """Whether the address of its bytes is a multiple of the item size; packs begin at any address."""
-        return self.packing is not None or self.raw.data_ptr() % self.dtype.itemsize == 0
-
-    @property
-    def computed(self) -> bool:
-        """Whether elements are computed with, besides a cast."""
-        return self.elements is not None and self.elements.computed
-
-    @property
-    def arithmetic(self) -> tuple[tuple[Arithmetic, float], ...]:
-        """Products and sums of each element with a number, one after the other."""
-        return self.elements.arithmetic if self.elements is not None else ()
-
-    @property
-    def packing(self) -> Packing | None:
-        """The code of its packs; None if each element is stored by itself."""
-        return self.elements.packing if self.elements is not None else None
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element or pack."""
-        return self.dtype.itemsize if self.packing is None else self.packing.nbytes
+        return self.elements.packing is not None or self.raw.data_ptr() % self.dtype.itemsize == 0
 
     def on_host(self) -> torch.Tensor:
         """Return the view itself, before it is computed; if it is not aligned, all of its bytes are moved."""
@@ -73,15 +53,14 @@ class StridedBytes(Struct, frozen=True):
 
     def seen_in(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the view of a copy of the bytes; of packs, as bytes in one more dimension."""
-        if self.packing is not None:
-            item = self.packing.nbytes
+        if self.elements.packing is not None:
+            item = self.elements.packing.nbytes
             steps = (*(step * item for step in self.stride), 1)
             return raw.as_strided((*self.shape, item), steps, raw.storage_offset())
         seen = raw.view(self.dtype).as_strided(self.shape, self.stride, raw.storage_offset() // self.dtype.itemsize)
-        math_bits = self.elements.math_bits if self.elements is not None else ()
-        if "conj" in math_bits:
+        if "conj" in self.elements.math_bits:
             seen = seen.conj()
-        if "neg" in math_bits:
+        if "neg" in self.elements.math_bits:
             seen = neg_view(seen)
         return seen
 
@@ -102,9 +81,8 @@ def staged_bytes(copy: Copy, buffer: StagingBuffer, first: int, target_dtype: st
         count=span_elements(copy.shape, copy.source_stride) * item,
         offset=buffer.start + first + copy.offset,
     )
-    if copy.dtype == target_dtype and not copy.elements.computed:
-        return StridedBytes(raw, BITS[item], copy.shape, copy.source_stride)
-    return StridedBytes(raw, torch_dtype(copy.dtype), copy.shape, copy.source_stride, copy.elements)
+    dtype = BITS[item] if copy.dtype == target_dtype and not copy.elements.computed else torch_dtype(copy.dtype)
+    return StridedBytes(raw, dtype, copy.shape, copy.source_stride, copy.elements)
 
 
 def constant_bytes(constant: Constant) -> StridedBytes:
@@ -118,13 +96,13 @@ def constant_bytes(constant: Constant) -> StridedBytes:
 
 def copy_in_pieces(target: torch.Tensor, source: StridedBytes) -> None:
     """Copy on the host, in pieces small enough that torch stays in this thread: the readers use every core."""
-    if source.packing is not None:
-        decode_packs(target, source.on_host(), source.packing, source.arithmetic)
+    if source.elements.packing is not None:
+        decode_packs(target, source.on_host(), source.elements.packing, source.elements.arithmetic)
     elif source.aligned or not target.numel():
-        _copy_aligned(target, source)
+        copy_in_thread(target, source.on_host(), source.elements.arithmetic)
     else:
         for part, moved in _moved(target, source):
-            _copy_aligned(part, moved)
+            copy_in_thread(part, moved.on_host(), moved.elements.arithmetic)
 
 
 def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.Tensor, StridedBytes]]:
@@ -186,7 +164,3 @@ def _cut(tensor: torch.Tensor, tile: Mapping[int, int]) -> list[torch.Tensor]:
         if size < tensor.shape[dim]:
             pieces = [part for piece in pieces for part in torch.split(piece, size, dim)]
     return pieces
-
-
-def _copy_aligned(target: torch.Tensor, source: StridedBytes) -> None:
-    copy_in_thread(target, source.on_host(), source.arithmetic)

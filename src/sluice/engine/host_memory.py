@@ -2,7 +2,7 @@
 
 The first touch of 4 KiB pages takes several times as long as the copy that causes it; 2 MiB pages make it cheap. They
 need an address that is a multiple of 2 MiB and ``madvise``. They must not cover a partial tail, because the rest of the
-last huge page would count as resident. ``page_sizes`` chooses between them while memory is filled.
+last huge page would count as resident. ``PageSizes`` chooses between them while memory is filled.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import time
 from contextlib import suppress
+
+from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._errors import BudgetError
 from sluice.records.geometry import round_down, round_up
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "PageSizes"]
 
 #: Number of the advice, which ``mmap`` does not name.
 _MADV_POPULATE_WRITE = 23
+
+#: Huge pages of one read.
+_FIRST_PAUSE = defaults.READ_BYTES // defaults.HUGE_PAGE_BYTES
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -103,6 +109,56 @@ class HostMemory:
     def view(self) -> memoryview:
         """Return the usable bytes."""
         return memoryview(self.mapping)[self.start : self.start + self.nbytes]
+
+
+class PageSizes(Struct):
+    """The choice between huge pages and 4 KiB pages for memory that is about to be filled, of one load.
+
+    The kernel zeroes huge pages at several GB/s. But a virtual machine may return free memory to its host, in blocks of
+    2 MiB. The first touch of a huge page that the host has taken takes twenty times as long, and five times as long as
+    those of 512 small pages. Both kinds of memory lie side by side, and nothing says which is which. So each huge page
+    is touched before bytes arrive in it. After a slow touch the rest of the range gets small pages, and so do the next
+    ranges: 8 MiB after the first slow touch, twice as much after each further one in a row, up to
+    ``MOST_UNTOUCHED_PAGES``. Threads may call it; they can at most touch a page too many.
+    """
+
+    #: Huge pages in whose place small ones are used without a touch.
+    _untouched: int = 0
+    #: Their number after the next slow touch.
+    _pause: int = _FIRST_PAUSE
+
+    def choose(self, memory: HostMemory, start: int, nbytes: int) -> None:
+        """Choose the pages of a range that is about to be filled, and make its huge pages resident.
+
+        Args:
+            memory: The memory; nothing happens if it has no huge pages.
+            start: First byte of the range, from ``memory.start``.
+            nbytes: Bytes of the range.
+        """
+        pages = memory.unchosen_pages(start, nbytes)
+        if not pages:
+            return
+        small = pages if self._skips(len(pages)) else self._touch(memory, pages)
+        if small:
+            memory.use_small_pages(small)
+
+    def _skips(self, count: int) -> bool:
+        if self._untouched <= 0:
+            return False
+        self._untouched -= count
+        return True
+
+    def _touch(self, memory: HostMemory, pages: range) -> range:
+        """Touch pages until one is slow; return the others."""
+        for number, page in enumerate(pages):
+            began = time.thread_time()  # of this thread: it may have to wait for a processor
+            memory.populate_page(page)
+            if time.thread_time() - began >= defaults.SLOW_HUGE_PAGE_SECONDS:
+                self._untouched = self._pause
+                self._pause = min(2 * self._pause, defaults.MOST_UNTOUCHED_PAGES)
+                return pages[number + 1 :]
+        self._pause = max(self._pause // 2, _FIRST_PAUSE)
+        return range(0)
 
 
 def _map(nbytes: int) -> mmap.mmap:

@@ -12,37 +12,17 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-from msgspec import Struct
-
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.pages import FileWatch
 from sluice.sources.protocol import Source, WatchableSource
 
-__all__ = ["ReadMethods", "ReadState", "Surprise", "check_process", "check_unchanged", "choose_methods"]
+__all__ = ["ReadMethods", "Surprise", "check_process", "check_unchanged"]
 
 #: Reason for a buffered read where the plan prefers a direct one: another process reads the file, or the range was
 #: cached meanwhile; empty if there is none.
 Surprise = Literal["", "shared", "cached"]
-
-
-class ReadState(Struct, frozen=True, kw_only=True):
-    """State of the file and of a range when the read starts."""
-
-    #: Whether another process reads the file.
-    shared: bool = False
-    #: Cached share of the range, from 0 to 1.
-    cached_share: float = 0.0
-
-
-def choose_methods(methods: tuple[Method, ...], state: ReadState) -> tuple[tuple[Method, ...], Surprise]:
-    """Return the methods to try for a read, in order, and the reason if the preferred one is left out."""
-    if methods[0] != "direct" or "buffered" not in methods:
-        return methods, ""
-    if state.cached_share >= defaults.CACHED_SHARE:
-        return ("buffered",), "cached"
-    return (("buffered",), "shared") if state.shared else (methods, "")
 
 
 def check_process(process: int) -> None:
@@ -71,15 +51,16 @@ class ReadMethods:
         self._watches: dict[int, FileWatch | None] = {}
 
     def of(self, plan: LoadPlan, read: Read) -> tuple[tuple[Method, ...], Surprise]:
-        """Return the methods for a read of a plan that starts now; see ``choose_methods``."""
-        if not plan.joins_readers or read.methods[0] != "direct":
+        """Return the methods to try for a read of a plan, in order, and the reason if the preferred one is left out."""
+        if not plan.joins_readers or read.methods != ("direct", "buffered"):
             return read.methods, ""
         with self._lock:
             watch = self._watch(read.file)
-            if watch is None:
-                return read.methods, ""
-            state = ReadState(shared=watch.others_read(), cached_share=watch.cached_share(read.offset, read.nbytes))
-        return choose_methods(read.methods, state)
+            if watch is not None and watch.cached_share(read.offset, read.nbytes) >= defaults.CACHED_SHARE:
+                return ("buffered",), "cached"
+            if watch is not None and watch.others_read():
+                return ("buffered",), "shared"
+        return read.methods, ""
 
     def close(self) -> None:
         """Remove the marks; called when no plan is running."""

@@ -150,14 +150,10 @@ class Session:
         """Work on plans until the session ends; the work of a reader."""
         stops_when(lambda: self.ended)
         while (run := self._plans.get()) is not None:
-            self.read_all(run)
+            while self.read_next(run):
+                pass
             del run  # its targets may be large, and the next plan long in coming
         self._plans.put(None)  # for the other readers
-
-    def read_all(self, run: RunningPlan) -> None:
-        """Do the reads of a plan until all are taken or one has failed."""
-        while self.read_next(run):
-            pass
 
     def read_next(self, run: RunningPlan) -> bool:
         """Do the reads of the next request of a plan; return whether there may be another one."""

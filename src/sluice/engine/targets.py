@@ -22,8 +22,7 @@ from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
-from sluice.engine.host_memory import HostMemory
-from sluice.engine.page_sizes import PageSizes
+from sluice.engine.host_memory import HostMemory, PageSizes
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import Constant, Copy, LoadPlan, Read, View
 from sluice.records.geometry import span_elements
@@ -72,7 +71,7 @@ class Targets:
         self._arenas: dict[int, HostMemory] = {}
         self._ranges: list[tuple[mmap.mmap, int]] = []
         self._flats: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._arena_lock = threading.Lock()
         # Memory that is used again and again stays on huge pages: direct reads into them are faster.
         self._pages = PageSizes() if take_memory is None else None
@@ -200,19 +199,15 @@ class Targets:
         target = self._plan.targets[copy.target]
         source = staged_bytes(copy, buffer, first, target.dtype)
         box = _box(self._flat(copy.target), copy)
-        if self._pages is not None and copy.target in self._mappings:
-            self._choose_pages(self._pages, copy.target, box)
-        if source.elements is None:
+        memory = self._mappings.get(copy.target)
+        if self._pages is not None and memory is not None:
+            nbytes = span_elements(box.shape, box.stride()) * box.element_size()
+            self._pages.choose(memory, box.data_ptr() - memory.address, nbytes)
+        if copy.dtype == target.dtype and not copy.elements.computed:
             box = box.view(source.dtype)
         if target.device != "cpu":
             started.add(target.device)
         self._send(target.device, box, source)
-
-    def _choose_pages(self, pages: PageSizes, position: int, box: torch.Tensor) -> None:
-        """Choose the pages of a target that a copy to a box is about to fill."""
-        memory = self._mappings[position]
-        nbytes = span_elements(box.shape, box.stride()) * box.element_size()
-        pages.choose(memory, box.data_ptr() - memory.address, nbytes)
 
     def _moves_bytes(self, copy: Copy, read_address: int) -> bool:
         """Copy unchanged bytes to small memory of the host, without tensors; return whether that is possible.
@@ -365,7 +360,7 @@ class Targets:
             memory = self._arena(block.arena)
             offset = memory.start + block.arena_offset
         else:
-            memory = self._mapping_locked(position)
+            memory = self._mapping(position)
             offset = memory.start + block.lead_bytes
         return torch.frombuffer(memory.mapping, dtype=dtype, count=count, offset=offset)
 
@@ -383,13 +378,10 @@ class Targets:
 
     def _mapping(self, position: int) -> HostMemory:
         with self._lock:
-            return self._mapping_locked(position)
-
-    def _mapping_locked(self, position: int) -> HostMemory:
-        if position not in self._mappings:
-            nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
-            self._mappings[position] = self._new_memory(nbytes, huge_pages=self._plan.facts.huge_pages)
-        return self._mappings[position]
+            if position not in self._mappings:
+                nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
+                self._mappings[position] = self._new_memory(nbytes, huge_pages=self._plan.facts.huge_pages)
+            return self._mappings[position]
 
     def _new_memory(self, nbytes: int, *, huge_pages: bool) -> HostMemory:
         return self._take_memory(nbytes) if self._take_memory else HostMemory(nbytes, huge_pages=huge_pages)

@@ -21,8 +21,8 @@ from msgspec.structs import asdict, replace
 from sluice._errors import MismatchError, PartialLoadError, StreamError, UnsupportedError
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.exchange import Exchange
 from sluice.engine.running_plan import RunResult
+from sluice.entries.slicing import boxes
 from sluice.formats.manifest import Manifest
 from sluice.loading.contents import request_contents, version_of
 from sluice.loading.job import Loaded
@@ -35,6 +35,9 @@ from sluice.reports.refresh import RefreshState
 from sluice.sharding.dtensors import local_of
 
 __all__ = ["Lock", "RefreshRequest", "Torn"]
+
+#: Bytes that are exchanged at a time, and held once more in that time.
+_PIECE_BYTES = 4 << 20
 
 #: State in which a refresh that fails may leave a model.
 Torn: TypeAlias = Literal["never", "undo", "allow"]
@@ -105,6 +108,48 @@ def _check_live(job: ModuleJob) -> None:
         raise error
 
 
+class _Exchange:
+    """A group of live tensors that change together, by their positions.
+
+    Their values are exchanged with new ones, so that they can be put back without other memory.
+    """
+
+    def __init__(self, positions: Sequence[int], scratch: dict[torch.device, torch.Tensor]) -> None:
+        self.positions = positions
+        #: Room for a piece on each device, shared by all groups: the heap would keep freed pieces between live objects.
+        self._scratch = scratch
+        #: Positions of the tensors that have begun to change, and of those that are complete.
+        self.begun: set[int] = set()
+        self.complete: set[int] = set()
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def swap(self, position: int, live: torch.Tensor, new: torch.Tensor) -> None:
+        """Exchange the values of two tensors of one shape and dtype."""
+        self.begun.add(position)
+        scratch = self._scratch.get(live.device)
+        if scratch is None:
+            scratch = self._scratch[live.device] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=live.device)
+        for box in boxes(tuple(live.shape), _PIECE_BYTES // live.itemsize):
+            target, source = live[box], new[box]
+            old = scratch[: target.numel() * live.itemsize].view(live.dtype).view(target.shape)
+            old.copy_(target)
+            self._pieces.append((target, old))  # until the memory of the new values has them
+            target.copy_(source)
+            source.copy_(old)
+            self._pieces[-1] = (target, source)
+        self.complete.add(position)
+
+    def undo(self) -> None:
+        """Put the old values back, those first that were exchanged last: tensors may overlap."""
+        self.complete.clear()
+        while self._pieces:
+            target, old = self._pieces[-1]
+            with torch.inference_mode(mode=target.is_inference()), torch.no_grad():
+                target.copy_(old)
+            self._pieces.pop()
+        self.begun.clear()
+
+
 class RefreshJob(ModuleJob, frozen=True, kw_only=True):
     """A decided refresh."""
 
@@ -113,7 +158,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
     #: Held while live tensors change.
     lock: Lock
     #: Changes of ``install``, with the old values.
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[_Exchange] = field(default_factory=list)
 
     @property
     def in_place(self) -> bool:
@@ -153,7 +198,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
             try:
                 for positions in self._groups():
                     with self._held(positions):
-                        self.exchanges.append(Exchange(positions, scratch))
+                        self.exchanges.append(_Exchange(positions, scratch))
                         for position in positions:
                             self._exchange(position, tensors[position])
             except BaseException:

@@ -66,8 +66,12 @@ def single_targets(
         index: Index of the entries.
         offsets: Data offset of each storage that the index has not located, by position.
     """
-    made = [_single_target(request, position, index, offsets) for position, request in enumerate(requests)]
-    return tuple(target for target, _ in made), tuple(view for _, view in made)
+    targets, views = [], []
+    for position, request in enumerate(requests):
+        target, view = _single_target(request, position, index, offsets)
+        targets.append(target)
+        views.append(view)
+    return tuple(targets), tuple(views)
 
 
 def shared_targets(
