@@ -7,7 +7,7 @@ from typing import Any
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
-from sluice.formats.torch_save.tree_limits import check_tree
+from sluice.formats.torch_save.tree_limits import check_object
 from support.hostile_archives import Global, pickled
 
 LIMITS = Limits()
@@ -24,10 +24,8 @@ def load(value: object, limits: Limits = LIMITS) -> Any:
     """Run a pickle, or the pickle of a value, and return the checked tree."""
     run = machine(value if isinstance(value, bytes) else pickled(value), limits)
     tree = run.load()
-    tree = check_tree(tree, limits, "file")
-    if run.refusal is not None:
-        raise run.refusal.error
-    return tree
+    assert isinstance(run.allowlist, TorchAllowlist)
+    return check_object(tree, run, run.allowlist, limits, "file", whole_objects=True)[0]
 
 
 def body(opcodes: bytes) -> bytes:

@@ -20,8 +20,8 @@ from torch.serialization import set_crc32_options
 import sluice
 from sluice._errors import FormatError
 from sluice._options import Limits
-from sluice.formats.archives.zip_directory import ZipRecord, read_directory
-from sluice.formats.archives.zip_records import expect_records, locate_records
+from sluice.formats.archives.zip_directory import read_directory
+from sluice.formats.archives.zip_records import ZipRecord, expect_records, locate_records
 from support.hostile_archives import ArchiveRecord, build_archive
 from support.sources import MemorySource
 

@@ -32,31 +32,21 @@ from msgspec import Struct
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._messages import check_limit
 from sluice._options import Limits
-from sluice.formats.archives.zip64 import zip64_fields
+from sluice.formats.archives.zip_records import (
+    DEFLATED,
+    IN_ZIP64,
+    KNOWN_FLAGS,
+    LOCAL_HEADER_BYTES,
+    ZipRecord,
+    archive_error,
+    zip64_fields,
+)
 from sluice.sources.protocol import Source
 
-__all__ = [
-    "DEFLATED",
-    "KNOWN_FLAGS",
-    "LOCAL_HEADER_BYTES",
-    "CentralDirectory",
-    "ZipRecord",
-    "archive_error",
-    "first_names",
-    "read_directory",
-]
+__all__ = ["CentralDirectory", "first_names", "read_directory"]
 
-#: Size of a local header without its name and extra field, in bytes.
-LOCAL_HEADER_BYTES = 30
-
-#: Flag bits that do not affect stored data: sizes follow the data (bit 3), names are UTF-8 (bit 11).
-KNOWN_FLAGS = 0x0808
-
-#: Compression of the records of code.
-DEFLATED = 8
-
-#: Escape values: the actual value is in the zip64 field.
-_IN_ZIP64_16, _IN_ZIP64_32 = 0xFFFF, 0xFFFFFFFF
+#: Escape value of the number of entries: the actual value is in the zip64 field.
+_MANY_ENTRIES = 0xFFFF
 
 # signature, disk, directory's disk, entries on the disk, entries, directory bytes, directory offset, comment bytes
 _END = struct.Struct("<4sHHHHIIH")
@@ -90,23 +80,6 @@ _NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+
 
 #: Names of compressed records: the code of a program, and files that users add.
 _OF_CODE = re.compile(rb"[^/]+/(?:code|extra)/")
-
-
-class ZipRecord(Struct, frozen=True, kw_only=True):
-    """One record of a zip archive, as described by the central directory."""
-
-    #: Full name, with the common directory.
-    name: str
-    #: Offset of the local header in the file, in bytes.
-    header: int
-    #: Size of the data, in bytes.
-    nbytes: int
-    #: Offset of the first byte after the record: the next local header or the central directory.
-    limit: int
-    #: CRC-32 of the data; 0 if the writer did not compute it.
-    crc: int = 0
-    #: Size of the data of a compressed record after unpacking, in bytes; None for stored data.
-    unpacked: int | None = None
 
 
 class CentralDirectory(Struct, frozen=True, kw_only=True):
@@ -229,9 +202,9 @@ def _read_end64(source: Source, tail: bytes, end: _End) -> _End:
     if signature != b"PK\6\6" or rest != _END64.size - 12 or disk or directory_disk or here != entries:
         raise FormatError("the zip64 end record is damaged", file=source.path, offset=at)
     for small, large, escape in (
-        (end.entries, entries, _IN_ZIP64_16),
-        (end.nbytes, nbytes, _IN_ZIP64_32),
-        (end.offset, offset, _IN_ZIP64_32),
+        (end.entries, entries, _MANY_ENTRIES),
+        (end.nbytes, nbytes, IN_ZIP64),
+        (end.offset, offset, IN_ZIP64),
     ):
         if small not in (large, escape):
             raise archive_error("the two end records disagree", source, at, small, large)
@@ -246,13 +219,6 @@ def _missing_end(source: Source) -> FormatError | TruncatedError:
         at, expected = start + found + _END.size, "the end of the file"
         return archive_error("bytes follow the end of the archive", source, at, expected, f"{size - at} bytes", _ADDED)
     return TruncatedError("the file ends before the archive's end record", file=source.path, offset=size)
-
-
-def archive_error(
-    problem: str, source: Source, offset: int, expected: object, found: object, advice: str | None = None
-) -> FormatError:
-    """Return the error for a damaged archive."""
-    return FormatError(problem, file=source.path, offset=offset, expected=expected, found=found, advice=advice)
 
 
 class _DirectoryParser:
@@ -315,7 +281,7 @@ class _DirectoryParser:
         if signature != b"PK\1\2" or following > len(self._raw) or disk:
             raise self._error("an entry of the central directory is damaged", at)
         name = self._raw[start:extra]
-        if _IN_ZIP64_32 in (packed, nbytes, header):
+        if IN_ZIP64 in (packed, nbytes, header):
             fields = zip64_fields(self._raw[extra : extra + extra_bytes], (nbytes, packed, header))
             if fields is None:
                 raise self._error(f"record {_printable(name)} has no zip64 field for its sizes", at)

@@ -16,33 +16,50 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from sluice._errors import CheckpointError, IntegrityError, LimitError
+from msgspec import Struct
+
+from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
-from sluice.formats.archives.zip64 import zip64_fields
-from sluice.formats.archives.zip_directory import (
-    DEFLATED,
-    KNOWN_FLAGS,
-    LOCAL_HEADER_BYTES,
-    ZipRecord,
-    archive_error,
-    read_directory,
-)
 from sluice.formats.protocol import Checksum
 from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import CheckingSource, Source
 
-__all__ = ["expect_records", "locate_records", "read_record", "record_checksums"]
+__all__ = [
+    "DEFLATED",
+    "IN_ZIP64",
+    "KNOWN_FLAGS",
+    "LOCAL_HEADER_BYTES",
+    "ZipRecord",
+    "archive_error",
+    "expect_records",
+    "locate_records",
+    "read_record",
+    "record_checksums",
+    "zip64_fields",
+]
 
 _Result = TypeVar("_Result")
 
 # signature, flags, method, stored bytes, bytes, name bytes, extra bytes
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xIIHH")
 
-_IN_ZIP64 = 0xFFFFFFFF
+#: Size of a local header without its name and extra field, in bytes.
+LOCAL_HEADER_BYTES = 30
+
+#: Flag bits that do not affect stored data: sizes follow the data (bit 3), names are UTF-8 (bit 11).
+KNOWN_FLAGS = 0x0808
+
+#: Compression of the records of code.
+DEFLATED = 8
+
+#: Escape value: the actual value is in the zip64 part of an extra field.
+IN_ZIP64 = 0xFFFFFFFF
+
+_ZIP64_EXTRA = 1
 
 #: Flag bit: the sizes follow the data, and the local header holds zeros. torch writes records this way.
 _SIZES_FOLLOW = 0x0008
@@ -55,6 +72,23 @@ _EXTRA_BYTES = 32
 
 #: Bytes of one read for a CRC-32.
 _CHECKED_BYTES = 1 << 20
+
+
+class ZipRecord(Struct, frozen=True, kw_only=True):
+    """One record of a zip archive, as described by the central directory."""
+
+    #: Full name, with the common directory.
+    name: str
+    #: Offset of the local header in the file, in bytes.
+    header: int
+    #: Size of the data, in bytes.
+    nbytes: int
+    #: Offset of the first byte after the record: the next local header or the central directory.
+    limit: int
+    #: CRC-32 of the data; 0 if the writer did not compute it.
+    crc: int = 0
+    #: Size of the data of a compressed record after unpacking, in bytes; None for stored data.
+    unpacked: int | None = None
 
 
 def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
@@ -150,12 +184,12 @@ def _unpack(data: bytes, nbytes: int) -> bytes:
         return b""
 
 
-def record_checksums(source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
-    """Return the CRC-32 of every record in file order, unused records included; the error for a damaged header.
+def record_checksums(source: Source, every: Iterable[ZipRecord], limits: Limits) -> list[Checksum | CheckpointError]:
+    """Return the CRC-32 of every record of an archive in file order; the error for a damaged header.
 
     Compressed records are checked at once.
     """
-    every = list(read_directory(source, limits).records())
+    every = list(every)
     records = [record for record in every if record.unpacked is None]
     packed = (record for record in every if record.unpacked is not None)
     damaged = [_or_error(read_record, source, record, limits.header_bytes) for record in packed]
@@ -222,7 +256,7 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> tuple[int, bool
         found = f"signature {signature!r}, flags {flags:#x}, method {method}, name {name[:80]!r}"
         raise archive_error(problem, source, record.header, None, found)
     extra = record.header + LOCAL_HEADER_BYTES + name_bytes
-    if _IN_ZIP64 in (packed, nbytes):
+    if IN_ZIP64 in (packed, nbytes):
         known = header[extra - record.header :][:extra_bytes]
         field = known if len(known) == extra_bytes else source.read_at(extra, extra_bytes)
         nbytes, packed = zip64_fields(field, (nbytes, packed)) or (-1, -1)
@@ -237,3 +271,33 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> tuple[int, bool
         most = f"at most {record.limit - offset} bytes"
         raise archive_error(problem, source, offset, most, f"{record.nbytes} bytes")
     return offset, bool(flags & _SIZES_FOLLOW)
+
+
+def zip64_fields(extra: bytes, fields: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Replace the escaped values in ``fields`` by their 64-bit values from the zip64 part of an extra field.
+
+    Args:
+        extra: The whole extra field.
+        fields: 32-bit values in the order of the zip64 part; 0xFFFFFFFF is the escape.
+
+    Returns:
+        The values, or None if the zip64 part is missing or too short.
+    """
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        at += 4
+        if kind == _ZIP64_EXTRA and at + nbytes <= len(extra):
+            values = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, at))
+            filled = (next(values, None) if field == IN_ZIP64 else field for field in fields)
+            found = tuple(value for value in filled if value is not None)
+            return found if len(found) == len(fields) else None
+        at += nbytes
+    return None
+
+
+def archive_error(
+    problem: str, source: Source, offset: int, expected: object, found: object, advice: str | None = None
+) -> FormatError:
+    """Return the error for a damaged archive."""
+    return FormatError(problem, file=source.path, offset=offset, expected=expected, found=found, advice=advice)

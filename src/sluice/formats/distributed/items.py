@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.archives.zip_records import record_checksums
 from sluice.formats.detection import is_safetensors, is_torch_zip
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
@@ -193,7 +192,7 @@ class ItemReader:
                 if isinstance(entry, UnsupportedValue):
                     headers.append(ChunkHeader(entry, 0, None))
                     continue
-                with _errors_in_file(section, item):
+                with _errors_in_file(item):
                     offset = self._format.locate(section, index, [entry.storage])[entry.storage]
                 headers.append(ChunkHeader(entry, index.storages[entry.storage].nbytes, section.start + offset))
         return headers
@@ -264,7 +263,7 @@ class ItemReader:
             if nbytes != storage.nbytes:
                 problem = "the storages of an item do not match its first bytes"
                 raise _error(problem, source, item, expected=f"{storage.nbytes} bytes", found=nbytes)
-        with _errors_in_file(section, item):
+        with _errors_in_file(item):
             offsets = self._format.locate(section, index, [storage.position for storage in expected])
         return [section.start + offsets[storage.position] for storage in expected]
 
@@ -272,7 +271,7 @@ class ItemReader:
         self, source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]]
     ) -> tuple[Section, Index]:
         section = Section(source, item.offset, item.nbytes, known=known)
-        with _errors_in_file(section, item):
+        with _errors_in_file(item):
             start = section.read_at(0, _MIN_ITEM_BYTES)
             if not is_torch_zip(start):
                 raise FormatError("an item is not a torch.save file", file=source.path, offset=0, found=start)
@@ -314,21 +313,16 @@ class ItemFile:
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
         checksums: list[Checksum | CheckpointError] = []
         for item in dict.fromkeys(storage.item for storage in self._storages):
-            section = Section(source, item.offset, item.nbytes)
             try:
-                with _errors_in_file(section, item):
-                    of_records = record_checksums(section, limits)
+                of_records = TorchZipFormat().checksums(Section(source, item.offset, item.nbytes), limits)
             except CheckpointError as error:
-                checksums.append(error)
-                continue
+                of_records = [error]
             for checksum in of_records:
-                if isinstance(checksum, Checksum):
+                if isinstance(checksum, CheckpointError):
+                    checksums.append(_in_file(checksum, item))
+                else:
                     name, offset = f"{item.name}/{checksum.name}", checksum.offset + item.offset
                     checksums.append(replace(checksum, name=name, offset=offset))
-                    continue
-                with suppress(CheckpointError), _errors_in_file(section, item):
-                    raise checksum
-                checksums.append(checksum)
         return checksums
 
 
@@ -365,15 +359,19 @@ def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, by
 
 
 @contextmanager
-def _errors_in_file(section: Section, item: Item) -> Iterator[None]:
-    """Add the name of the item to errors raised inside, and convert their offsets to offsets in the file."""
+def _errors_in_file(item: Item) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        if error.offset is not None:
-            error.offset += section.start
-        error.tensor = f"{item.name}.{error.tensor}" if error.tensor else item.name
-        raise
+        raise _in_file(error, item) from error.__cause__
+
+
+def _in_file(error: CheckpointError, item: Item) -> CheckpointError:
+    """Add the name of the item to an error, and convert its offset to one in the file."""
+    if error.offset is not None:
+        error.offset += item.offset
+    error.tensor = f"{item.name}.{error.tensor}" if error.tensor else item.name
+    return error
 
 
 def _tensor(index: Index, source: Source, item: Item) -> Entry | UnsupportedValue:

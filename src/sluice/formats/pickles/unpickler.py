@@ -8,8 +8,8 @@ as a dict key crash the interpreter.
 - A global is looked up in a table of exact ``(module, name)`` pairs. A global outside the table becomes an ``Opaque``
   leaf that keeps its name: calling it, filling it or setting its state has no effect.
 - Only a ``Constructor`` in the table of the caller builds a value. If it refuses its arguments, the machine continues
-  with a ``Refusal`` in place of the value, and ``check_tree`` raises its error with the name of the tensor. A value of
-  an unsupported kind, and any value built from it, becomes an ``UnsupportedValue``, which is also an inert leaf.
+  with a ``Refusal`` in place of the value, and ``check_object`` raises its error with the name of the tensor. A value
+  of an unsupported kind, and any value built from it, becomes an ``UnsupportedValue``, which is also an inert leaf.
 - An opcode without a handler is refused, with its name and offset.
 - Text that Python 2 wrote (BINSTRING) does not declare its encoding; it is decoded as ``torch.load(encoding=)`` does.
 
@@ -114,7 +114,7 @@ class Unpickler(Machine):
         """Run the pickle and return its object; ``end`` is then the position after STOP.
 
         If ``refusal`` is not None, the object may contain ``Refusal`` placeholders. Its depth is unchecked. Pass it to
-        ``check_tree`` before use.
+        ``check_object`` before use.
 
         Raises:
             FormatError: The pickle is malformed.

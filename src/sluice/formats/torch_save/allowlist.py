@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from reprlib import repr as short_repr
 from types import MappingProxyType
 from typing import Any, Never, cast
@@ -82,7 +82,7 @@ class TorchAllowlist(DeclaredStorages):
             "torch._utils._rebuild_tensor": self._rebuild_tensor,
             "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
             "torch._utils._rebuild_tensor_v3": self._rebuild_tensor_v3,
-            "torch._utils._rebuild_sparse_tensor": self._rebuild_sparse_tensor,
+            "torch._utils._rebuild_sparse_tensor": partial(sparse, limits=limits),
             "torch._utils._rebuild_qtensor": self._rebuild_qtensor,
         }
         #: The globals that depend on this pickle.
@@ -118,9 +118,6 @@ class TorchAllowlist(DeclaredStorages):
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise FormatError("the dtype of a tensor is not a torch.dtype")
         return _with_math_bits(self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5]), arguments[7:])
-
-    def _rebuild_sparse_tensor(self, arguments: tuple[Any, ...]) -> Entry:
-        return sparse(arguments, self._limits)
 
     def _rebuild_qtensor(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (7,))

@@ -198,21 +198,17 @@ class _LegacyAllowlist(TorchAllowlist):
         if len(arguments) > 1:
             problem = "the constructor of a parameter has the wrong number of arguments"
             raise FormatError(problem, expected="0 or 1", found=len(arguments))
-        return PendingObject(
-            finish=partial(self._finish_parameter, *arguments) if arguments else self._finish_empty_parameter
-        )
+        return PendingObject(finish=partial(self._finish_parameter, arguments))
 
-    def _finish_parameter(self, data: object, state: object) -> Entry:
-        if type(state) is not tuple or len(state) != 3:
-            raise FormatError("the state of a parameter has the wrong length", expected=3)
-        requires_grad, _volatile, hooks = state
+    def _finish_parameter(self, given: tuple[Any, ...], state: object) -> Entry:
+        length = 3 if given else 5
+        if type(state) is not tuple or len(state) != length:
+            raise FormatError("the state of a parameter has the wrong length", expected=length)
+        if given:
+            (data,), (requires_grad, _volatile, hooks) = given, state
+        else:
+            data, _gradient, hooks, requires_grad, _volatile = state
         return self._rebuild_parameter((data, requires_grad, OrderedDict() if hooks is None else hooks))
-
-    def _finish_empty_parameter(self, state: object) -> Entry:
-        if type(state) is not tuple or len(state) != 5:
-            raise FormatError("the state of a parameter has the wrong length", expected=5)
-        data, _gradient, hooks, requires_grad, volatile = state
-        return self._finish_parameter(data, (requires_grad, volatile, hooks))
 
 
 class _EmptyAllowlist:

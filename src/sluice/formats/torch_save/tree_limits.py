@@ -28,7 +28,7 @@ from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.storages import StorageReference
 from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue, elements_of
 
-__all__ = ["check_object", "check_tree"]
+__all__ = ["check_object"]
 
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple})
 
@@ -100,7 +100,7 @@ def check_object(
     *,
     whole_objects: bool = False,
 ) -> tuple[object, tuple[str, ...]]:
-    """Check the object of a file; return it, and notes on the parts that are dropped.
+    """Check that a walk of the object of a file ends after a bounded number of steps at a bounded depth.
 
     Args:
         tree: The object.
@@ -110,11 +110,18 @@ def check_object(
         file: Path of the file, for error messages.
         whole_objects: Whether to accept a pickled object of an arbitrary class, as an inert leaf.
 
+    Returns:
+        The object, in which bare storages are replaced by entries or ``UnsupportedValue`` leaves, and notes on the
+        parts that are dropped.
+
     Raises:
-        CheckpointError: A value could not be built, whether or not it is part of the tree.
+        CheckpointError: A value could not be built, whether or not it is part of the tree, whose name the error has.
+        UnsupportedError: A container contains itself, or the tree is a storage that sluice does not read.
+        LimitError: The tree is deeper than ``limits.depth``, or shared containers repeat more than ``limits.repeats``
+            values.
         UnsafeContentError: The file holds a pickled object of an arbitrary class instead of plain data.
     """
-    tree = check_tree(tree, limits, file)
+    tree = _TreeCheck(limits, file).run(tree)
     if unpickler.refusal is not None:  # a refused value that is not part of the tree
         raise unpickler.refusal.error
     if isinstance(tree, Opaque) and not (whole_objects or isinstance(tree, UnsupportedValue)):
@@ -129,21 +136,6 @@ def _notes(opaque: list[str], allowlist: TorchAllowlist) -> tuple[str, ...]:
     if allowlist.attributes_dropped:
         notes.append(f"{allowlist.attributes_dropped} Python attributes of tensors are not kept.")
     return tuple(notes)
-
-
-def check_tree(tree: object, limits: Limits, file: str) -> object:
-    """Check that a walk of ``tree`` ends after a bounded number of steps at a bounded depth.
-
-    Returns:
-        The tree, in which bare storages are replaced by entries, or by ``UnsupportedValue`` leaves.
-
-    Raises:
-        FormatError: A value could not be built; the error has its name.
-        UnsupportedError: A container contains itself, or the tree is a storage that sluice does not read.
-        LimitError: The tree is deeper than ``limits.depth``, or shared containers repeat more than ``limits.repeats``
-            values.
-    """
-    return _TreeCheck(limits, file).run(tree)
 
 
 class _TreeCheck:

@@ -18,7 +18,7 @@ of storages that are followed by a record outside the index, in the same way.
 Limits: those of the central directory (``archives.zip_directory``) and of the inert unpickler (``pickles.unpickler``);
 ``Limits.header_bytes`` for data.pkl.
 
-TorchScript archives and exported programs are of this format too; ``script`` and ``export`` have their state dicts.
+TorchScript archives and exported programs are of this format too; ``programs`` has their state dicts.
 
 Refused: a storage whose record is missing or does not have the size that the pickle declares; a
 pickle followed by more bytes; a pickled object of an arbitrary class instead of plain data.
@@ -34,14 +34,19 @@ from typing import NamedTuple
 from sluice._dtypes import number_bytes
 from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
-from sluice.formats.archives.zip_records import expect_records, locate_records, read_record, record_checksums
+from sluice.formats.archives.zip_directory import CentralDirectory, first_names, read_directory
+from sluice.formats.archives.zip_records import (
+    ZipRecord,
+    expect_records,
+    locate_records,
+    read_record,
+    record_checksums,
+)
 from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import TorchAllowlist
-from sluice.formats.torch_save.export import read_exported
-from sluice.formats.torch_save.script import ScriptAllowlist, declared_tensors
+from sluice.formats.torch_save.programs import ScriptAllowlist, declared_tensors, read_exported
 from sluice.formats.torch_save.storages import StorageReference
 from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
@@ -149,7 +154,7 @@ class TorchZipFormat:
         return dict(zip(unlocated, found or locate_records(source, records), strict=True))
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
-        return record_checksums(source, limits)
+        return record_checksums(source, read_directory(source, limits).records(), limits)
 
     def _unpickle(
         self, source: Source, directory: CentralDirectory, limits: Limits, kind: str, *, big_endian: bool

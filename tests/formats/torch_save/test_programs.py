@@ -1,7 +1,8 @@
-"""TorchScript archives have the state dict of ``torch.jit.load``, and nothing in them runs."""
+"""Archives of TorchScript and of ``torch.export`` have the state dict of the program, and nothing in them runs."""
 
 from __future__ import annotations
 
+import json
 import struct
 import warnings
 import zipfile
@@ -14,7 +15,6 @@ from torch import nn
 
 import sluice
 from sluice import CheckpointError, FormatError, LimitError, UnsupportedError
-from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import UnsupportedValue
 from support.hostile_archives import (
     ArchiveRecord,
@@ -26,7 +26,6 @@ from support.hostile_archives import (
     tensor_call,
     torch_archive,
 )
-from support.sources import MemorySource
 from support.torch_files import tree_of
 
 W = tensor_call(storage("0", 4), shape=(4,))
@@ -62,7 +61,7 @@ def script(path: Path, *, traced: bool) -> tuple[Net, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["scripted", "traced"])
-def test_the_state_dict_is_that_of_torch_and_fills_the_eager_class(tmp_path: Path, traced: bool) -> None:
+def test_the_state_dict_of_a_script_is_that_of_torch_and_fills_the_eager_class(tmp_path: Path, traced: bool) -> None:
     _, expected = script(tmp_path / "m.pt", traced=traced)
     found = sluice.load_state_dict(tmp_path / "m.pt")
     assert found.keys() == expected.keys()
@@ -151,6 +150,86 @@ def packed(data: bytes, nbytes: int, crc: int | None = None) -> bytes:
     return build_archive(records)
 
 
+def test_compressed_data_is_still_refused() -> None:
+    content = packed(b"\3\0", 0).replace(b"a/code/__torch__.py", b"a/data/__torch__.py")
+    with pytest.raises(UnsupportedError, match=r"'a/data/__torch__\.py' is compressed"):
+        tree_of(content)
+
+
+class Exported(nn.Module):
+    """Tied weights, buffers of both kinds, and a constant."""
+
+    steps: torch.Tensor
+    rates: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.tail = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tail.weight = self.head.weight
+        self.mix = nn.Parameter(torch.randn(4, 4).to(torch.bfloat16), requires_grad=False)
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("rates", torch.ones(4), persistent=False)
+        self.extra = torch.full((4,), 2.0)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        mixed = self.tail(self.head(values)) @ self.mix.to(torch.float32)
+        return torch.as_tensor(mixed * self.rates + self.extra + self.steps.sum())
+
+
+def test_the_state_dict_of_an_export_is_that_of_torch_and_fills_the_eager_class(tmp_path: Path) -> None:
+    program = torch.export.export(Exported(), (torch.ones(2, 4),))
+    torch.export.save(program, tmp_path / "m.pt2")
+    if b"archive_format" not in (tmp_path / "m.pt2").read_bytes():
+        pytest.skip("this version of torch writes the older layout")
+    expected = torch.export.load(tmp_path / "m.pt2").state_dict
+    found = sluice.load_state_dict(tmp_path / "m.pt2")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].stride()) == (tensor.dtype, tensor.stride())
+        assert (type(found[name]), found[name].requires_grad) == (type(tensor), tensor.requires_grad)
+        assert torch.equal(found[name], tensor)
+    model = Exported()
+    assert sluice.load_into(model, tmp_path / "m.pt2").loaded == len(expected) - 1
+    assert model.tail.weight is model.head.weight
+    report = sluice.verify(tmp_path / "m.pt2")
+    assert report.ok
+    assert report.notes == ("Tensors that only the program uses, its constants, are left out.",)
+    sluice.convert(tmp_path / "m.pt2", tmp_path / "m.safetensors")
+    assert sluice.diff(tmp_path / "m.pt2", tmp_path / "m.safetensors").same
+
+
+def weight(**changes: Any) -> dict[str, Any]:
+    sizes = {"sizes": [{"as_int": 2}, {"as_int": 2}], "strides": [{"as_int": 2}, {"as_int": 1}]}
+    meta = {"dtype": 7, "layout": 7, "requires_grad": True, "storage_offset": {"as_int": 0}, **sizes}
+    payload = {"path_name": "weight_0", "is_param": True, "use_pickle": False, "tensor_meta": meta}
+    for name, value in changes.items():
+        (payload if name in payload else meta)[name] = value
+    return payload
+
+
+def exported(config: object, **others: object) -> bytes:
+    configs = {"model": {"config": config}, **others}
+    records: dict[str, bytes | None] = {
+        f"data/weights/{name}_weights_config.json": value if isinstance(value, bytes) else json.dumps(value).encode()
+        for name, value in configs.items()
+    }
+    return torch_archive({}, records={"archive_format": b"pt2", "data/weights/weight_0": bytes(16), **records})
+
+
+def test_several_models_and_tensors_of_other_kinds() -> None:
+    tree = tree_of(exported({"w": weight()}, other={"config": {"w": weight(is_param=False)}}))
+    assert tree["model"]["w"].parameter
+    assert not tree["other"]["w"].parameter
+    tree = tree_of(exported({"p": weight(use_pickle=True), "d": weight(dtype=9), "s": weight(layout=1)}))
+    assert all(isinstance(leaf, UnsupportedValue) for leaf in tree.values())
+    assert "pickled" in tree["p"].reason
+
+
+def test_more_tensors_than_the_limit() -> None:
+    with pytest.raises(LimitError, match="'entries'; expected at most 6"):
+        tree_of(exported({str(number): weight() for number in range(7)}), sluice.Limits(entries=6))
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "problem"),
     [
@@ -161,14 +240,23 @@ def packed(data: bytes, nbytes: int, crc: int | None = None) -> bytes:
         (archive(Raw(b"c__torch__\nNet\n)\x81q\0}(X\1\0\0\0ah\0ub")), FormatError, "an object has no state"),
         (packed(b"\xff\xff", 40), CheckpointError, "CRC-32 of record 'a/code/__torch__.py'"),
         (packed(b"\3\0", 2**31), LimitError, "'a/code/__torch__.py' has more than 100000000 bytes"),
+        (torch_archive({}, records={"archive_format": b"pt2"}), UnsupportedError, "without the weights of a program"),
+        (exported({}, model=b"{"), FormatError, "not strict JSON"),
+        (exported({}, model=b"[" * 100_000), FormatError, "not strict JSON"),
+        (exported([]), FormatError, "not strict JSON"),
+        (exported({"w": 1}), FormatError, "not strict JSON"),
+        (exported({"w": weight(path_name="../x")}), FormatError, "no record for the weight"),
+        (exported({"w": weight(sizes=[{"as_int": 3}, {"as_int": 2}])}), FormatError, "past the end of its storage"),
+        (exported({"w": weight(sizes=[{"as_int": -1}, {"as_int": 2}])}), FormatError, "not a valid integer"),
+        (exported({"w": weight(sizes=[{"as_int": True}])}), FormatError, "not strict JSON"),
+        (exported({"w": weight(sizes=None)}), FormatError, "not strict JSON"),
+        (exported({"w": weight(strides=[])}), FormatError, "not tuples of equal length"),
+        (exported({"w": weight(storage_offset={"as_int": 2**62})}), FormatError, "past the end of its storage"),
+        (exported({"w": weight(storage_offset=1)}), FormatError, "not strict JSON"),
+        (exported({"w": weight(dtype=12, requires_grad=True)}), FormatError, "invalid requires_grad"),
+        (exported({"x" * 2_000_000: weight()}), LimitError, "a name exceeds"),
     ],
 )
 def test_hostile_archives(content: bytes, kind: type[CheckpointError], problem: str) -> None:
     with pytest.raises(kind, match=problem):
-        TorchZipFormat().read_index(MemorySource(content), sluice.Limits())
-
-
-def test_compressed_data_is_still_refused() -> None:
-    content = packed(b"\3\0", 0).replace(b"a/code/__torch__.py", b"a/data/__torch__.py")
-    with pytest.raises(UnsupportedError, match=r"'a/data/__torch__\.py' is compressed"):
-        TorchZipFormat().read_index(MemorySource(content), sluice.Limits())
+        tree_of(content)
