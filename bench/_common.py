@@ -16,8 +16,7 @@ from sluice.benchmark.gpt2 import SIZES, write_checkpoint
 from sluice.benchmark.machine import temporary_folder
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_tasks
 from sluice.benchmark.records import BenchTask, Outcome
-from sluice.benchmark.results import write_document
-from sluice.benchmark.table import TableSection, console_for_tables, print_section
+from sluice.benchmark.results import TableSection, console_for_tables, print_section, write_document
 
 __all__ = [
     "options",

@@ -21,7 +21,7 @@ from torch import nn
 
 import sluice
 from sluice.benchmark.gpt2 import gpt2
-from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.results import console_for_tables
 
 __all__ = ["main"]
 

@@ -25,9 +25,8 @@ from bench._pattern import FILES
 from bench._reads import METHODS, Job, measure
 from bench.places import PLACES, Place, Spot, Unavailable, own_mounts
 from sluice._units import parse_bytes
-from sluice.benchmark.cache import make_cold
-from sluice.benchmark.machine import temporary_folder
-from sluice.benchmark.table import TableSection
+from sluice.benchmark.machine import make_cold, temporary_folder
+from sluice.benchmark.results import TableSection
 from sluice.measuring import memory_limit_refusal
 
 __all__ = ["GOAL", "Row", "main", "section"]

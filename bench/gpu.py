@@ -22,15 +22,13 @@ from bench._common import refuse_wrong_weights, run_alone, show_document
 from bench._puzzle import Puzzle
 from sluice._units import format_bytes
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.cache import make_cold
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
-from sluice.benchmark.machine import temporary_folder
+from sluice.benchmark.machine import make_cold, temporary_folder
 from sluice.benchmark.methods import STRATEGIES
 from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Work
-from sluice.benchmark.results import as_document, write_report
+from sluice.benchmark.results import TableSection, as_document, console_for_tables, section_of, write_report
 from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.subjects import final_bytes
-from sluice.benchmark.table import TableSection, console_for_tables, section_of
 
 __all__ = ["main", "pinned_copy", "scenarios_for"]
 

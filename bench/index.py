@@ -20,7 +20,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from sluice.benchmark.machine import temporary_folder
-from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.results import console_for_tables
 
 __all__ = ["main"]
 

@@ -28,10 +28,9 @@ from sluice.benchmark.records import (
     Precision,
     Scenario,
 )
-from sluice.benchmark.results import as_document
+from sluice.benchmark.results import as_document, console_for_tables, section_of
 from sluice.benchmark.runner import run_with_progress
 from sluice.benchmark.subjects import final_bytes
-from sluice.benchmark.table import console_for_tables, section_of
 
 __all__ = ["CASES", "main"]
 

@@ -19,7 +19,7 @@ import sluice
 from bench._common import options, run_alone, show, working_folder
 from sluice.benchmark.gpt2 import random_state_dict
 from sluice.benchmark.records import Outcome, Work
-from sluice.benchmark.table import TableSection
+from sluice.benchmark.results import TableSection
 
 __all__ = ["METHODS", "main", "work"]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 import torch
 
-from sluice.benchmark import cache as _cache
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
 from sluice.benchmark.loads import run_job
@@ -82,7 +81,7 @@ def main(size: str, directory: Path | None, out: Path) -> None:
         for dtype in _DTYPES:
             for method in STRATEGIES:
                 path = folder / ("model.pth" if ".pth" in method.reads else "parameters")
-                _cache.make_cold(path)
+                _machine.make_cold(path)
                 job = MethodJob(
                     method=method.name, model=size, checkpoint=str(path), dtype=dtype, device=device, verify=False
                 )

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from bench._common import options, show, working_folder, write_shards
 from bench._rank_methods import DCP, FILE, METHODS, SHARDS
 from bench._stream_methods import fetched_bytes
-from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.gpt2 import CausalAttention, gpt2, random_weight, write_checkpoint
+from sluice.benchmark.machine import make_cold, make_warm
 from sluice.benchmark.process import run_tasks
 from sluice.benchmark.records import BenchTask, Work
-from sluice.benchmark.table import TableSection
+from sluice.benchmark.results import TableSection
 
 __all__ = ["Cell", "empty_model", "main", "section", "work"]
 

@@ -18,9 +18,9 @@ from torch import nn
 import sluice
 from bench._common import run_alone, show, working_folder
 from sluice._units import format_bytes
-from sluice.benchmark.cache import make_cold, make_warm
+from sluice.benchmark.machine import make_cold, make_warm
 from sluice.benchmark.records import Work
-from sluice.benchmark.table import TableSection
+from sluice.benchmark.results import TableSection
 
 __all__ = ["main", "refreshing"]
 

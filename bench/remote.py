@@ -44,10 +44,10 @@ from bench._remote_methods import (
 )
 from bench.ranks import empty_model
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.cache import make_warm
 from sluice.benchmark.gpt2 import random_weight, write_checkpoint
+from sluice.benchmark.machine import make_warm
 from sluice.benchmark.records import Work
-from sluice.benchmark.table import TableSection
+from sluice.benchmark.results import TableSection
 
 __all__ = ["Cell", "Run", "default_cells", "main", "missing", "section", "work"]
 

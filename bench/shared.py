@@ -21,11 +21,11 @@ from torch import multiprocessing, nn
 
 import sluice
 from bench._common import options, run_alone, show, working_folder
-from sluice.benchmark.cache import make_warm
 from sluice.benchmark.gpt2 import gpt2, random_state_dict
+from sluice.benchmark.machine import make_warm
 from sluice.benchmark.process import run_tasks
 from sluice.benchmark.records import BenchTask, Outcome, Work
-from sluice.benchmark.table import TableSection
+from sluice.benchmark.results import TableSection
 
 __all__ = ["attaching", "inheriting", "main"]
 

@@ -29,7 +29,7 @@ from torch import nn
 
 import sluice
 from sluice.benchmark.machine import temporary_folder
-from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.results import console_for_tables
 
 __all__ = ["Row", "main"]
 

@@ -25,9 +25,9 @@ from bench._raw import read_file
 from bench._stream_methods import INFERENCE_ONLY, METHODS, PREPARATIONS, same_dtype_only
 from bench._stream_models import LLAMA, MODELS, empty_state, file_dtype, write_model
 from sluice._units import format_bytes
-from sluice.benchmark.cache import make_cold
+from sluice.benchmark.machine import make_cold
 from sluice.benchmark.records import Outcome
-from sluice.benchmark.table import TableSection
+from sluice.benchmark.results import TableSection
 
 __all__ = ["main", "row"]
 

@@ -29,7 +29,7 @@ FEATURES = {
             "loading/rank_plans.py",
             "loading/divided.py",
         ),
-        *("reports/ranks.py", "modules/fully_sharded.py"),
+        "modules/fully_sharded.py",
     ),
     "writing": ("writing/*", "api/save.py", "reports/save.py"),
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/comparison.py"),

@@ -61,9 +61,8 @@ if TYPE_CHECKING:
     from sluice.modules.empty_init import empty_init
     from sluice.records import Opaque, Peaks, UnsupportedValue
     from sluice.reports.diff import DiffReport, TensorDifference
-    from sluice.reports.load import LoadReport, RankReport
+    from sluice.reports.load import LoadReport, RankReport, RefreshState
     from sluice.reports.plan import PlanReport
-    from sluice.reports.refresh import RefreshState
     from sluice.reports.save import SaveReport
     from sluice.reports.stream import StreamPlan, StreamReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
@@ -142,49 +141,27 @@ __all__ = [
     "verify",
 ]
 
-#: Where each public name lives; every exception is in ``_errors``.
+#: Public names by the module in which they live. Other functions have a module of their name in ``api``, and every
+#: exception is in ``_errors``.
 _HOMES = {
-    "Adapter": "adapters.config",
-    "Checkpoint": "api.checkpoint",
-    "LazyTensor": "api.checkpoint",
-    "DiffReport": "reports.diff",
-    "Limits": "_options",
-    "LoadReport": "reports.load",
-    "MemoryLimits": "_options",
-    "MemoryReport": "measuring",
-    "NonFinite": "reports.verify",
-    "Opaque": "records",
-    "Peaks": "records",
-    "Patched": "merging.patched",
-    "PlanReport": "reports.plan",
-    "RankReport": "reports.load",
-    "RefreshState": "reports.refresh",
-    "Remote": "sources.remote.location",
-    "UnsupportedValue": "records",
-    "ProgressEvent": "_progress",
-    "SaveReport": "reports.save",
-    "SharedCopy": "sharing.copies",
-    "Stream": "streaming.stream",
-    "StreamPlan": "reports.stream",
-    "StreamReport": "reports.stream",
-    "VerifyProblem": "reports.verify",
-    "VerifyReport": "reports.verify",
-    "convert": "api.convert",
-    "TensorDifference": "reports.diff",
-    "diff": "api.diff",
-    "empty_init": "modules.empty_init",
-    "load_into": "api.load",
-    "load_optimizer": "api.load_optimizer",
-    "merge": "api.merge",
-    "load_state_dict": "api.load",
-    "measure": "measuring",
-    "open": "api.checkpoint",
-    "plan": "api.plan",
-    "refresh": "api.refresh",
-    "save": "api.save",
-    "shared": "api.shared",
-    "stream": "api.stream",
-    "verify": "api.verify",
+    "_options": ("Limits", "MemoryLimits"),
+    "_progress": ("ProgressEvent",),
+    "adapters.config": ("Adapter",),
+    "api.checkpoint": ("Checkpoint", "LazyTensor", "open"),
+    "api.load": ("load_into", "load_state_dict"),
+    "measuring": ("MemoryReport", "measure"),
+    "merging.patched": ("Patched",),
+    "modules.empty_init": ("empty_init",),
+    "records": ("Opaque", "Peaks", "UnsupportedValue"),
+    "reports.diff": ("DiffReport", "TensorDifference"),
+    "reports.load": ("LoadReport", "RankReport", "RefreshState"),
+    "reports.plan": ("PlanReport",),
+    "reports.save": ("SaveReport",),
+    "reports.stream": ("StreamPlan", "StreamReport"),
+    "reports.verify": ("NonFinite", "VerifyProblem", "VerifyReport"),
+    "sharing.copies": ("SharedCopy",),
+    "sources.remote.location": ("Remote",),
+    "streaming.stream": ("Stream",),
 }
 
 
@@ -204,7 +181,9 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name
         collecting = gc.isenabled()
         gc.disable()
         try:
-            value = getattr(import_module(f"sluice.{_HOMES.get(name, '_errors')}"), name)
+            other = f"api.{name}" if name.islower() else "_errors"
+            home = next((module for module, names in _HOMES.items() if name in names), other)
+            value = getattr(import_module(f"sluice.{home}"), name)
         finally:
             if collecting:
                 gc.enable()

@@ -34,6 +34,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -237,17 +238,9 @@ class MismatchError(SluiceError, RuntimeError):
     advice = "Nothing was changed."
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        missing: tuple[str, ...] = (),
-        unexpected: tuple[str, ...] = (),
-        file: str | None = None,
-        tensor: str | None = None,
-        expected: object = None,
-        found: object = None,
+        self, problem: str, *, missing: tuple[str, ...] = (), unexpected: tuple[str, ...] = (), **where: Any
     ) -> None:
-        super().__init__(problem, file=file, tensor=tensor, expected=expected, found=found)
+        super().__init__(problem, **where)
         self.missing = missing
         self.unexpected = unexpected
 
@@ -292,18 +285,8 @@ class BudgetError(SluiceError):
 
     advice = "Nothing was read: choose a smaller dtype, another device, or larger limits."
 
-    def __init__(
-        self,
-        problem: str,
-        *,
-        file: str | None = None,
-        tensor: str | None = None,
-        offset: int | None = None,
-        expected: object = None,
-        found: object = None,
-        alternatives: Sequence[Alternative] = (),
-    ) -> None:
-        super().__init__(problem, file=file, tensor=tensor, offset=offset, expected=expected, found=found)
+    def __init__(self, problem: str, *, alternatives: Sequence[Alternative] = (), **where: Any) -> None:
+        super().__init__(problem, **where)
         self.alternatives = tuple(alternatives)
 
     def __str__(self) -> str:
@@ -347,11 +330,9 @@ class PartialLoadError(SluiceError):
         done: tuple[str, ...] = (),
         torn: tuple[str, ...] = (),
         untouched: tuple[str, ...] = (),
-        file: str | None = None,
-        tensor: str | None = None,
-        offset: int | None = None,
+        **where: Any,
     ) -> None:
-        super().__init__(problem, file=file, tensor=tensor, offset=offset)
+        super().__init__(problem, **where)
         self.done = done
         self.torn = torn
         self.untouched = untouched
@@ -378,10 +359,9 @@ class RankError(SluiceError, RuntimeError):
         ranks: Mapping[int, str] | None = None,
         changed: Sequence[int] = (),
         torn: Sequence[int] = (),
-        file: str | None = None,
-        tensor: str | None = None,
+        **where: Any,
     ) -> None:
-        super().__init__(problem, file=file, tensor=tensor)
+        super().__init__(problem, **where)
         self.ranks = dict(ranks or {})
         self.changed = tuple(changed)
         self.torn = tuple(torn)

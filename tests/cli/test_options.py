@@ -1,4 +1,4 @@
-"""Options that several commands share: dtypes, sizes, renames, rules, encodings, and several files."""
+"""Options that several commands share: dtypes, sizes, renames, rules, encodings, several files, and those for URLs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from support import old_files
-from support.command_line import run_command, state_dict
+from support.command_line import printed, refused, run_command, state_dict
+from support.range_server import RangeServer
 
 _MODEL = ("--model", "cli_model:Net")
 
@@ -36,10 +37,9 @@ def test_a_dtype_on_every_command(directory: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("command", [["load", "x", *_MODEL], ["plan", "x"], ["convert", "x", "y.pth"], ["bench"]])
 def test_a_wrong_dtype_lists_the_names_on_every_command(directory: Path, command: list[str]) -> None:
-    result = run_command(*command, "--dtype", "bf61")
-    assert result.exit_code == 2
-    assert "'bf61' is not one of" in result.stderr
-    assert "bfloat16 (bf16, BF16)" in result.stderr
+    result = refused(*command, "--dtype", "bf61")
+    assert "'bf61' is not one of" in result
+    assert "bfloat16 (bf16, BF16)" in result
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,7 @@ def test_mistakes(directory: Path, option: str, value: str, exit_code: int, mess
     (directory / "cli_rules.py").write_text(_RULES)
     torch.save(state_dict(), "net.pth")
     options = {"--model": "cli_model:Net", option: value}
-    result = run_command("load", "net.pth", *(word for pair in options.items() for word in pair))
-    assert result.exit_code == exit_code
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    assert message in refused("load", "net.pth", *(word for pair in options.items() for word in pair), code=exit_code)
 
 
 def test_several_files_are_one_checkpoint(directory: Path) -> None:
@@ -109,9 +106,7 @@ def test_several_files_are_one_checkpoint(directory: Path) -> None:
         save_file({name: tensor}, f"{name}.safetensors")
     files = [f"{name}.safetensors" for name in state_dict()]
     for command in (["load", *files, *_MODEL], ["plan", *files], ["inspect", *files], ["verify", *files]):
-        result = run_command(*command)
-        assert result.exit_code == 0, result.stderr
-        assert "fc.weight.safetensors and 2 more files" in result.stdout
+        assert "fc.weight.safetensors and 2 more files" in printed(*command)
     twice = run_command("inspect", files[0], files[0])
     assert twice.exit_code == 2
     assert "twice" in twice.stderr
@@ -144,13 +139,62 @@ def test_every_command_reads_text_in_an_encoding(
     refused = run_command(*command)
     assert refused.exit_code != 0
     assert "--encoding" in refused.output or "encoding='latin1'" in refused.output
-    found = run_command(*command, "--encoding", "latin1")
-    assert found.exit_code == 0, found.output
+    printed(*command, "--encoding", "latin1")
     if command[0] == "convert":
         assert torch.equal(safetensors.torch.load_file("new.safetensors")["weight"], torch.ones(2))
 
 
 def test_an_unknown_encoding_is_a_usage_error() -> None:
-    result = run_command("inspect", FILE, "--encoding", "utf-99")
-    assert result.exit_code == 2
-    assert "'utf-99' is not an encoding of text" in result.output
+    assert "'utf-99' is not an encoding of text" in refused("inspect", FILE, "--encoding", "utf-99")
+
+
+pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "verify", "diff", "convert"])
+def test_settings_reach_the_server(tmp_path: Path, command: str) -> None:
+    content = save({"w": torch.ones(4)})
+    with RangeServer({"/m.safetensors": content}) as server:
+        local = tmp_path / "m.safetensors"
+        local.write_bytes(content)
+        more = {"diff": [str(local)], "convert": [str(tmp_path / "copy.safetensors")]}.get(command, [])
+        options = [
+            "--header",
+            "X-Team: a",
+            "--header",
+            "Authorization:Bearer b",
+            "--connections",
+            "2",
+            "--timeout",
+            "9",
+        ]
+        printed(command, server.url("/m.safetensors"), *more, *options, "--verify", "no")
+        assert {request.headers["X-Team"] for request in server.requests} == {"a"}
+        assert {request.headers["Authorization"] for request in server.requests} == {"Bearer b"}
+
+
+@pytest.mark.parametrize("option", [["--header", "secret"], ["--timeout", "0"], ["--connections", "0"]])
+def test_wrong_values_are_refused(option: list[str]) -> None:
+    assert "secret" not in refused("inspect", "http://127.0.0.1:1/m", *option)
+
+
+@pytest.mark.parametrize(("size", "problem"), [("1GiB", "--cache-bytes needs --cache"), ("much", "not a size")])
+def test_the_size_of_a_cache_is_one_and_needs_a_directory(size: str, problem: str) -> None:
+    assert problem in refused("verify", "https://host/m", "--cache-bytes", size)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan", "diff", "convert"])
+def test_commands_read_what_was_cached(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, local = save({"w": torch.arange(100_000.0)}), str(tmp_path / "m.safetensors")
+    Path(local).write_bytes(content)
+    monkeypatch.setenv("SLUICE_CACHE", str(tmp_path / "cache"))
+    more = {"diff": [local], "convert": [str(tmp_path / "f.pth")]}
+    with RangeServer({"/m.safetensors": content}) as server:
+        url = server.url("/m.safetensors")
+        assert run_command("verify", url).exit_code == 0
+        server.requests.clear()
+        printed(command, url, *more.get(command, []))
+        assert len(server.requests) == 1
+        if command == "diff":
+            assert run_command(command, local, url).exit_code == 0
+            assert len(server.requests) == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.benchmark.cache import make_cold
+from sluice.benchmark.machine import make_cold
 from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
 from sluice.machine.cgroups import cgroup_headroom

@@ -1,4 +1,4 @@
-"""Documents of reports, rendered as text, with rich, and as plain values."""
+"""Documents of reports, rendered as text, with rich, and as plain values; text from files, made safe for terminals."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console, Group
 
-from sluice.reports.document import ROWS_SHOWN, Grid, Report, Section, Strong, plain, rich_sections
+from sluice.reports.document import (
+    ROWS_SHOWN,
+    Grid,
+    Report,
+    Section,
+    Strong,
+    plain,
+    printable,
+    printable_paragraph,
+    printable_value,
+    rich_sections,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +97,29 @@ def test_json_holds_nested_records_and_leaves_out_what_repr_does() -> None:
         "report": HOSTILE.to_json(),
         "numbers": [1, 2.5, None],
     }
+
+
+@given(st.text())
+def test_printable_text_is_printable_and_short_of_nothing(text: str) -> None:
+    assert printable(text).isprintable()
+    if text.isprintable():
+        assert printable(text) == text
+    assert printable_paragraph(text).count("\n") == text.count("\n")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=1000),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    )
+)
+def test_values_are_printable_and_short(value: object) -> None:
+    text = printable_value(value)
+    assert text.isprintable()
+    assert len(text) < 10_000
+
+
+def test_large_values_are_not_written_in_full() -> None:
+    assert printable_value(1 << 100_000).endswith("... (100001 bits)")
+    assert len(printable_value(1 << 100_000)) < 120
+    assert printable_value(b"x" * 10_000_000).endswith("... (10000000 bytes)")

@@ -17,8 +17,7 @@ import sluice
 from sluice.cli import main
 from sluice.records import Entry, Index, Part, elements_of
 from sluice.reports.document import Grid
-from sluice.reports.report_rows import Decided, _SourceNames, tensor_rows
-from sluice.reports.table import TensorRow, TensorTable
+from sluice.reports.table import Decided, TensorRow, TensorTable, _SourceNames, tensor_rows
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.benchmark.cache import make_cold
+from sluice.benchmark.machine import make_cold
 from sluice.sources.pages import FileWatch, cached_bytes, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks of open file descriptions are Linux's")

@@ -19,7 +19,7 @@ import sluice
 from sluice import _defaults as defaults
 from sluice._errors import BudgetError, MismatchError, ReadError, SluiceError, SourceChangedError, StreamError
 from sluice._options import MemoryLimits
-from sluice.benchmark.cache import make_cold
+from sluice.benchmark.machine import make_cold
 from sluice.engine import session as sessions
 from sluice.modules.unloaded import Guard, ParkedParameter
 from sluice.records import DeviceFacts

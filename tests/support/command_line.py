@@ -31,8 +31,23 @@ constant = 7
 """
 
 
-def run_command(*arguments: str) -> Result:
-    return CliRunner().invoke(main, list(arguments))
+def run_command(*arguments: object) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def printed(*arguments: object, code: int = 0) -> str:
+    """Return what a command prints that ends with an exit code."""
+    result = run_command(*arguments)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def refused(*arguments: object, code: int = 2) -> str:
+    """Return the error of a command that ends with an exit code; a traceback is only shown with --debug."""
+    result = run_command(*arguments)
+    assert result.exit_code == code, result.output
+    assert ("Traceback" in result.output) == ("--debug" in arguments)
+    return result.stderr
 
 
 def state_dict() -> dict[str, torch.Tensor]:

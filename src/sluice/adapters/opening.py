@@ -19,7 +19,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.reading.composites import read_tensor
 from sluice.reading.computed import WholeTensor, WholeTensors
 from sluice.records import Entry
-from sluice.reports.load_figures import MergedAdapter
+from sluice.reports.load import MergedAdapter
 
 __all__ = ["AdaptedCheckpoint", "open_adapted"]
 

@@ -25,8 +25,7 @@ from sluice.loading.rank_plans import RankLayout, plan_ranks, tensor_parallel_di
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
 from sluice.modules.refused_models import is_assembled_model
-from sluice.reports.plan import PlanReport
-from sluice.reports.ranks import RanksPlan
+from sluice.reports.plan import PlanReport, RanksPlan
 from sluice.sharding.layouts import mesh_of
 from sluice.sharing.copies import SharedCopy
 

@@ -23,7 +23,7 @@ from sluice.loading.load import load
 from sluice.loading.refresh import Lock, RefreshRequest, Torn
 from sluice.matching.renaming import Rename
 from sluice.modules.unloaded import refusing
-from sluice.reports.refresh import RefreshState
+from sluice.reports.load import RefreshState
 
 __all__ = ["refresh"]
 

@@ -15,9 +15,9 @@ from sluice._errors import UnsupportedError
 from sluice._units import format_bytes
 from sluice.benchmark import gpt2, subjects
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.cache import make_cold
 from sluice.benchmark.gpt2 import FORMATS
 from sluice.benchmark.loads import run_job
+from sluice.benchmark.machine import make_cold
 from sluice.benchmark.methods import METHODS, STRATEGIES, absence
 from sluice.benchmark.records import (
     REFERENCE,

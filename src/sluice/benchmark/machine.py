@@ -1,8 +1,13 @@
-"""The machine of a benchmark: processor, memory, file system, accelerator and package versions; a folder on it."""
+"""The machine of a benchmark: processor, memory, file system, accelerator and package versions; a folder on it.
+
+A checkpoint is dropped from its page cache, or read into it, and mincore says whether that succeeded.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
+import mmap
 import os
 import platform
 import re
@@ -10,11 +15,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -22,7 +29,7 @@ from sluice._units import format_bytes
 from sluice.machine.facts import machine_facts
 from sluice.machine.filesystems import filesystem_type
 
-__all__ = ["describe", "device", "free_memory_bytes", "temporary_folder"]
+__all__ = ["cached_share", "describe", "device", "free_memory_bytes", "make_cold", "make_warm", "temporary_folder"]
 
 
 def device() -> str:
@@ -84,3 +91,79 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder)
         signal.signal(signal.SIGTERM, before)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+#: Attempts to drop pages and seconds between them: pages in use by the kernel are not dropped at the first request.
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 0.05
+
+#: Attempts to read a file into the cache: the kernel may reclaim pages meanwhile.
+_READINGS = 3
+
+#: A file counts as cold below this share of cached pages, and as warm above one minus it.
+_TOLERANCE = 0.001
+
+_READ_BYTES = 8 << 20
+
+
+def _files(checkpoint: Path) -> Iterator[Path]:
+    yield from sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+
+
+def _cached_pages(file: Path) -> tuple[int, int]:
+    """Return the number of cached pages of a file, and its total number of pages."""
+    size = file.stat().st_size
+    if size == 0:
+        return 0, 0
+    pages = -(-size // mmap.PAGESIZE)
+    answer = np.empty(pages, dtype=np.uint8)
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapping:
+        mapped = np.frombuffer(mapping, dtype=np.uint8)
+        failed = _libc.mincore(
+            ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(answer.ctypes.data)
+        )
+        del mapped  # a mapping with a view of it cannot be closed
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore failed", str(file))
+    return int((answer & 1).sum()), pages
+
+
+def cached_share(checkpoint: Path) -> float:
+    """Return the fraction of the checkpoint's pages in the page cache, from 0 to 1."""
+    counts = [_cached_pages(file) for file in _files(checkpoint)]
+    return sum(cached for cached, _ in counts) / max(1, sum(pages for _, pages in counts))
+
+
+def make_cold(checkpoint: Path) -> bool:
+    """Sync the checkpoint, drop it from the page cache and return whether that succeeded.
+
+    It fails on file systems without a disk (tmpfs). Caches of the storage device are not affected.
+    """
+    for _ in range(_ATTEMPTS):
+        for file in _files(checkpoint):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                with suppress(OSError):  # file systems that are never written, such as squashfs, refuse it
+                    os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+        if cached_share(checkpoint) <= _TOLERANCE:
+            return True
+        time.sleep(_PAUSE_SECONDS)
+    return False
+
+
+def make_warm(checkpoint: Path) -> bool:
+    """Read the checkpoint into the page cache if needed; return whether it is cached, which takes enough memory."""
+    buffer = bytearray(_READ_BYTES)
+    for _ in range(_READINGS):
+        if cached_share(checkpoint) >= 1 - _TOLERANCE:
+            return True
+        for file in _files(checkpoint):
+            with file.open("rb", buffering=0) as stream:
+                while stream.readinto(buffer):
+                    pass
+    return cached_share(checkpoint) >= 1 - _TOLERANCE

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.loads import run_job
+from sluice.benchmark.machine import make_cold, make_warm
 from sluice.benchmark.methods import absence
 from sluice.benchmark.process import TIMEOUT_SECONDS
 from sluice.benchmark.records import REFERENCE, MethodJob, MethodRun, Outcome, Scenario, State

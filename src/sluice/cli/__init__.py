@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from sluice import __version__
 from sluice._interrupts import InterruptsRaised
-from sluice.cli.failures import failure_of
+from sluice.cli.output import failure_of
 
 __all__ = ["main"]
 
@@ -35,6 +35,10 @@ _SUMMARIES = {
 }
 
 
+#: Commands in the module of another one.
+_ELSEWHERE = {"diff": "verify", "plan": "load"}
+
+
 class _Commands(click.Group):
     """A group that imports a command when it runs, and turns exceptions into a paragraph and an exit code."""
 
@@ -44,7 +48,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  as above
         if cmd_name not in _SUMMARIES:
             return None
-        command: click.Command = getattr(import_module(f"sluice.cli.commands.{cmd_name}"), f"{cmd_name}_command")
+        module = _ELSEWHERE.get(cmd_name, cmd_name)
+        command: click.Command = getattr(import_module(f"sluice.cli.commands.{module}"), f"{cmd_name}_command")
         return command
 
     def resolve_command(

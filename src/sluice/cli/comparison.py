@@ -21,10 +21,16 @@ from sluice.benchmark import runner as _runner
 from sluice.benchmark.comparison import ComparedModel, can_read, default_methods, own_model, scenario
 from sluice.benchmark.methods import LOADERS
 from sluice.benchmark.records import Precision, State
-from sluice.benchmark.results import as_document, write_document, write_report
+from sluice.benchmark.results import (
+    as_document,
+    console_for_tables,
+    print_section,
+    section_of,
+    write_document,
+    write_report,
+)
 from sluice.benchmark.subjects import is_builtin, main_dtype
-from sluice.benchmark.table import console_for_tables, print_section, section_of
-from sluice.cli.failures import Failure
+from sluice.cli.output import Failure
 
 __all__ = ["END_SECONDS", "compare"]
 

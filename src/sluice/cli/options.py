@@ -18,7 +18,7 @@ from sluice._arguments import dtype_argument
 from sluice._dtypes import parse_dtype
 from sluice._options import NO_LIMITS, TEXT_ENCODING, MemoryLimits, PageCache
 from sluice._units import parse_bytes
-from sluice.cli.failures import Failure, describe
+from sluice.cli.output import Failure, describe
 from sluice.cli.remote_options import Command, together, with_settings
 
 if TYPE_CHECKING:

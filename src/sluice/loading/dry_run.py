@@ -29,8 +29,7 @@ from sluice.planning.other_methods import (
     recommend,
 )
 from sluice.records import LoadPlan
-from sluice.reports.plan import PlanReport
-from sluice.reports.ranks import RanksPlan
+from sluice.reports.plan import PlanReport, RanksPlan
 from sluice.sharding.dtensors import local_of
 
 __all__ = ["plan_report"]

@@ -37,11 +37,8 @@ from sluice.reading.reader import fill_caches
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.records.bulk import collector_paused
-from sluice.reports.load import LoadReport, RankReport
-from sluice.reports.load_figures import MergedAdapter, Subject
-from sluice.reports.refresh import RefreshState
-from sluice.reports.report_rows import request_rows
-from sluice.reports.table import TensorRow
+from sluice.reports.load import LoadReport, MergedAdapter, RankReport, RefreshState, Subject
+from sluice.reports.table import TensorRow, request_rows
 
 __all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "figures", "load_report", "run"]
 

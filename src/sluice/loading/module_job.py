@@ -26,9 +26,8 @@ from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
 from sluice.reading.transfer import Prepared, plan_transfer
 from sluice.records import Entry, Index, Request
-from sluice.reports.refresh import RefreshState
-from sluice.reports.report_rows import Decided, tensor_rows
-from sluice.reports.table import TensorRow
+from sluice.reports.load import RefreshState
+from sluice.reports.table import Decided, TensorRow, tensor_rows
 from sluice.sharding.dtensors import is_dtensor, local_of
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from sluice.ranks.membership import local_rank_count
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
-from sluice.reports.load_figures import Subject
+from sluice.reports.load import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]

@@ -21,7 +21,7 @@ from sluice.matching.match import Slot
 from sluice.modules.collect import ModuleState, collect
 from sluice.records import LoadPlan
 from sluice.records.geometry import contiguous_stride
-from sluice.reports.ranks import RankLoad, RanksPlan
+from sluice.reports.plan import RankLoad, RanksPlan
 from sluice.sharding.layouts import Mesh, divided_dim, sharding_on
 from sluice.sharding.regions import Region, region_of, shape_of
 

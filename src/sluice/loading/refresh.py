@@ -31,7 +31,7 @@ from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import ModuleRequest
 from sluice.modules.install import finish_loading, note_written
 from sluice.modules.unloaded import is_guarded, is_partly_loaded
-from sluice.reports.refresh import RefreshState
+from sluice.reports.load import RefreshState
 from sluice.sharding.dtensors import local_of
 
 __all__ = ["Lock", "RefreshRequest", "Torn"]

@@ -24,7 +24,7 @@ from sluice.planning.alternatives import Change
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
-from sluice.reports.load_figures import Subject
+from sluice.reports.load import Subject
 
 __all__ = ["StateDictJob", "StateDictRequest"]
 

@@ -21,8 +21,7 @@ from sluice._messages import listed
 from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash
-from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title
-from sluice.reports.printable import shorten
+from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, shorten
 
 __all__ = ["NonFinite", "ProblemKind", "VerifyProblem", "VerifyReport"]
 

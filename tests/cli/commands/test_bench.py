@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 from sluice.benchmark import comparison as _comparison
 from sluice.benchmark import runner as _runner
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import LOADERS
 from sluice.benchmark.records import MethodJob, Outcome
-from sluice.cli import main
 from sluice.cli.commands.bench import bench_command
 from sluice.cli.comparison import END_SECONDS
 from sluice.testing import memory_limit_refusal
-from support.command_line import state_dict
+from support.command_line import printed, refused, run_command, state_dict
 from support.comparisons import TRUTH, FakeRunner, trace
-
-Bench = Callable[..., Result]
 
 
 @pytest.fixture
@@ -33,23 +28,15 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     return fake
 
 
-@pytest.fixture
-def bench(directory: Path) -> Bench:
-    """Run the command in a directory with a model and its checkpoint, ``net.pth``."""
+@pytest.fixture(autouse=True)
+def _net(directory: Path) -> None:
+    """Work in a directory with a model and its checkpoint, ``net.pth``."""
     torch.save(state_dict(), "net.pth")
 
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(main, ["bench", *arguments])
 
-    return run
-
-
-def test_a_built_in_size_is_compared_in_two_precisions_and_cleaned_up(
-    bench: Bench, runner: FakeRunner, tmp_path: Path
-) -> None:
+def test_a_built_in_size_is_compared_in_two_precisions_and_cleaned_up(runner: FakeRunner, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    result = bench("--size", "tiny", "--directory", "disk")
-    assert result.exit_code == 0, result.output
+    result = printed("bench", "--size", "tiny", "--directory", "disk")
     assert [scenario.dtype for scenario in runner.scenarios] == ["float32", "bfloat16"]
     assert all(scenario.states == ("cold", "warm") for scenario in runner.scenarios)
     assert all(len(scenario.checkpoints) == 6 for scenario in runner.scenarios)
@@ -57,15 +44,13 @@ def test_a_built_in_size_is_compared_in_two_precisions_and_cleaned_up(
     assert list((tmp_path / "disk").iterdir()) == []
     assert (
         "fp32, cold: sluice 1.00 s with 1.00 F; the fastest and leanest other method was naive: 1.00 s with 1.00 F"
-        in result.output
+        in result
     )
-    assert f"report: {tmp_path / 'bench-out' / 'report.html'}" in result.output
+    assert f"report: {tmp_path / 'bench-out' / 'report.html'}" in result
     assert {path.name for path in (tmp_path / "bench-out").iterdir()} == {"results.json", "results.md", "report.html"}
 
 
-def test_without_a_size_the_machine_decides_it(
-    bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_size_the_machine_decides_it(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def fitting_size(_folder: Path, _device: str, processes: int) -> tuple[str, float]:
@@ -73,7 +58,7 @@ def test_without_a_size_the_machine_decides_it(
         return "tiny", 99.0
 
     monkeypatch.setattr(_comparison, "fitting_size", fitting_size)
-    result = bench("--device", "cpu", "--json")
+    result = run_command("bench", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     assert "GPT-2 tiny: about 99 s; --size chooses another" in result.stderr
     both = ("cold", "warm")
@@ -82,30 +67,25 @@ def test_without_a_size_the_machine_decides_it(
     ]  # fmt: skip
     assert END_SECONDS - 60 < runner.end_seconds < END_SECONDS
     assert json.loads(result.stdout)["command"] == "sluice bench --size tiny --device cpu"
-    bench("--device", "cpu", "--dtype", "bf16", "--method", "sluice", "--method", "mmap", "--cold")
+    printed("bench", "--device", "cpu", "--dtype", "bf16", "--method", "sluice", "--method", "mmap", "--cold")
     # A reference for each dtype; in addition only the requested methods are counted.
     assert asked == [2 * (1 + 6 * 2), 1 + 2]
 
 
-def test_a_full_disk_is_not_a_defect_of_sluice(
-    bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_not_a_defect_of_sluice(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=100, used=99, free=1 << 20))
-    result = bench("--size", "tiny", "--directory", "disk")
-    assert result.exit_code == 1
-    text = " ".join(result.output.split())
+    result = refused("bench", "--size", "tiny", "--directory", "disk", code=1)
+    text = " ".join(result.split())
     assert "a checkpoint of 33.2 MiB does not fit: 1.00 MiB are free; choose a smaller --size" in text
     assert "defect" not in text
     assert list(Path("disk").iterdir()) == []
     Path("file").touch()
-    result = bench("--size", "tiny", "--out", "file/results")
-    assert result.exit_code == 1
-    assert "file/results: Not a directory" in " ".join(result.output.split())
+    result = refused("bench", "--size", "tiny", "--out", "file/results", code=1)
+    assert "file/results: Not a directory" in " ".join(result.split())
 
 
-def test_an_own_model_is_loaded_from_its_own_checkpoint(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:
-    result = bench("net.pth", "--model", "cli_model:Net", "--model-args", "[4]", "--warm", "--out", "there")
-    assert result.exit_code == 0, result.output
+def test_an_own_model_is_loaded_from_its_own_checkpoint(runner: FakeRunner, tmp_path: Path) -> None:
+    printed("bench", "net.pth", "--model", "cli_model:Net", "--model-args", "[4]", "--warm", "--out", "there")
     (scenario,) = runner.scenarios
     assert (scenario.model, scenario.model_args, scenario.dtype, scenario.states) == (
         "cli_model:Net", "[4]", "float32", ("warm",)
@@ -116,10 +96,11 @@ def test_an_own_model_is_loaded_from_its_own_checkpoint(bench: Bench, runner: Fa
     assert "right" in (tmp_path / "there/results.md").read_text()
 
 
-def test_results_are_json_and_nothing_else(bench: Bench, runner: FakeRunner) -> None:
-    result = bench("--size", "tiny", "--method", "sluice", "--method", "mmap", "--dtype", "bf16", "--cold", "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+def test_results_are_json_and_nothing_else(runner: FakeRunner) -> None:
+    result = printed(
+        "bench", "--size", "tiny", "--method", "sluice", "--method", "mmap", "--dtype", "bf16", "--cold", "--json"
+    )
+    document = json.loads(result)
     assert document["command"] == "sluice bench --size tiny --method sluice --method mmap --dtype bf16 --cold"
     (scenario,) = document["scenarios"]
     assert [row["method"] for row in scenario["rows"]] == ["mmap", "sluice"]  # in the order of the tables
@@ -127,22 +108,21 @@ def test_results_are_json_and_nothing_else(bench: Bench, runner: FakeRunner) -> 
     assert len(scenario["timelines"][0]["seconds"]) == len(scenario["timelines"][0]["anon_bytes"]) > 10
 
 
-def test_wrong_weights_fail_the_command(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_weights_fail_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_runner, "run_with_progress", FakeRunner("abd"))
-    result = bench("--size", "tiny", "--method", "naive")
-    assert result.exit_code == 1
-    assert "wrong weights: naive" in result.output
+    assert "wrong weights: naive" in refused("bench", "--size", "tiny", "--method", "naive", code=1)
 
 
-def test_a_peer_that_is_not_installed_is_a_row_with_instructions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_is_a_row_with_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.benchmark.methods.find_spec", lambda name: None if name == "accelerate" else name)
     monkeypatch.setattr(_runner, "make_cold", lambda _: True)
     outcome = Outcome(status="ok", seconds=1.0, total_bytes=1, trace=trace(1.0, 1), verdict=TRUTH)
     monkeypatch.setattr(_runner, "run_job", lambda _job, **_: outcome)
-    result = bench("--size", "tiny", "--method", "accelerate", "--method", "sluice", "--dtype", "fp32", "--warm")
-    assert result.exit_code == 0, result.output
-    assert "absent" in result.output
-    assert "accelerate: accelerate is not installed: pip install accelerate" in result.output
+    result = printed(
+        "bench", "--size", "tiny", "--method", "accelerate", "--method", "sluice", "--dtype", "fp32", "--warm"
+    )
+    assert "absent" in result
+    assert "accelerate: accelerate is not installed: pip install accelerate" in result
 
 
 @pytest.mark.parametrize(
@@ -158,22 +138,17 @@ def test_a_peer_that_is_not_installed_is_a_row_with_instructions(bench: Bench, m
         (("--size", "tiny", "--ram-limit", "much"), "not a size"),
     ],
 )
-def test_invalid_arguments_are_refused(
-    bench: Bench, runner: FakeRunner, arguments: tuple[str, ...], complaint: str
-) -> None:
-    result = bench(*arguments)
-    assert result.exit_code == 2
-    assert complaint in " ".join(result.output.split())
+def test_invalid_arguments_are_refused(runner: FakeRunner, arguments: tuple[str, ...], complaint: str) -> None:
+    result = refused("bench", *arguments)
+    assert complaint in " ".join(result.split())
     assert runner.scenarios == ()
 
 
 def test_a_limit_that_the_system_does_not_permit_is_an_error_with_advice(
-    bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+    runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.cli.commands.bench.memory_limit_refusal", lambda: "run as root")
-    result = bench("--size", "tiny", "--ram-limit", "2GiB")
-    assert result.exit_code == 1
-    assert "--ram-limit: run as root" in result.output
+    assert "--ram-limit: run as root" in refused("bench", "--size", "tiny", "--ram-limit", "2GiB", code=1)
     assert runner.scenarios == ()
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner, Result
 
-from sluice.cli import main
-from sluice.cli.commands import convert as _convert
+from support.command_line import printed, refused, run_command
 
-
-def run(*arguments: object, answer: str | None = None) -> Result:
-    return CliRunner().invoke(main, ["convert", *map(str, arguments)], input=answer)
+run = partial(run_command, "convert")
 
 
 @pytest.fixture
@@ -58,11 +55,10 @@ def test_json(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_what_would_be_written(source: Path, tmp_path: Path) -> None:
-    done = run(source, tmp_path / "model", "--max-shard-size", "3KB", "--dry-run", "--dtype", "float16")
-    assert done.exit_code == 0
-    assert "a dry run: nothing was written" in done.stdout
-    assert done.stdout.count("model-0000") == 2
-    assert "cast float32 -> float16: 5 tensors" in done.stdout, done.stdout
+    done = printed("convert", source, tmp_path / "model", "--max-shard-size", "3KB", "--dry-run", "--dtype", "float16")
+    assert "a dry run: nothing was written" in done
+    assert done.count("model-0000") == 2
+    assert "cast float32 -> float16: 5 tensors" in done, done
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
@@ -71,13 +67,11 @@ def test_existing_files_are_replaced_only_on_request(
 ) -> None:
     out = tmp_path / "out.pt"
     out.write_bytes(b"old")
-    done = run(source, out)
-    assert done.exit_code == 1
-    assert "already exists; use --force" in done.stderr
+    assert "already exists; use --force" in refused("convert", source, out, code=1)
     assert f"replaced (1): {out}" in run(source, out, "--force").stdout
     (tmp_path / "m.json").write_bytes(b"old")
-    done = run(source, tmp_path / "new.pt", "--manifest", tmp_path / "m.json")
-    assert "m.json: the file already exists; use --force" in done.stderr
+    done = refused("convert", source, tmp_path / "new.pt", "--manifest", tmp_path / "m.json", code=1)
+    assert "m.json: the file already exists; use --force" in done
     assert not (tmp_path / "new.pt").exists()
 
 
@@ -107,10 +101,7 @@ def test_mistakes_are_one_paragraph(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, problem: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run(source, *arguments)
-    assert done.exit_code == code, done.output
-    assert problem in done.stderr
-    assert "Traceback" not in done.output
+    assert problem in refused("convert", source, *arguments, code=code)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
@@ -118,7 +109,6 @@ def test_a_missing_library_is_named(source: Path, tmp_path: Path, monkeypatch: p
     def missing(_: object) -> None:
         raise ImportError("xxh3_128 needs the library xxhash")
 
-    monkeypatch.setattr(_convert, "new_hash", missing)
-    done = run(source, tmp_path / "out.pt", "--manifest", tmp_path / "m.json", "--manifest-hash", "xxh3_128")
-    assert done.exit_code == 1
-    assert "needs the library xxhash" in done.stderr
+    monkeypatch.setattr("sluice.writing.manifest.new_hash", missing)
+    options = ("--manifest", tmp_path / "m.json", "--manifest-hash", "xxh3_128")
+    assert "needs the library xxhash" in refused("convert", source, tmp_path / "out.pt", *options, code=1)

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner
 
 import sluice
-from sluice.cli import main
 from support import distributed
-from support.command_line import run_command
+from support.command_line import printed, run_command
 from support.directories import save, save_sharded
 from support.gguf_files import packed, plain, text, write
 from support.work import at_most
@@ -32,7 +30,7 @@ def state_dict() -> dict[str, torch.Tensor]:
 
 def inspect(*arguments: str) -> list[str]:
     """Return the printed text without the rules of tables and the padding of lines."""
-    result = CliRunner().invoke(main, ["inspect", *arguments])
+    result = run_command("inspect", *arguments)
     assert result.exit_code == 0, result.output
     lines = (" ".join(line.split()) for line in result.stdout.splitlines())
     return [line for line in lines if line.strip("─ ")]
@@ -108,7 +106,7 @@ def test_a_state_dict_in_each_format(kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_json_and_tree_in_each_format(kind: str) -> None:
     path = written(kind)
-    value = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).stdout)
+    value = json.loads(printed("inspect", path, "--json"))
     shapes = {tensor["name"]: tensor["shape"] for tensor in value["tensors"]}
     assert shapes == {"fc.weight": [30, 40], "fc.bias": [30], "steps": []}
     assert (value["path"], value["state_dicts"], value["tensor_bytes"]) == (path, [""], 4928)
@@ -165,7 +163,7 @@ def test_packed_tensors_and_their_stored_bytes() -> None:
     for line in ("Q8_0 as float32 1 32.0 KiB", "w Q8_0 as float32 [64, 128] 32.0 KiB", "general.architecture: llama"):
         assert line in lines
     assert any(line.startswith("q8 a tensor of GGUF Q8_K, which sluice does not decode") for line in lines)
-    found = json.loads(CliRunner().invoke(main, ["inspect", "m.gguf", "--json"]).stdout)
+    found = json.loads(printed("inspect", "m.gguf", "--json"))
     assert [each["packing"] for each in found["tensors"]] == ["Q8_0", None]
     with sluice.open("m.gguf") as checkpoint, pytest.raises(sluice.UnsupportedError, match="llama-quantize"):
         checkpoint["q8"]
@@ -190,11 +188,11 @@ def test_hostile_names(options: list[str]) -> None:
     assert all(letter.isprintable() or letter == "\n" for letter in text)
     assert ("x" * 3000 in text) == (options == ["--all"])
     assert ("x" * 120 + "... (3,000 characters)" in text or "x" * 200 + "... (3,000" in text) == (options != ["--all"])
-    assert json.loads(CliRunner().invoke(main, ["inspect", "f.pth", "--json"]).stdout)["tensors"][0]["name"] == "a\0b"
+    assert json.loads(printed("inspect", "f.pth", "--json"))["tensors"][0]["name"] == "a\0b"
 
 
 def test_one_long_name_does_not_push_the_others_away() -> None:
-    lines = CliRunner().invoke(main, ["inspect", hostile(), "--all"]).stdout.splitlines()
+    lines = run_command("inspect", hostile(), "--all").stdout.splitlines()
     assert max(len(line) for line in lines if "x" * 50 not in line) < 140
 
 
@@ -219,14 +217,14 @@ def test_a_small_file_of_countless_places_is_refused_quickly() -> None:
         shared = [shared, shared]
     torch.save({"a": shared, "b": [shared] * 100}, "bomb.pt")
     with at_most(2_000_000):
-        result = CliRunner().invoke(main, ["inspect", "bomb.pt"])
+        result = run_command("inspect", "bomb.pt")
     assert result.exit_code == 1
     assert "exceeds the limit" in result.stderr
 
 
 def test_inspect_shows_one_part(directory: Path) -> None:
     torch.save({"model": state_dict(), "other": torch.ones(2)}, "run.pt")
-    value = json.loads(run_command("inspect", "run.pt", "--key", "model.fc", "--json").stdout)
+    value = json.loads(printed("inspect", "run.pt", "--key", "model.fc", "--json"))
     assert [tensor["name"] for tensor in value["tensors"]] == ["weight", "bias"]
     assert value["tensor_bytes"] == value["stored_bytes"] == 4920
 

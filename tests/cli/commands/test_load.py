@@ -1,9 +1,10 @@
-"""``sluice load``: its result, its output, and errors of its options."""
+"""``sluice load`` and ``sluice plan``: results, output, and errors of their options."""
 
 from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,15 @@ import torch
 from torch import nn
 
 import sluice
-from support.command_line import run_command, state_dict
+from support.command_line import printed, refused, run_command, state_dict
 
 
 def test_load_fills_a_model_and_reports(directory: Path) -> None:
     torch.save(state_dict(), "net.pth")
-    result = run_command("load", "net.pth", "--model", "cli_model:Net")
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("loaded 3 of 3 tensors of the model from net.pth (torch-zip), 96 B on cpu\n")
+    result = printed("load", "net.pth", "--model", "cli_model:Net")
+    assert result.startswith("loaded 3 of 3 tensors of the model from net.pth (torch-zip), 96 B on cpu\n")
     for part in ("GB/s", "growth of memory", "predicted", "measured", "total"):
-        assert part in result.stdout
+        assert part in result
 
 
 def test_load_passes_its_options_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,35 +52,27 @@ def test_load_passes_arguments_to_the_factory(directory: Path, arguments: str) -
 
 def test_load_may_leave_names_out(directory: Path) -> None:
     torch.save(state_dict() | {"extra": torch.ones(1)}, "net.pth")
-    refused = run_command("load", "net.pth", "--model", "cli_model:Net")
-    assert refused.exit_code == 1
-    assert "extra" in refused.stderr
-    allowed = run_command("load", "net.pth", "--model", "cli_model:Net", "--no-strict")
-    assert allowed.exit_code == 0
-    assert "unexpected (1): extra" in allowed.stdout
+    assert "extra" in refused("load", "net.pth", "--model", "cli_model:Net", code=1)
+    assert "unexpected (1): extra" in printed("load", "net.pth", "--model", "cli_model:Net", "--no-strict")
 
 
 def test_load_and_plan_may_ignore_other_shapes(directory: Path) -> None:
     torch.save(state_dict() | {"fc.weight": torch.ones(3, 5)}, "wide.pth")
     for command in ("load", "plan"):
         assert "(--ignore-mismatched)" in run_command(command, "wide.pth", "--model", "cli_model:Net").stderr
-        allowed = run_command(command, "wide.pth", "--model", "cli_model:Net", "--ignore-mismatched")
-        assert allowed.exit_code == 0, allowed.stderr
-        assert "not loaded (1): fc.weight" in allowed.stdout
+        allowed = printed(command, "wide.pth", "--model", "cli_model:Net", "--ignore-mismatched")
+        assert "not loaded (1): fc.weight" in allowed
 
 
 def test_load_and_plan_refuse_to_load_nothing(directory: Path) -> None:
     torch.save({"x": torch.ones(3)}, "else.pth")
     for command in ("load", "plan"):
         options = (command, "else.pth", "--model", "cli_model:Net", "--no-strict")
-        refused = run_command(*options)
-        assert refused.exit_code == 1
-        assert "it has 0 of 3 tensors" in refused.stderr
+        error = refused(*options, code=1)
+        assert "it has 0 of 3 tensors" in error
         for option in ("--key", "--rename", "--allow-empty"):
-            assert f"({option})" in refused.stderr
-        allowed = run_command(*options, "--allow-empty")
-        assert allowed.exit_code == 0, allowed.stderr
-        assert "0 of 3 tensors of the model from else.pth" in allowed.stdout
+            assert f"({option})" in error
+        assert "0 of 3 tensors of the model from else.pth" in printed(*options, "--allow-empty")
         strict = run_command(command, "else.pth", "--model", "cli_model:Net", "--allow-empty")
         assert strict.exit_code == 2
         assert "--allow-empty needs --no-strict" in strict.stderr
@@ -88,11 +80,81 @@ def test_load_and_plan_refuse_to_load_nothing(directory: Path) -> None:
 
 def test_load_can_map_the_file(directory: Path) -> None:
     torch.save(state_dict(), "net.pth")
-    result = run_command("load", "net.pth", "--model", "cli_model:Net", "--place", "map")
-    assert result.exit_code == 0, result.stderr
-    assert re.search(r"read 0 B in .* GB/s; 96 B mapped", result.stdout)
+    result = printed("load", "net.pth", "--model", "cli_model:Net", "--place", "map")
+    assert re.search(r"read 0 B in .* GB/s; 96 B mapped", result)
 
 
 def test_load_can_be_quiet(directory: Path) -> None:
     torch.save(state_dict(), "net.pth")
     assert run_command("load", "net.pth", "--model", "cli_model:Net", "--quiet").output == ""
+
+
+MIB = 1 << 20
+
+NET = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width=1024):
+        super().__init__()
+        self.up = torch.nn.Linear(width, 4 * width)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "plan_net.py").write_text(NET)
+    torch.save(torch.nn.ModuleDict({"up": torch.nn.Linear(1024, 4096)}).state_dict(), tmp_path / "net.pth")
+    return tmp_path
+
+
+plan = partial(run_command, "plan", "net.pth")
+
+
+def test_a_plan_compares_and_recommends() -> None:
+    done = printed("plan", "net.pth", "--model", "plan_net:Net", "--dtype", "bfloat16")
+    for text in ("naive", "mmap", "per-parameter", "recommended: sluice, because", "float32"):
+        assert text in done
+
+
+def test_a_load_that_does_not_fit_ends_with_3_and_advice() -> None:
+    done = printed("plan", "net.pth", "--model", "plan_net:Net", "--host-limit", "25MiB", "--json", code=3)
+    report = json.loads(done)
+    assert report["fits"] is False
+    assert report["limits"][0] == {"where": "host", "nbytes": 25 * MIB, "origin": "MemoryLimits(host=...)"}
+    assert report["alternatives"]
+    assert plan("--model", "plan_net:Net", "--memory", "25MiB", "--place", "map").exit_code == 0
+
+
+def test_without_a_model_the_checkpoint_is_enough() -> None:
+    done = printed("plan", "net.pth", "--json")
+    report = json.loads(done)
+    assert report["recommended"] == "sluice"
+
+
+@pytest.mark.parametrize(
+    "options", [["--no-strict"], ["--place", "map"], ["--device", "auto"], ["--model-args", "{}"]], ids=str
+)
+def test_options_of_a_model_need_one(options: list[str]) -> None:
+    assert "need --model" in refused("plan", "net.pth", *options)
+
+
+def test_a_mesh_shows_ranks_and_hosts() -> None:
+    done = printed("plan", "net.pth", "--model", "plan_net:Net", "--mesh", "ddp=2, dp=4", "--ranks-per-host", "4")
+    assert "8 ranks (ddp=2, dp=4) on 2 hosts: each holds" in done
+    ranks = json.loads(printed("plan", "net.pth", "--model", "plan_net:Net", "--mesh", "dp=4", "--json"))["ranks"]
+    assert ranks["mesh"] == {"dp": 4}
+    assert len(ranks["ranks"]) == 4
+
+
+@pytest.mark.parametrize(("mesh", "message"), [("dp", "expected NAME=RANKS"), ("dp=2,dp=3", "each name once")])
+def test_a_mesh_in_a_wrong_form(mesh: str, message: str) -> None:
+    assert message in refused("plan", "net.pth", "--model", "plan_net:Net", "--mesh", mesh)
+
+
+def test_arguments_that_the_plan_refuses_are_a_wrong_command_line() -> None:
+    assert "mesh" in refused("plan", "net.pth", "--ranks-per-host", "2")
+    assert plan("--model", "plan_net:Net", "--mesh", "foo=2").exit_code == 2

@@ -1,20 +1,18 @@
-"""``sluice verify``: output and exit codes in scripts."""
+"""``sluice verify`` and ``sluice diff``: output and exit codes in scripts."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 import sluice
-from sluice.cli import main
+from support.command_line import printed, refused, run_command
 
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+run = partial(run_command, "verify")
 
 
 @pytest.fixture
@@ -29,12 +27,11 @@ def spoil(path: Path) -> None:
 
 
 def test_0_when_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
-    done = run(checkpoint, "--write-manifest", tmp_path / "m.json", "--nan")
-    assert done.exit_code == 0
-    assert "2 tensors" in done.stdout
-    assert "manifest written" in done.stdout
-    assert "not finite" in done.stdout
-    assert done.stdout.splitlines()[-2] == "ok"
+    done = printed("verify", checkpoint, "--write-manifest", tmp_path / "m.json", "--nan")
+    assert "2 tensors" in done
+    assert "manifest written" in done
+    assert "not finite" in done
+    assert done.splitlines()[-2] == "ok"
     assert run(checkpoint, "--manifest", tmp_path / "m.json", "--quiet").stdout == ""
     found = json.loads(run(checkpoint, "--manifest", tmp_path / "m.json", "--json", "--nan").stdout)
     assert found["ok"] is True
@@ -45,17 +42,14 @@ def test_0_when_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
 def test_1_when_something_is_damaged(checkpoint: Path, tmp_path: Path) -> None:
     run(checkpoint, "--write-manifest", tmp_path / "m.json", "--hash", "xxh3_128")
     spoil(checkpoint)
-    done = run(checkpoint, "--manifest", tmp_path / "m.json")
-    assert done.exit_code == 1
-    assert "the xxh3_128 of its elements differs" in done.stdout
-    assert "1 problem" in done.stdout
-    answer = run(checkpoint, "--manifest", tmp_path / "m.json", "--json")
-    assert answer.exit_code == 1
-    assert [one["kind"] for one in json.loads(answer.stdout)["problems"]] == ["hash"]
+    done = printed("verify", checkpoint, "--manifest", tmp_path / "m.json", code=1)
+    assert "the xxh3_128 of its elements differs" in done
+    assert "1 problem" in done
+    answer = printed("verify", checkpoint, "--manifest", tmp_path / "m.json", "--json", code=1)
+    assert [one["kind"] for one in json.loads(answer)["problems"]] == ["hash"]
     assert run(checkpoint, "--manifest", tmp_path / "m.json", "--quiet").exit_code == 1
     checkpoint.write_bytes(checkpoint.read_bytes()[:-4])
-    damaged = run(checkpoint, "--write-manifest", tmp_path / "n.json")
-    assert damaged.exit_code == 1
+    printed("verify", checkpoint, "--write-manifest", tmp_path / "n.json", code=1)
     assert not (tmp_path / "n.json").exists()
 
 
@@ -94,28 +88,107 @@ def test_strict_counts_warnings(tmp_path: Path) -> None:
     content = json.loads(index.read_text(encoding="utf-8"))
     content["metadata"]["total_size"] = 1
     index.write_text(json.dumps(content), encoding="utf-8")
-    done = run(tmp_path / "c")
-    assert done.exit_code == 0
-    assert "warning: The index declares a total size of 1 bytes" in " ".join(done.stdout.split())
-    strict = run(tmp_path / "c", "--strict", "--json")
-    assert strict.exit_code == 1
-    assert json.loads(strict.stdout)["ok"] is True
-    assert len(json.loads(strict.stdout)["warnings"]) == 1
+    done = printed("verify", tmp_path / "c")
+    assert "warning: The index declares a total size of 1 bytes" in " ".join(done.split())
+    strict = printed("verify", tmp_path / "c", "--strict", "--json", code=1)
+    assert json.loads(strict)["ok"] is True
+    assert len(json.loads(strict)["warnings"]) == 1
     content["weight_map"]["gone"] = content["weight_map"]["a"]
     index.write_text(json.dumps(content), encoding="utf-8")
     assert run(tmp_path / "c").exit_code == 1
 
 
 def test_2_when_there_is_no_answer(checkpoint: Path, tmp_path: Path) -> None:
-    missing = run(tmp_path / "nowhere")
-    assert missing.exit_code == 2
-    assert "does not exist" in missing.stderr
+    assert "does not exist" in refused("verify", tmp_path / "nowhere")
     assert run(checkpoint, "--manifest", tmp_path / "nowhere").exit_code == 2
     assert run(checkpoint, "--manifest", "a", "--write-manifest", "b").exit_code == 2
     assert run(checkpoint, "--hash", "sha256").exit_code == 2
     (tmp_path / "m.json").write_text("mine", encoding="utf-8")
-    kept = run(checkpoint, "--write-manifest", tmp_path / "m.json")
-    assert kept.exit_code == 2
-    assert "overwrite" in kept.stderr or "--force" in kept.stderr
+    kept = refused("verify", checkpoint, "--write-manifest", tmp_path / "m.json")
+    assert "overwrite" in kept or "--force" in kept
     assert (tmp_path / "m.json").read_text(encoding="utf-8") == "mine"
     assert run(checkpoint, "--write-manifest", tmp_path / "m.json", "--force").exit_code == 0
+
+
+diff = partial(run_command, "diff")
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[Path, Path]:
+    state = {"w": torch.arange(5.0), "n\x1b[31m": torch.tensor([1.0])}
+    sluice.save(state, tmp_path / "a.pt")
+    sluice.save(state, tmp_path / "b.safetensors")
+    return tmp_path / "a.pt", tmp_path / "b.safetensors"
+
+
+def test_diff_0_when_they_are_the_same(paths: tuple[Path, Path]) -> None:
+    done = printed("diff", *paths)
+    assert done.startswith("compared 2 of 2 tensors of a with 2 of 2 tensors of b\n")
+    assert "2 common names" in done
+    assert done.rstrip().endswith("the same")
+    assert diff(*paths, "--quiet").stdout == ""
+    assert json.loads(diff(*paths, "--json").stdout)["same"] is True
+
+
+def test_diff_1_when_they_differ(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    sluice.save({"w": torch.arange(5.0) + 0.25, "x": torch.tensor([float("inf")])}, tmp_path / "c.pt")
+    done = printed("diff", paths[0], tmp_path / "c.pt", code=1)
+    assert "5 of 5" in done
+    assert "only in a" in done
+    assert "similar" not in done  # 'n\x1b[31m' and 'x'
+    assert "n\\x1b[31m" in done
+    assert "\x1b" not in done
+    assert "3 tensors differ" in done
+    found = json.loads(diff(paths[0], tmp_path / "c.pt", "--json").stdout)["differences"]
+    assert {one["name"]: one["kinds"] for one in found} == {
+        "w": ["values"],
+        "n\x1b[31m": ["only_a"],
+        "x": ["only_b"],
+    }
+    sluice.save({"w": torch.arange(5.0) + 0.25, "n\x1b[31m": torch.tensor([1.0])}, tmp_path / "d.pt")
+    assert diff(paths[0], tmp_path / "d.pt", "--atol", "0.25", "--quiet").exit_code == 0
+    assert diff(paths[0], tmp_path / "d.pt", "--atol", "0.2", "--quiet").exit_code == 1
+
+
+def test_infinite_distances_are_json_too(tmp_path: Path) -> None:
+    sluice.save({"x": torch.tensor([1.0])}, tmp_path / "a.pt")
+    sluice.save({"x": torch.tensor([float("inf")])}, tmp_path / "b.pt")
+    text = diff(tmp_path / "a.pt", tmp_path / "b.pt", "--json").stdout
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    assert json.loads(text, parse_constant=refuse)["differences"][0]["max_abs"] == "inf"
+
+
+def test_diff_2_when_there_is_no_answer(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    assert "does not exist" in refused("diff", paths[0], tmp_path / "nowhere")
+    (tmp_path / "damaged.pt").write_bytes(paths[0].read_bytes()[:-30])
+    assert diff(paths[0], tmp_path / "damaged.pt").exit_code == 2
+    assert diff(paths[0], paths[1], "--rtol", "-1").exit_code == 2
+    assert diff(paths[0]).exit_code == 2
+    assert diff(*paths, "--key-a", "nothing").exit_code == 2
+
+
+def test_parts(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    torch.save({"model": torch.load(paths[0], weights_only=True), "epoch": 1}, tmp_path / "diff.pt")
+    assert diff(tmp_path / "diff.pt", paths[1], "--key-a", "model").exit_code == 0
+    assert diff(paths[1], tmp_path / "diff.pt", "--key-b", "model").exit_code == 0
+    assert diff(tmp_path / "diff.pt", paths[1], "--key", "model").exit_code == 0
+    assert diff(paths[1], tmp_path / "diff.pt", "--key-b", "").exit_code == 1
+
+
+def test_the_option_that_chooses_a_part_is_named(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    state = torch.load(paths[0], weights_only=True)
+    torch.save({"model": state, "my ema": dict(state)}, tmp_path / "two.pt")
+    done = refused("diff", paths[1], tmp_path / "two.pt")
+    assert "other_key='model' (--key-b model): 2 tensors" in done
+    assert "other_key='my ema' (--key-b 'my ema'): 2 tensors" in done
+    assert "key='model' (--key-a model): 2 tensors" in diff(tmp_path / "two.pt", paths[1]).stderr
+
+
+def test_a_patch_is_written_once(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    printed("diff", *paths, "--patch", tmp_path / "step_2.safetensors", "--sparse")
+    assert sluice.diff(sluice.Patched(paths[0], tmp_path / "step_2.safetensors"), paths[1]).same
+    assert "already exists" in refused("diff", *paths, "--patch", tmp_path / "step_2.safetensors", "--sparse")
+    assert diff(*paths, "--sparse").exit_code == 2

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from sluice.cli.failures import Failure
 from sluice.cli.options import DTypeName, Size, find_factory, parse_arguments
+from sluice.cli.output import Failure
 from sluice.measuring._limit import memory_limit_refusal
 
 __all__ = ["bench_command"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 import sluice
-from sluice.cli.failures import wrong_options
 from sluice.cli.options import (
     DTypeName,
     Size,
@@ -20,11 +18,10 @@ from sluice.cli.options import (
     memory_options,
     page_cache_option,
 )
+from sluice.cli.output import output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options, with_settings
-from sluice.cli.terminal import progress_wanted
-from sluice.cli.views.report import output_options, show_report
-from sluice.formats.manifest import HashAlgorithm, new_hash
-from sluice.writing.save_formats import CONVERT_FORMATS, choose_format
+from sluice.formats.manifest import HashAlgorithm
+from sluice.writing.save_formats import CONVERT_FORMATS
 
 __all__ = ["convert_command"]
 
@@ -114,25 +111,12 @@ def convert_command(
                    empty: one process writes a conversion
     """
     manifest = options["manifest"]
-    _check(destination, options["format"], options["max_shard_size"], manifest, options["manifest_hash"])
-    report = sluice.convert(
-        with_settings(source),
-        destination,
-        **keywords_of(options),
-        overwrite=force,
-        progress=progress_wanted(quiet=quiet or dry_run),
-        dry_run=dry_run,
-    )
-    show_report(report, as_json=as_json, quiet=quiet)
-
-
-def _check(
-    destination: str, kind: str | None, max_shard_size: int | None, manifest: str | None, algorithm: HashAlgorithm
-) -> None:
-    """Refuse options that contradict each other."""
-    with wrong_options():
-        choose_format(Path(destination), kind, max_shard_size, CONVERT_FORMATS)
-        if manifest is not None:
-            new_hash(algorithm)
     if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):
         raise click.UsageError("the manifest needs a different path than the checkpoint")
+    keywords = keywords_of(options)
+    shown = progress_wanted(quiet=quiet or dry_run)
+    with wrong_options():
+        report = sluice.convert(
+            with_settings(source), destination, **keywords, overwrite=force, progress=shown, dry_run=dry_run
+        )
+    show_report(report, as_json=as_json, quiet=quiet)

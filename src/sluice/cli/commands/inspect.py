@@ -8,9 +8,9 @@ import click
 
 import sluice
 from sluice.cli.options import encoding_option, paths_argument, source_of
+from sluice.cli.output import print_sections
 from sluice.cli.remote_options import remote_options
 from sluice.cli.views.outline import print_outline
-from sluice.cli.views.report import print_sections
 from sluice.cli.views.summary import path_and_key, summarise, to_json
 
 __all__ = ["inspect_command"]

@@ -8,11 +8,9 @@ from typing import Any
 import click
 
 import sluice
-from sluice.cli.failures import wrong_options
 from sluice.cli.options import DTypeName, Size
+from sluice.cli.output import output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options, with_settings
-from sluice.cli.terminal import progress_wanted
-from sluice.cli.views.report import output_options, show_report
 from sluice.merging.recipe import METHODS
 from sluice.writing.save_formats import CONVERT_FORMATS
 

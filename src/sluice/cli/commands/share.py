@@ -11,7 +11,6 @@ import click
 
 import sluice
 from sluice._units import format_bytes
-from sluice.cli.failures import Failure
 from sluice.cli.options import (
     DTypeName,
     Size,
@@ -21,8 +20,8 @@ from sluice.cli.options import (
     memory_options,
     source_of,
 )
+from sluice.cli.output import Failure, progress_wanted
 from sluice.cli.remote_options import remote_options
-from sluice.cli.terminal import progress_wanted
 from sluice.sharing import store
 
 __all__ = ["share_command"]

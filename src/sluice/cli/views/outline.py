@@ -11,7 +11,7 @@ from itertools import chain, islice
 
 from sluice._units import format_bytes
 from sluice.records import Entry, Opaque, UnsupportedValue
-from sluice.reports.printable import printable, printable_name, printable_value, shorten
+from sluice.reports.document import printable, printable_name, printable_value, shorten
 
 __all__ = ["children", "describe", "describe_dtype", "outline", "print_outline"]
 

@@ -10,24 +10,22 @@ from math import isfinite
 from msgspec import Struct
 
 from sluice._errors import LimitError
-from sluice._messages import listed
+from sluice._messages import first_names, listed
 from sluice._options import Limits
 from sluice._units import counted, format_bytes
 from sluice.cli.views.outline import children, describe, describe_dtype
 from sluice.entries import tree as trees
 from sluice.matching.candidates import likely_state_dicts
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
-from sluice.reports.document import Grid, Section, Strong
-from sluice.reports.printable import printable_value, shorten
+from sluice.reports.document import Grid, Section, Strong, printable_value, shorten
 
 __all__ = ["Summary", "path_and_key", "summarise", "to_json"]
 
 #: Most JSON readers cannot represent larger integers; they are written as text.
 _JSON_INTEGER_BITS = 64
 
-#: Shown without ``--all``: rows of a table, names in a row, characters of a name and of a metadata text.
+#: Shown without ``--all``: rows of a table, characters of a name and of a metadata text.
 _ROWS_SHOWN = 10
-_NAMES_SHOWN = 8
 _NAME_CHARACTERS = 120
 _TEXT_CHARACTERS = 200
 
@@ -170,9 +168,8 @@ def _name(name: str, *, cut: bool = True) -> str:
 
 
 def _names(names: Sequence[str], *, everything: bool) -> str:
-    text = ", ".join(_name(name, cut=not everything) for name in names[: None if everything else _NAMES_SHOWN])
-    omitted = 0 if everything else max(0, len(names) - _NAMES_SHOWN)
-    return f"{text} and {omitted:,} more" if omitted else text
+    shown = [_name(name, cut=not everything) for name in names]
+    return ", ".join(shown) if everything else first_names(shown)
 
 
 def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, Entry]) -> Summary:

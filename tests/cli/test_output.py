@@ -1,0 +1,280 @@
+"""What commands print: failures, and reports on terminals and in scripts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+import sluice
+from sluice.cli import main
+from sluice.cli.output import print_sections
+from sluice.reports.document import Grid, Strong
+from support.command_line import refused, run_command, state_dict
+
+
+def _not_a_checkpoint() -> None:
+    Path("file").write_text("hello, I am a text file")
+
+
+def _empty() -> None:
+    Path("file").touch()
+
+
+def _folder() -> None:
+    Path("file").mkdir()
+
+
+def _fifo() -> None:
+    os.mkfifo("file")
+
+
+def _truncated() -> None:
+    torch.save(state_dict(), "file")
+    os.truncate("file", Path("file").stat().st_size // 2)
+
+
+def _missing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [_not_a_checkpoint, _empty, _folder, _fifo, _truncated, _missing])
+def test_a_bad_file_is_one_paragraph(directory: Path, make: Callable[[], None]) -> None:
+    make()
+    for arguments in (["inspect", "file"], ["load", "file", "--model", "cli_model:Net"]):
+        result = run_command(*arguments)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr.startswith("Error: file")
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_dependency", "needs the module 'no_such_dependency', which is not installed"),
+        ("1 / 0", "raised ZeroDivisionError"),
+    ],
+)
+def test_a_module_that_fails_is_the_models_fault(directory: Path, source: str, message: str) -> None:
+    Path("cli_broken.py").write_text(f"{source}\nNet = None")
+    assert message in refused("load", "net.pth", "--model", "cli_broken:Net", code=1)
+
+
+def test_a_factory_that_fails_is_the_models_fault(directory: Path) -> None:
+    result = refused("load", "net.pth", "--model", "cli_model:broken", code=1)
+    assert "cli_model:broken raised RuntimeError: no such weights; --model-args passes arguments to it" in result
+    refused("--debug", "load", "net.pth", "--model", "cli_model:broken", code=1)
+
+
+def test_a_load_over_the_limits_is_exit_code_3(directory: Path) -> None:
+    torch.save(state_dict(), "net.pth")
+    assert "1.00 KiB" in refused("load", "net.pth", "--model", "cli_model:Net", "--memory", "1KiB", code=3)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (sluice.BudgetError("too big"), 3, "too big"),
+        (sluice.FormatError("odd\x1b[2Jbytes"), 1, "odd\\x1b[2Jbytes"),
+        (ValueError("surprise"), 1, "unexpected ValueError: surprise. This is a defect of sluice"),
+        (MemoryError(), 1, "unexpected MemoryError. This"),
+    ],
+)
+def test_every_exception_has_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, message: str
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sluice, "open", fail)
+    assert message in refused("inspect", "x", code=exit_code)
+    refused("--debug", "inspect", "x", code=exit_code)
+
+
+def test_a_closed_pipe_prints_no_error_message(directory: Path) -> None:
+    torch.save({f"layer.{number}": torch.ones(1) for number in range(5000)}, "many.pth")
+    command = f"{sys.executable} -c 'from sluice.cli import main; main()' inspect many.pth --all | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout == "many.pth\n"
+    assert done.stderr == ""
+
+
+def test_a_terminal_without_unicode_gets_escapes(directory: Path) -> None:
+    torch.save({"größe": torch.ones(1)}, "net.pth")
+    code = "import sys; from sluice.cli import main; main(sys.argv[1:])"
+    for option in ([], ["--all"], ["--tree"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "inspect", "net.pth", *option],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )
+        assert "gr\\xf6\\xdfe" in done.stdout
+
+
+def test_version_and_help() -> None:
+    assert run_command("--version").stdout == f"sluice {sluice.__version__}\n"
+    text = run_command("--help").stdout
+    for code in ("0 ", "1 ", "2 ", "3 ", "130"):
+        assert f"  {code}" in text
+    assert "Examples:" in run_command("inspect", "--help").stdout
+    assert "Examples:" in run_command("load", "--help").stdout
+
+
+def test_a_misspelt_command_is_proposed() -> None:
+    assert "No such command 'inspct'. Did you mean 'inspect'?" in refused("inspct", "net.pth")
+    assert "sluice verify URL --cache DIRECTORY" in run_command("prefetch", "s3://bucket/m").stderr
+
+
+COMMANDS = ["convert", "verify", "diff"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Pipe(io.StringIO):
+    """An input that is not a terminal and never ends: a prompt would block."""
+
+    def read(self, _size: int | None = -1, /) -> str:
+        raise AssertionError("waits for an answer")
+
+    readline = read  # type: ignore[assignment]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, list[str]]:
+    """Return the arguments of each command."""
+    source, other, out = (str(tmp_path / name) for name in ("f.pt", "g.safetensors", "h.pt"))
+    state = {"w": torch.ones(50, 50), "b": torch.ones(3)}
+    sluice.save(state, source)
+    sluice.save(state, other)
+    return {"convert": [source, out], "verify": [source], "diff": [source, other]}
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[io.StringIO, io.StringIO]]:
+    """Return a function that sets stdin and stderr, runs a command and returns stdout and stderr."""
+
+    def replace(stdin: io.StringIO | None, stderr: io.StringIO | None) -> tuple[io.StringIO, io.StringIO]:
+        out = io.StringIO()
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        return out, stderr or io.StringIO()
+
+    return replace
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_bar_at_a_terminal_and_json_all_the_same(
+    files: dict[str, list[str]], streams: Callable[..., tuple[io.StringIO, io.StringIO]], command: str, quiet: bool
+) -> None:
+    out, err = streams(Pipe(), Terminal())
+    more = ["--quiet"] if quiet else ["--json"]
+    main([command, *files[command], *more], standalone_mode=False)
+    if quiet:
+        assert (out.getvalue(), err.getvalue()) == ("", "")
+    else:
+        assert "KiB" in err.getvalue()
+        assert isinstance(json.loads(out.getvalue()), dict)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("stderr", [io.StringIO, lambda: None], ids=["a file", "closed"])
+def test_no_bar_in_a_script(
+    files: dict[str, list[str]],
+    streams: Callable[..., tuple[io.StringIO, io.StringIO]],
+    command: str,
+    stderr: Callable[[], io.StringIO | None],
+) -> None:
+    out, err = streams(None, stderr())
+    main([command, *files[command]], standalone_mode=False)
+    assert out.getvalue()
+    assert err.getvalue() == ""
+
+
+def test_a_manifest_never_takes_the_place_of_its_checkpoint(files: dict[str, list[str]]) -> None:
+    (source,) = files["verify"]
+    before = Path(source).read_bytes()
+    assert "a different path" in refused("verify", source, "--write-manifest", source, "--force")
+    assert Path(source).read_bytes() == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_teaches(files: dict[str, list[str]], command: str) -> None:
+    text = run_command(command, "--help").stdout
+    examples, _, rest = text.partition("Examples:")[2].partition("Exit codes:")
+    assert examples.count(f"sluice {command} ") >= 3
+    codes = {int(found) for found in re.findall(r"^ +(\d+)  +\w", rest, re.MULTILINE)}
+    assert codes >= {0, 1, 2, 130}
+    found = json.loads(run_command(command, *files[command], "--json").stdout)
+    said = rest.partition("The JSON object:")[2]
+    assert [key for key in found if not re.search(rf"\b{key}\b", said)] == []
+
+
+_NAME = "transformer.encoder.layers.11.self_attention.w"
+
+_COMMANDS = [
+    ("diff", "a.pth", "b.pth"),
+    ("plan", "a.pth"),
+    ("plan", "net.pth", "--model", "cli_model:Net"),
+    ("inspect", "a.pth"),
+    ("inspect", "a.pth", "--all"),
+    ("verify", "broken.pth"),
+    ("load", "net.pth", "--model", "cli_model:Net", "--table"),
+]
+
+
+@pytest.fixture
+def reported_files(directory: object) -> None:
+    torch.save(state_dict(), "net.pth")
+    a = {_NAME: torch.ones(300, 400), "head.weight": torch.ones(3), "long": torch.ones(1)}
+    torch.save({"state_dict": a, "hyper_parameters_of_the_run": {}}, "a.pth")
+    torch.save(
+        {f"{_NAME}s": torch.ones(300, 400), "head.weight": torch.zeros(3).half(), "long": torch.ones(2)}, "b.pth"
+    )
+    with open("a.pth", "rb") as intact, open("broken.pth", "wb") as broken:
+        broken.write(intact.read().replace(torch.ones(64).numpy().tobytes(), bytes(256), 1))
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", _COMMANDS, ids=" ".join)
+def test_reports_fit_the_terminal(
+    reported_files: None, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], columns: int
+) -> None:
+    screen = Terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", screen)
+    try:
+        main(list(command), standalone_mode=False)
+    except click.exceptions.Exit:
+        assert command[0] in {"diff", "verify"}
+    shown = click.unstyle(screen.getvalue())
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+def test_titles_headers_and_the_chosen_row_stand_out_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for screen in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", screen)
+        print_sections([Strong("title"), Grid(("method", ">bytes"), [["a", "1"], ["b", "漢字"]], strong=1), "note"])
+        lines = screen.getvalue().splitlines()
+        words = [click.unstyle(line).split() for line in lines if any(map(str.isalnum, line))]
+        assert words == [["title"], ["method", "bytes"], ["a", "1"], ["b", "漢字"], ["note"]]
+        bold = [click.unstyle(line).split()[0] for line in lines if "\x1b[1m" in line]
+        assert bold == (["title", "method", "b"] if screen.isatty() else [])
