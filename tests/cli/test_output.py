@@ -1,4 +1,4 @@
-"""What commands print: failures, and reports on terminals and in scripts."""
+"""Output of commands: failures, and reports on terminals and in scripts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _SUMMARIES = {
 }
 
 
-#: Commands in the module of another one.
+#: Commands that share a module: the module is named after the first of them.
 _ELSEWHERE = {"diff": "verify", "plan": "load"}
 
 

@@ -1,4 +1,4 @@
-"""What commands print: their reports on stdout; a failure as one paragraph on stderr, with an exit code."""
+"""Output of commands: reports on stdout; a failure as one paragraph on stderr, with an exit code."""
 
 from __future__ import annotations
 
