@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice.engine.targets import Targets
-from sluice.planning.memory_layout import shared_targets, single_targets
+from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, Request
+from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
 from support.dtypes import TORCH_DTYPES
+from support.loaded_requests import load
 from support.oracles import bits
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
 from support.running import execute
@@ -26,29 +27,6 @@ DTYPES = [torch_dtype(name) for name in TORCH_DTYPES]
 
 def random_storage(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def load(
-    path: Path,
-    requests: list[Request],
-    places: list[tuple[int, int]],
-    *,
-    cached: bool = True,
-    direct_io: bool = True,
-    share: bool = False,
-    staging: int = MIB,
-    existing: dict[int, torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    source = LocalFile(path)
-    try:
-        index = index_of(places, (FileRecord(path=str(path), identity=source.identity),))
-        targets, views = (shared_targets if share else single_targets)(requests, index, {})
-        plan = plan_load(targets, index.files, facts(cached=cached, direct_io=direct_io), staging_bytes=staging)
-        memory = Targets(plan, existing)
-        execute(plan, [source], memory)
-        return memory.tensors(views)
-    finally:
-        source.close()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -62,8 +40,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_every_dtype_arrives_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shift: int, cached: bool) -> None:
     storage = random_storage(1600)
     tensor = storage.view(dtype)
-    places = write_storages(tmp_path / "f", [storage], shift=shift)
-    [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places, cached=cached)
+    [loaded] = load(tmp_path / "f", [storage], [request("t", entry_of(tensor, 0))], shift=shift, cached=cached)
     assert loaded.dtype == dtype
     assert bits(loaded.view(torch.uint8)) == bits(storage)
 
@@ -72,9 +49,8 @@ def test_every_dtype_arrives_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shi
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_casts_equal_to(tmp_path: Path, to: torch.dtype, cached: bool) -> None:
     tensor = torch.randn(700_000)
-    places = write_storages(tmp_path / "f", [tensor])
     wanted = request("t", entry_of(tensor, 0), dtype=dtype_name(to))
-    [loaded] = load(tmp_path / "f", [wanted], places, cached=cached)
+    [loaded] = load(tmp_path / "f", [tensor], [wanted], cached=cached)
     assert torch.equal(loaded, tensor.to(to))
 
 
@@ -82,9 +58,7 @@ def test_casts_equal_to(tmp_path: Path, to: torch.dtype, cached: bool) -> None:
 @pytest.mark.parametrize("offset", [0, 64, 4096, 5000])
 def test_large_tensors_arrive_without_staging(tmp_path: Path, offset: int, cached: bool) -> None:
     tensor = torch.randn(3 * MIB + 17)
-    (tmp_path / "f").write_bytes(bytes(offset) + tensor.numpy().tobytes() + b"tail")
-    places = [(offset, tensor.nbytes)]
-    [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places, cached=cached)
+    [loaded] = load(tmp_path / "f", [tensor], [request("t", entry_of(tensor, 0))], shift=offset, cached=cached)
     assert torch.equal(loaded, tensor)
     assert loaded.untyped_storage().nbytes() == tensor.nbytes
 
@@ -110,28 +84,26 @@ def views(draw: st.DrawFn, base: torch.Tensor) -> torch.Tensor:
 @given(data=st.data(), share=st.booleans(), cached=st.booleans(), shift=st.sampled_from([0, 2, 5]))
 def test_views_equal_torchs(tmp_path: Path, data: st.DataObject, share: bool, cached: bool, shift: int) -> None:
     bases = [random_storage(2048, seed) for seed in range(2)]
-    places = write_storages(tmp_path / "f", bases, shift=shift)
     picked = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
     tensors = [data.draw(views(bases[number])) for number in picked]
     requests = [
         request(f"t{i}", entry_of(tensor, number))
         for i, (number, tensor) in enumerate(zip(picked, tensors, strict=True))
     ]
-    for loaded, tensor in zip(load(tmp_path / "f", requests, places, share=share, cached=cached), tensors, strict=True):
-        assert same_bits(loaded, tensor)
+    found = load(tmp_path / "f", bases, requests, shift=shift, share=share, cached=cached)
+    assert all(map(same_bits, found, tensors))
 
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_live_tensors_of_any_strides_are_filled_in_place(tmp_path: Path, cached: bool) -> None:
     plain, permuted = torch.randn(600, 500), torch.randn(600, 500)
-    places = write_storages(tmp_path / "f", [plain, permuted])
     live = [torch.zeros(600, 500), torch.zeros(500, 600).t()]
     addresses = [tensor.data_ptr() for tensor in live]
     requests = [
         request(name, entry_of(tensor, i), stride=live[i].stride(), existing=True)
         for i, (name, tensor) in enumerate({"a": plain, "b": permuted}.items())
     ]
-    load(tmp_path / "f", requests, places, cached=cached, existing=dict(enumerate(live)))
+    load(tmp_path / "f", [plain, permuted], requests, cached=cached, existing=dict(enumerate(live)))
     assert torch.equal(live[0], plain)
     assert torch.equal(live[1], permuted)
     assert [tensor.data_ptr() for tensor in live] == addresses

@@ -20,7 +20,7 @@ from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
 from support.fake_accelerator import FakeAccelerator
 from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
-from support.loaded_requests import load_to_fake
+from support.loaded_requests import load
 from support.oracles import bits, same
 from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
 from support.running import execute
@@ -135,14 +135,9 @@ def test_accelerators(tmp_path: Path, cores: int, dtype: str) -> None:
     """Neighbors in one read, of several item sizes, copied to a device that copies late."""
     sent = [torch.randn(5_000), torch.randn(40, 50, dtype=torch.float64), torch.randn(300_000)]
     swapped = [torch.from_numpy(one.numpy().byteswap()) for one in sent]
-    path = tmp_path / "f"
-    places = write_storages(path, swapped)
-    source = LocalFile(path)
-    index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
-    storages = tuple(replace(s, swap_bytes=one.itemsize) for s, one in zip(index.storages, sent, strict=True))
-    index = replace(index, storages=storages)
     requests = [request(f"t{i}", entry_of(one, i), device="fake:0", dtype=dtype) for i, one in enumerate(sent)]
-    loaded = load_to_fake(source, index, requests, cores=cores, seed=1)
+    sizes, fake = [one.itemsize for one in sent], FakeAccelerator(seed=1)
+    loaded = load(tmp_path / "f", swapped, requests, swap_bytes=sizes, fake=fake, cores=cores)
     for one, found in zip(sent, loaded, strict=True):
         assert bits(found) == bits(one.to(torch_dtype(dtype)))
 

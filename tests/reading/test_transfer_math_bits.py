@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 import sluice
 from sluice._dtypes import dtype_name
-from sluice.records import Elements, FileRecord, MathBit
-from sluice.sources.local import LocalFile
+from sluice.records import Elements, MathBit
+from support.fake_accelerator import FakeAccelerator
 from support.hostile_archives import storage, tensor_call, torch_archive
-from support.loaded_requests import load_to_fake
+from support.loaded_requests import load
 from support.oracles import bits, same
-from support.plans import entry_of, index_of, request, write_storages
+from support.plans import entry_of, request
 
 
 def numbers(count: int, dtype: torch.dtype = torch.complex64) -> torch.Tensor:
@@ -110,7 +110,6 @@ def test_a_tensor_and_its_conjugate_are_not_the_same_bytes(tmp_path: Path, tied_
 @pytest.mark.parametrize("cores", [2, 8])
 def test_accelerators(tmp_path: Path, cores: int) -> None:
     value = state()
-    path = tmp_path / "f"
     held: list[tuple[torch.Tensor, tuple[MathBit, ...], str]] = [
         (value["large"].conj(), ("conj",), "complex64"),
         (value["small"].conj(), ("conj",), "complex128"),
@@ -118,9 +117,6 @@ def test_accelerators(tmp_path: Path, cores: int) -> None:
         (torch.randn(3000), ("neg",), "bfloat16"),
         (numbers(5), ("conj", "neg"), "complex64"),
     ]
-    places = write_storages(path, [tensor for tensor, _, _ in held])
-    source = LocalFile(path)
-    index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
     requests = [
         request(
             f"t{i}",
@@ -130,7 +126,8 @@ def test_accelerators(tmp_path: Path, cores: int) -> None:
         )
         for i, (tensor, some, dtype) in enumerate(held)
     ]
-    loaded = load_to_fake(source, index, requests, cores=cores, seed=3)
+    tensors = [tensor for tensor, _, _ in held]
+    loaded = load(tmp_path / "f", tensors, requests, fake=FakeAccelerator(seed=3), cores=cores)
     for found, (tensor, some, _) in zip(loaded, held, strict=True):
         expected = tensor.conj().resolve_conj() if "conj" in some else tensor
         expected = -expected if "neg" in some else expected

@@ -38,23 +38,17 @@ def paths(tmp_path: Path) -> list[Path]:
     return found
 
 
-def test_the_directory_is_private(store: Path) -> None:
+def test_the_directory_is_private_and_no_link_and_of_this_user(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert store.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_directory_that_others_may_enter_is_refused(store: Path) -> None:
-    store.chmod(0o750)
-    with pytest.raises(sluice.SaveError, match=r"expected user \d+, mode drwx------; found user \d+, mode drwxr-x---"):
-        open_store()
-
-
-def test_a_link_is_refused(store: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(store)
     with pytest.raises(sluice.SaveError, match="must be a directory of this user"):
         open_store(tmp_path / "link")
-
-
-def test_the_directory_of_another_user_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.chmod(0o750)
+    with pytest.raises(sluice.SaveError, match=r"expected user \d+, mode drwx------; found user \d+, mode drwxr-x---"):
+        open_store()
+    store.chmod(0o700)
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(sluice.SaveError, match=f"expected user {other}"):

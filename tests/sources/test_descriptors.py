@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from sluice._errors import ReadError, SourceChangedError
 from sluice.sources import descriptors as _descriptors
 from sluice.sources import local as _local
 from sluice.sources import pages as _pages
@@ -139,16 +138,6 @@ def test_none_left_is_an_error_when_nothing_can_be_closed(
     assert not lent.closed
 
 
-def test_a_missing_descriptor_is_an_error_that_names_the_file(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_local, "DESCRIPTORS", DescriptorCache(4))
-    monkeypatch.setattr(os, "open", lambda *_: refuse())
-    with pytest.raises(ReadError, match=os.strerror(errno.EMFILE)) as caught:
-        LocalFile(files[0]).read_at(0, 1)
-    assert caught.value.file == str(files[0])
-
-
 def test_two_threads_that_open_one_file_share_its_descriptor(cache: DescriptorCache, files: list[Path]) -> None:
     together = threading.Barrier(2, timeout=90)
 
@@ -176,19 +165,6 @@ def test_many_threads_read_many_files_through_few_descriptors(
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(read, range(1000)))
-
-
-def test_a_file_replaced_while_its_descriptor_was_closed_is_noticed(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_local, "DESCRIPTORS", DescriptorCache(1))
-    with closing(LocalFile(files[0])) as first, closing(LocalFile(files[1])) as second:
-        assert first.read_at(0, 2) == b"\0\0"
-        files[2].replace(files[0])
-        assert first.read_at(0, 2) == b"\0\0"  # the descriptor still refers to the old file
-        second.read_at(0, 1)
-        with pytest.raises(SourceChangedError):
-            first.read_at(0, 2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts of __del__

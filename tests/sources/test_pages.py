@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,73 +27,7 @@ sys.stdin.read()
 """
 
 
-def opened(path: Path) -> FileWatch:
-    watch = FileWatch.open(str(path))
-    assert watch is not None
-    return watch
-
-
-def test_processes_notice_each_other_until_one_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"x" * 4096)
-    path.chmod(0o444)
-    watch = opened(path)
-    assert not watch.others_read()
-    child = subprocess.Popen(
-        [sys.executable, "-c", _MARK, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "True\n"
-        assert watch.others_read()
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        assert not watch.others_read()
-    watch.close()
-    assert os.listdir(tmp_path) == ["f"]
-
-
-@pytest.mark.parametrize("kind", ["LOCK_SH", "LOCK_EX"])
-def test_a_lock_of_another_program_is_not_a_reader(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"x" * 4096)
-    child = subprocess.Popen(
-        [sys.executable, "-c", _WHOLE, str(path), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "locked\n"
-        watch = opened(path)
-        assert not watch.others_read()
-        watch.close()
-        child.kill()
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EAGAIN])
-def test_files_are_read_without_marks_where_locks_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def refuse(*_: object) -> bytes:
-        raise OSError(number, "no locks")
-
-    path = tmp_path / "f"
-    path.write_bytes(b"x")
-    monkeypatch.setattr("fcntl.fcntl", refuse)
-    watch = opened(path)
-    assert not watch.others_read()
-    watch.close()
-
-
-def test_a_lost_watch_closes_its_descriptor(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"x")
-    watch = opened(path)
-    descriptor = watch._file.fileno()
-    del watch
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
+#: Locks a whole file.
 _WHOLE = """
 import fcntl, sys
 stream = open(sys.argv[1], "r+b")
@@ -101,14 +37,77 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "f").write_bytes(b"x" * 4096)
+    return tmp_path / "f"
+
+
+@contextmanager
+def child(code: str, *arguments: object, says: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a program that waits after its first line."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{says}\n"
+        yield process
+        process.kill()
+
+
+def opened(path: Path) -> FileWatch:
+    watch = FileWatch.open(str(path))
+    assert watch is not None
+    return watch
+
+
+def test_processes_notice_each_other_until_one_is_killed(path: Path) -> None:
+    path.chmod(0o444)
+    watch = opened(path)
+    assert not watch.others_read()
+    with child(_MARK, path, says="True") as process:
+        assert watch.others_read()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not watch.others_read()
+    watch.close()
+    assert os.listdir(path.parent) == ["f"]
+
+
+@pytest.mark.parametrize("kind", ["LOCK_SH", "LOCK_EX"])
+def test_a_lock_of_another_program_is_not_a_reader(path: Path, kind: str) -> None:
+    with child(_WHOLE, path, kind, says="locked"):
+        watch = opened(path)
+        assert not watch.others_read()
+        watch.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EAGAIN])
+def test_files_are_read_without_marks_where_locks_fail(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr("fcntl.fcntl", refuse)
+    watch = opened(path)
+    assert not watch.others_read()
+    watch.close()
+
+
+def test_a_lost_watch_closes_its_descriptor(path: Path) -> None:
+    watch = opened(path)
+    descriptor = watch._file.fileno()
+    del watch
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 def test_a_missing_file_is_not_watched(tmp_path: Path) -> None:
     assert FileWatch.open(str(tmp_path / "missing")) is None
 
 
 @pytest.mark.parametrize("count", [cached_bytes, resident_bytes])
-def test_pages_are_counted(tmp_path: Path, count: object) -> None:
-    assert callable(count)
-    path = tmp_path / "f"
+def test_pages_are_counted(path: Path, count: Callable[[int, int, int], int]) -> None:
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as stream:
         if count(stream.fileno(), 0, 1 << 20) == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,21 +14,10 @@ from sluice.sources.protocol import Source, is_caching
 from sluice.sources.remote.caching import cached_source
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import Body, ObjectFacts, PieceBody
+from sluice.sources.remote.protocol import Body, ObjectFacts, PieceBody, RequestFailedError
 from support.skipped_time import SkippedTime
 
 PIECE = 100_000
-
-
-def pieces_of(content: bytes, nbytes: int, arrived: Callable[[], None] = lambda: None) -> PieceBody:
-    """Return a body that arrives in pieces of ``nbytes`` bytes."""
-
-    def pieces() -> Iterator[bytes]:
-        for start in range(0, len(content), nbytes):
-            arrived()
-            yield content[start : start + nbytes]
-
-    return PieceBody(pieces())
 
 
 def content(nbytes: int = 10 * PIECE + 1234, seed: int = 0) -> bytes:
@@ -38,12 +27,21 @@ def content(nbytes: int = 10 * PIECE + 1234, seed: int = 0) -> bytes:
 
 @dataclass
 class VersionedObject:
-    """An object whose version is its checksum; its bodies end after ``longest`` bytes."""
+    """An object whose version is its checksum.
+
+    Its bodies end after ``longest`` bytes, and bring ``piece`` of them at a time, for which they take some seconds. The
+    next ``failures`` requests fail.
+    """
 
     content: bytes
     path: str = "https://host/model.bin"
     longest: int = 1 << 40
+    piece: int = 1 << 40
+    seconds_per_piece: float = 0.0
+    failures: int = 0
     requests: list[tuple[int, int]] = field(default_factory=list)
+    now: float = 0.0
+    closed: int = 0
 
     @property
     def facts(self) -> ObjectFacts:
@@ -57,10 +55,21 @@ class VersionedObject:
         self.requests.append((offset, nbytes))
         if facts != self.facts:
             raise SourceChangedError("the object was replaced", file=self.path)
-        yield pieces_of(self.content[offset : offset + nbytes][: self.longest], 50_000)
+        if self.failures:
+            self.failures -= 1
+            raise RequestFailedError("no", temporary=True)
+        yield PieceBody(self._pieces(self.content[offset : offset + nbytes][: self.longest]))
+
+    def _pieces(self, content: bytes) -> Iterator[bytes]:
+        for start in range(0, len(content), self.piece):
+            self.sleep(self.seconds_per_piece)
+            yield content[start : start + self.piece]
 
     def close(self) -> None:
-        """Do nothing."""
+        self.closed += 1
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def opened(remote: VersionedObject, cache: Path, bound: int | str | None = None) -> Source:

@@ -1,69 +1,43 @@
-"""Remote objects as sources, over an object in memory: the first bytes, resumed bodies, slow ones, and closing."""
+"""Remote objects as sources, over an object in memory: first bytes, resumed and slow bodies, and ranges to check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sluice import _defaults as defaults
-from sluice._errors import RemoteError, TruncatedError
+from sluice._errors import FormatError, RemoteError, TruncatedError
+from sluice.records import AccessFacts
 from sluice.sources.protocol import Source
 from sluice.sources.remote.file import RemoteFile, remote_access
-from sluice.sources.remote.protocol import Body, ObjectFacts, RequestFailedError
-from support.cached_objects import pieces_of
+from sluice.sources.remote.protocol import PieceBody
+from support.cached_objects import VersionedObject
 
 CONTENT = bytes(range(251)) * 4000
 
 
-class Memory:
-    """An object in memory whose bodies have at most ``longest`` bytes, and bring ``piece`` of them at a time."""
-
-    path = "memory"
-
-    def __init__(self, content: bytes = CONTENT, *, longest: int = 1 << 30, piece: int = 1 << 30) -> None:
-        self.content, self.longest, self.piece = content, longest, piece
-        self.requests: list[tuple[int, int]] = []
-        self.now = 0.0
-        self.seconds_per_piece = 0.0
-        self.failures = 0
-        self.closed = 0
-
-    def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
-        facts = ObjectFacts(nbytes=len(self.content), weak_version="W")
-        return facts, self.open_range(0, min(nbytes, len(self.content)), facts)
-
-    @contextmanager
-    def open_range(self, offset: int, nbytes: int, _facts: ObjectFacts) -> Iterator[Body]:
-        self.requests.append((offset, nbytes))
-        if self.failures:
-            self.failures -= 1
-            raise RequestFailedError("no", temporary=True)
-        arrived = lambda: self.sleep(self.seconds_per_piece)  # noqa: E731
-        yield pieces_of(self.content[offset : offset + nbytes][: self.longest], self.piece, arrived)
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+def read(source: Source, offset: int, nbytes: int) -> bool:
+    """Return whether a read brings the right bytes."""
+    data = bytearray(nbytes)
+    return source.read_into(offset, memoryview(data)) == nbytes and data == CONTENT[offset : offset + nbytes]
 
 
-def opened(memory: Memory) -> RemoteFile:
+def opened(memory: VersionedObject) -> RemoteFile:
     return RemoteFile(memory, sleep=memory.sleep, clock=lambda: memory.now)
 
 
 def test_bodies_are_resumed_and_pieces_joined() -> None:
-    memory = Memory(longest=70_000, piece=999)
+    memory = VersionedObject(CONTENT, longest=70_000, piece=999)
     file = opened(memory)
     assert file.read_at(100, 200_000) == CONTENT[100:200_100]
     assert memory.requests == [(0, 65536), (65536, 134_564), (135_536, 64_564)]
-    assert file.identity.version == "W"
 
 
 def test_first_bytes_that_are_fewer_are_requested_later() -> None:
-    memory = Memory(longest=10)
+    memory = VersionedObject(CONTENT, longest=10)
     file = opened(memory)
     memory.longest = 1 << 30
     assert file.read_at(0, 100) == CONTENT[:100]
@@ -71,7 +45,7 @@ def test_first_bytes_that_are_fewer_are_requested_later() -> None:
 
 
 def test_the_first_bytes_are_released_by_close() -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     file = opened(memory)
     file.close()
     assert file.read_at(5, 10) == CONTENT[5:15]
@@ -79,7 +53,7 @@ def test_the_first_bytes_are_released_by_close() -> None:
 
 
 def test_the_first_bytes_of_few_files_are_kept() -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     files = [opened(memory) for _ in range(defaults.REMOTE_FIRST_BYTES_KEPT + 1)]
     memory.requests.clear()
     assert {file.read_at(0, 10) for file in files} == {CONTENT[:10]}
@@ -87,7 +61,7 @@ def test_the_first_bytes_of_few_files_are_kept() -> None:
 
 
 def test_the_opening_request_is_repeated() -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     memory.failures = 3
     assert opened(memory).read_at(0, 5) == CONTENT[:5]
     memory.failures = 1000
@@ -101,21 +75,21 @@ def test_the_opening_request_is_repeated() -> None:
     [(0.0, 16, 8), (0.05, 16, 8), (0.2, 16, 16), (0.05, 8, 16), (0.2, 8, 32), (5.0, 16, 32), (0.2, 1, 32)],
 )
 def test_the_other_connections_last_for_the_latency_of_the_opening(seconds: float, connections: int, mib: int) -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     memory.seconds_per_piece = seconds
     file = RemoteFile(memory, access=remote_access(connections), clock=lambda: memory.now)
     assert file.access.request_bytes == mib << 20
 
 
 def test_an_empty_object() -> None:
-    memory = Memory(b"")
+    memory = VersionedObject(b"")
     with pytest.raises(TruncatedError, match="empty"):
         opened(memory)
     assert memory.closed == 1
 
 
 def test_bodies_that_end_at_once_are_given_up() -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     file = opened(memory)
     memory.longest = 0
     with pytest.raises(RemoteError, match=r"ended too early after \d+ tries in 120 s"):
@@ -123,7 +97,7 @@ def test_bodies_that_end_at_once_are_given_up() -> None:
 
 
 def test_a_trickle_is_given_up_in_opening_and_in_reading() -> None:
-    memory = Memory(piece=100)
+    memory = VersionedObject(CONTENT, piece=100)
     file = opened(memory)
     memory.seconds_per_piece = 1.0
     with pytest.raises(RemoteError, match=r"less than 4\.00 KiB/s"):
@@ -134,7 +108,7 @@ def test_a_trickle_is_given_up_in_opening_and_in_reading() -> None:
 
 
 def test_reads_of_a_range_share_a_request_and_gaps_are_skipped() -> None:
-    memory = Memory(piece=50_000)
+    memory = VersionedObject(CONTENT, piece=50_000)
     file = opened(memory)
     memory.requests.clear()
     with file.request(70_000, 600_000) as shared:
@@ -145,7 +119,7 @@ def test_reads_of_a_range_share_a_request_and_gaps_are_skipped() -> None:
 
 
 def test_a_shared_request_is_resumed_where_it_broke() -> None:
-    memory = Memory(longest=100_000)
+    memory = VersionedObject(CONTENT, longest=100_000)
     file = opened(memory)
     memory.requests.clear()
     with file.request(100_000, 300_000) as shared:
@@ -154,7 +128,7 @@ def test_a_shared_request_is_resumed_where_it_broke() -> None:
 
 
 def test_what_is_not_in_order_takes_a_request_of_its_own() -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     file = opened(memory)
     memory.requests.clear()
     with file.request(200_000, 100_000) as shared:
@@ -166,7 +140,7 @@ def test_what_is_not_in_order_takes_a_request_of_its_own() -> None:
 
 
 def test_the_first_bytes_take_no_shared_request() -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     file = opened(memory)
     with file.request(0, 60_000) as shared:
         assert read(shared, 10, 50)
@@ -174,7 +148,7 @@ def test_the_first_bytes_take_no_shared_request() -> None:
 
 
 def test_time_between_the_reads_of_a_request_is_not_that_of_the_server() -> None:
-    memory = Memory(piece=1_000)
+    memory = VersionedObject(CONTENT, piece=1_000)
     file = opened(memory)
     with file.request(100_000, 200_000) as shared:
         for start in range(100_000, 300_000, 1_000):
@@ -183,7 +157,7 @@ def test_time_between_the_reads_of_a_request_is_not_that_of_the_server() -> None
 
 
 def test_a_range_in_front_of_data_is_checked_within_a_shared_request() -> None:
-    memory = Memory()
+    memory = VersionedObject(CONTENT)
     file = opened(memory)
     seen: list[bytes] = []
     for start in (100_000, 200_000, 300_000):
@@ -196,7 +170,95 @@ def test_a_range_in_front_of_data_is_checked_within_a_shared_request() -> None:
     assert memory.requests[1:] == [(100_000, 250_030)]
 
 
-def read(source: Source, offset: int, nbytes: int) -> bool:
-    """Return whether a read brings the right bytes."""
-    data = bytearray(nbytes)
-    return source.read_into(offset, memoryview(data)) == nbytes and data == CONTENT[offset : offset + nbytes]
+def test_pieces_of_any_size_fill_buffers_of_any_size() -> None:
+    with PieceBody(iter([b"ab", b"", b"cdefg", b""])) as body:
+        found = []
+        while (count := body.readinto(buffer := memoryview(bytearray(3)))) > 0:
+            found.append(bytes(buffer[:count]))
+    assert found == [b"ab", b"cde", b"fg"]
+    assert not body.readinto(memoryview(bytearray(3)))
+
+
+#: Offset, bytes and data bytes of ranges.
+RANGES = [(100, 50, 1000), (70_000, 80, 100_000), (170_080, 10, 200_000)]
+
+#: Each range is a request of its own: reads are not joined.
+ACCESS = AccessFacts(request_bytes=1 << 20, gap_bytes=0, parallel_requests=4)
+
+
+def expecting(check: Callable[[int, bytes], None]) -> tuple[RemoteFile, VersionedObject]:
+    remote = VersionedObject(CONTENT)
+    file = RemoteFile(remote, access=ACCESS)
+    remote.requests.clear()
+    for offset, nbytes, data_bytes in RANGES:
+        file.expect(offset, nbytes, data_bytes, lambda raw, at=offset: check(at, raw))  # type: ignore[misc]
+    return file, remote
+
+
+class Seen(list[int]):
+    """Offsets of the ranges that were checked; each has the right bytes."""
+
+    def __call__(self, at: int, raw: bytes) -> None:
+        nbytes = next(nbytes for offset, nbytes, _ in RANGES if offset == at)
+        assert raw == CONTENT[at : at + nbytes]
+        self.append(at)
+
+
+def refuse(_at: int, _raw: bytes) -> None:
+    raise FormatError("no")
+
+
+def test_a_range_comes_with_the_request_for_the_data() -> None:
+    seen = Seen()
+    file, remote = expecting(seen)
+    assert file.read_at(70_080, 100_000) == CONTENT[70_080:170_080]
+    assert file.read_at(170_190, 300) == CONTENT[170_190:170_490]  # not quite the first of the data
+    assert remote.requests == [(70_000, 100_080), (170_080, 410)]
+    assert file.read_at(150, 1000) == CONTENT[150:1150]
+    assert file.read_at(70_080, 5) == CONTENT[70_080:70_085]
+    assert seen == [70_000, 170_080, 100]
+    assert remote.requests[2:] == [(70_080, 5)]
+    file.check_unchanged()
+    assert len(remote.requests) == 3
+
+
+def test_a_range_far_from_what_was_read_is_checked_at_the_end() -> None:
+    seen = Seen()
+    file, remote = expecting(seen)
+    file.read_at(300_000, 10)
+    assert remote.requests == [(300_000, 10)]
+    assert seen == []
+    file.check_unchanged()
+    assert remote.requests[1:] == [(170_080, 10)]  # no data after the others was read
+    assert seen == [170_080]
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(70_080, 5), (70_000, 90), (71_000, 5), (60_000, 20_000)])
+def test_a_read_fails_if_the_check_does(offset: int, nbytes: int) -> None:
+    file, _ = expecting(refuse)
+    with pytest.raises(FormatError, match="no"):
+        file.read_at(offset, nbytes)
+
+
+def test_the_check_at_the_end_fails_too() -> None:
+    file, _ = expecting(refuse)
+    file.read_at(300_000, 10)
+    with pytest.raises(FormatError, match="no"):
+        file.check_unchanged()
+
+
+@given(st.lists(st.tuples(st.integers(0, len(CONTENT)), st.integers(0, 90_000)), max_size=6))
+def test_any_reads_have_the_right_bytes_and_leave_nothing_unchecked(reads: list[tuple[int, int]]) -> None:
+    seen = Seen()
+    file, _ = expecting(seen)
+    needed = set()
+    for offset, most in reads:
+        nbytes = min(most, len(CONTENT) - offset)
+        assert file.read_at(offset, nbytes) == CONTENT[offset : offset + nbytes]
+        needed |= {
+            start
+            for start, size, data in RANGES
+            if nbytes and max(offset, start + size) < min(offset + nbytes, start + size + data)
+        }
+    file.check_unchanged()
+    assert needed <= set(seen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -44,12 +44,16 @@ def contents() -> dict[str, bytes]:
     }
 
 
+def information(names: Iterable[str]) -> bytes:
+    """Return what the hub says about a model with some files."""
+    return json.dumps({"id": "org/net", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}).encode()
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RangeServer]:
     """Start the server, and make it the hub of an empty cache."""
     files = contents()
-    info = {"id": "org/net", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-    served = {f"/api/models/{name}/revision/main": json.dumps(info).encode() for name in ("org/net", "net")}
+    served = {f"/api/models/{name}/revision/main": information(files) for name in ("org/net", "net")}
     served |= {f"/org/net/resolve/{COMMIT}/{name}": content for name, content in files.items()}
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -109,22 +113,11 @@ def test_one_file_and_a_directory_of_a_model(hub: RangeServer, url: str) -> None
 def test_the_revision_is_resolved_once(hub: RangeServer, path: str) -> None:
     """Also for a file whose name does not tell that it is one."""
     names = [*contents(), "weights", "old/weights"]
-    info = {"id": "org/net", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
-    hub.files["/api/models/org/net/revision/main"] = json.dumps(info).encode()
+    hub.files["/api/models/org/net/revision/main"] = information(names)
     for name in names[-2:]:
         hub.files[f"/org/net/resolve/{COMMIT}/{name}"] = contents()["old/net.pth"]
     assert sluice.load_state_dict(f"hf://org/net/{path}")["w"].tolist() == [1, 1, 1]
     assert sum("/api/" in request.path for request in hub.requests) == 1
-
-
-def test_cached_files_are_read_from_the_cache(hub: RangeServer, tmp_path: Path) -> None:
-    snapshot = tmp_path / "cache" / "models--org--net" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    first = next(iter(SHARDS))
-    (snapshot / first).write_bytes(contents()[first])
-    sluice.load_state_dict("hf://org/net")
-    assert first not in data_requests(hub)
-    assert len(data_requests(hub)) == 2
 
 
 def cached(tmp_path: Path, names: list[str], commit: str = COMMIT) -> None:
@@ -136,6 +129,14 @@ def cached(tmp_path: Path, names: list[str], commit: str = COMMIT) -> None:
     snapshot.mkdir(parents=True)
     for name in names:
         (snapshot / name).write_bytes(contents()[name])
+
+
+def test_cached_files_are_read_from_the_cache(hub: RangeServer, tmp_path: Path) -> None:
+    first = next(iter(SHARDS))
+    cached(tmp_path, [first])
+    sluice.load_state_dict("hf://org/net")
+    assert first not in data_requests(hub)
+    assert len(data_requests(hub)) == 2
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -250,8 +251,7 @@ def test_all_files_of_a_list_and_all_parts_are_of_one_commit(hub: RangeServer, l
         stream = io.BytesIO()
         torch.save({f"w{number}": torch.full((4,), float(number))}, stream)
         hub.files[f"/org/net/resolve/{COMMIT}/{name}"] = stream.getvalue()
-    info = {"id": "org/net", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
-    hub.files["/api/models/org/net/revision/main"] = json.dumps(info).encode()
+    hub.files["/api/models/org/net/revision/main"] = information(names)
     urls = [f"hf://org/net/{name}" for name in names]
     assert len(sluice.load_state_dict(urls if listed else urls[0])) == 3
     assert sum("/api/" in request.path for request in hub.requests) == 1
