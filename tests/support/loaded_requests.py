@@ -38,7 +38,7 @@ def load(
         path: The file.
         tensors: Tensors with one storage each.
         requests: What to read.
-        shift: Where storages begin behind a multiple of 64.
+        shift: Bytes from a multiple of 64 to the first of each storage.
         swap_bytes: Bytes of the numbers of each storage that are in the other order.
         share: Whether views of the same bytes share memory.
         cached: Whether the file counts as cached.
