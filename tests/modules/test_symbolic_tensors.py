@@ -48,6 +48,7 @@ def _grid(*shape: int, start: int = 0) -> torch.Tensor:
         lambda t: t[0].t()[2:, None, 1].clone(),
         lambda t: torch.cat(t).T.unsqueeze(-1).squeeze().detach(),
         lambda t: torch.cat(t).to(torch.float32).narrow(0, 2, 4),
+        lambda t: torch.cat([torch.empty(0, 6), t[0], torch.ones(2, 6)]),
     ],
 )
 def test_contents_of_conversions(tmp_path: Path, operation: Operation) -> None:

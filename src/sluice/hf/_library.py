@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,16 @@ __all__ = ["VERSIONS", "bitsandbytes_operations", "find_library"]
 
 #: Supported releases of transformers: the first, and the first unsupported one.
 VERSIONS = ((5, 20), (5, 24))
+
+#: Classes and functions that sluice uses, by their modules.
+_NAMES = {
+    "transformers.modeling_utils": ("PreTrainedModel", "local_torch_dtype"),
+    "transformers.initialization": ("no_tie_weights",),
+    "transformers.conversion_mapping": ("get_model_conversion_mapping",),
+    "transformers.core_model_loading": ("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key"),
+    "transformers.monkey_patching": ("apply_patches", "patch_output_recorders"),
+    "transformers.quantizers.auto": ("get_hf_quantizer",),
+}
 
 
 def find_library() -> Any:
@@ -27,34 +38,12 @@ def find_library() -> Any:
     if not VERSIONS[0] <= version < VERSIONS[1]:
         raise ImportError(f"sluice.hf does not support transformers {transformers.__version__}: {advice}")
     try:
-        from transformers import initialization, modeling_utils
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-        from transformers.monkey_patching import apply_patches, patch_output_recorders
-        from transformers.quantizers.auto import get_hf_quantizer
-    except ImportError as error:
+        found = {name: getattr(import_module(module), name) for module, names in _NAMES.items() for name in names}
+    except (ImportError, AttributeError) as error:
         raise ImportError(
             f"transformers {transformers.__version__} lacks a function that sluice.hf uses: {advice}"
         ) from error
-    return SimpleNamespace(
-        transformers=transformers,
-        PreTrainedModel=modeling_utils.PreTrainedModel,
-        local_torch_dtype=modeling_utils.local_torch_dtype,
-        no_tie_weights=initialization.no_tie_weights,
-        get_model_conversion_mapping=get_model_conversion_mapping,
-        WeightConverter=WeightConverter,
-        WeightRenaming=WeightRenaming,
-        dot_natural_key=dot_natural_key,
-        rename_source_key=rename_source_key,
-        apply_patches=apply_patches,
-        patch_output_recorders=patch_output_recorders,
-        get_hf_quantizer=get_hf_quantizer,
-    )
+    return SimpleNamespace(transformers=transformers, **found)
 
 
 def bitsandbytes_operations() -> tuple[Any, Any]:

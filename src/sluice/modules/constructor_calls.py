@@ -24,13 +24,10 @@ from sluice.modules.swap import is_plain, swap_data, writes
 # Storages have no public identity, and torch passes private functions to modes.
 # ruff: noqa: SLF001
 
-__all__ = ["SET_DATA", "ConstructorCalls", "changed_on_meta", "refusal"]
+__all__ = ["ConstructorCalls", "refusal"]
 
 _Function = Callable[..., Any]
 _T: Any = torch.Tensor
-
-#: The setter of ``tensor.data``, as torch function modes see it.
-SET_DATA = _T.data.__set__
 
 #: Functions that write to a tensor, but change more than values, or something else.
 _NOT_VALUES = frozenset({
@@ -67,7 +64,7 @@ class ConstructorCalls(TorchFunctionMode):
         options = kwargs or {}
         if func in _UNCHANGED:
             return func(*args, **options)
-        skipped = changed_on_meta(func, args, options)
+        skipped = _changed_on_meta(func, args, options)
         if skipped is not None:
             self.emptied.note_change(skipped)
             return skipped
@@ -144,7 +141,7 @@ class ConstructorCalls(TorchFunctionMode):
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.clone, _T.clone), ConstructorCalls._clone),
     **dict.fromkeys((_T.to, _T.cuda, _T.cpu, _T.xpu), ConstructorCalls._move),
-    SET_DATA: ConstructorCalls._set_data,
+    _T.data.__set__: ConstructorCalls._set_data,
     _T.device.__get__: lambda _, _func, args, _options: device_of(args[0]),
     # Module.to may get a tensor whose device and dtype are meant.
     torch._C._nn._parse_to: lambda _, func, args, options: (device_of(args[0]), *func(*args, **options)[1:]),
@@ -155,7 +152,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-def changed_on_meta(func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
+def _changed_on_meta(func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
     """Return the tensor on meta of which a call changes the values and nothing else, such as an initialiser; or None.
 
     It is not run: torch imports its compiler for some, which takes a second. Functions of ``torch.nn.init`` and the

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import MismatchError
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState, reset_of
-from sluice.modules.constructor_calls import SET_DATA, changed_on_meta
+from sluice.modules.constructor_calls import ConstructorCalls
 from sluice.modules.install import hold, registered
 from sluice.modules.swap import with_data
 
@@ -90,7 +88,7 @@ def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Ten
 
 def _run(reset: Callable[[], object], owner: str, dtypes: Iterable[torch.dtype]) -> None:
     try:
-        with _InitialisersSkipMeta():
+        with ConstructorCalls():  # tensors of the module that are on meta take part
             reset()
     except Exception as error:
         names = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
@@ -105,22 +103,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _is_untouched(tensor: torch.Tensor) -> bool:
     pieces = torch.split(tensor.reshape(-1), _PIECE)
     return all(bool((piece.view(torch.uint8) == _UNTOUCHED).all()) for piece in pieces)
-
-
-class _InitialisersSkipMeta(TorchFunctionMode):
-    """A context of one thread in which initialisers skip meta tensors.
-
-    ``tensor.data = values`` is an initialiser as well: a meta tensor takes the shape and dtype of the values.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run ``func``, or return its tensor unchanged."""
-        options = kwargs or {}
-        skipped = changed_on_meta(func, args, options)
-        if skipped is not None:
-            return skipped
-        if func == SET_DATA and args[0].is_meta and not args[1].is_meta:
-            args = (args[0], torch.empty_like(args[1], device="meta"))
-        return func(*args, **options)

@@ -8,7 +8,7 @@ boxes. An operation that computes, or that reads a value, raises ``CannotFollow`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -16,7 +16,7 @@ from sluice import _defaults as defaults
 from sluice._dtypes import dtype_name, is_castable, torch_dtype
 from sluice.entries.assembly import join, permute, reshape, stack
 from sluice.entries.slicing import slice_entry
-from sluice.records import NO_STORAGE, Entry, Part, elements_of
+from sluice.records import NO_STORAGE, Entry, elements_of
 from sluice.records.geometry import contiguous_stride
 
 __all__ = ["CannotFollow", "SymbolicTensor", "entry_of_values"]
@@ -24,6 +24,15 @@ __all__ = ["CannotFollow", "SymbolicTensor", "entry_of_values"]
 
 class CannotFollow(Exception):  # noqa: N818  not an error of the file: the caller maps it to one
     """An operation computes elements, or is not supported."""
+
+
+def _refusing(problem: str) -> Any:
+    """Return a method that cannot be followed."""
+
+    def method(*_: object, **__: object) -> NoReturn:
+        raise CannotFollow(problem)
+
+    return method
 
 
 class SymbolicTensor(torch.Tensor):
@@ -55,20 +64,11 @@ class SymbolicTensor(torch.Tensor):
         """Return a symbolic tensor of the same entry."""
         return memo.setdefault(id(self), type(self)(self.entry))  # type: ignore[no-any-return]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise CannotFollow("it pickles a tensor")
-
-    def tolist(self) -> Any:
-        """Raise, because elements are not known: torch's own would need memory."""
-        raise CannotFollow("it reads elements with tolist()")
-
-    def numpy(self, *_: object, **__: object) -> Any:
-        """Raise, as ``tolist``."""
-        raise CannotFollow("it reads elements with numpy()")
-
-    def data_ptr(self) -> int:
-        """Raise, because there is no memory: equal addresses would look like tied tensors."""
-        raise CannotFollow("it asks for the address of a tensor")
+    # Torch's own would need memory, and equal addresses would look like tied tensors.
+    __reduce_ex__ = _refusing("it pickles a tensor")
+    tolist = _refusing("it reads elements with tolist()")
+    numpy = _refusing("it reads elements with numpy()")
+    data_ptr = _refusing("it asks for the address of a tensor")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types the version that is switched off
@@ -110,27 +110,24 @@ def entry_of_values(tensor: torch.Tensor) -> Entry:
         raise CannotFollow(f"a {type(tensor).__name__} of its own on {tensor.device} cannot be planned")
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     exact = torch.float64 if is_castable(name) else torch.int64
-    bits = flat.view(torch.uint8).view(flat.numel(), -1)
-    firsts = torch.cat([torch.zeros(1, dtype=torch.int64), (bits[1:] != bits[:-1]).any(1).nonzero()[:, 0] + 1])
+    bits = flat.view(torch.uint8).view(-1, flat.itemsize)
+    firsts = torch.cat([torch.arange(min(1, len(bits))), (bits[1:] != bits[:-1]).any(1).nonzero()[:, 0] + 1])
     if len(firsts) > defaults.RESHAPE_BOXES:
         raise CannotFollow(f"it makes a tensor of {len(firsts):,} different values")
-    values = flat[firsts] if flat.numel() else flat
+    values = flat[firsts]
     held = values.to(exact)
     if not torch.equal(held.to(values.dtype).view(torch.uint8), values.view(torch.uint8)):
         raise CannotFollow(f"it makes a {name} tensor with values that cannot be planned")
     ends = [*firsts.tolist()[1:], flat.numel()]
     runs = [
-        Part(entry=_constant(name, (end - first,), value), start=(first,))
+        _constant(name, end - first, value)
         for first, end, value in zip(firsts.tolist(), ends, held.tolist(), strict=False)
     ]
-    whole = Entry(
-        elements=elements_of(name), shape=tuple(flat.shape), stride=(1,), storage=NO_STORAGE, parts=tuple(runs)
-    )
-    return reshape(whole, tensor.shape)
+    return reshape(join(runs or [_constant(name, 0, 0)], 0), tensor.shape)
 
 
-def _constant(dtype: str, shape: tuple[int, ...], value: float) -> Entry:
-    return Entry(elements=elements_of(dtype), shape=shape, stride=(0,) * len(shape), storage=NO_STORAGE, constant=value)
+def _constant(dtype: str, size: int, value: float) -> Entry:
+    return Entry(elements=elements_of(dtype), shape=(size,), stride=(0,), storage=NO_STORAGE, constant=value)
 
 
 def _entry(tensor: torch.Tensor) -> Entry:
