@@ -7,12 +7,8 @@ import weakref
 import torch
 from torch import nn
 
-from sluice.matching.match import match
-from sluice.modules.collect import collect
-from sluice.modules.initial_values import initial_values
 from sluice.modules.swap import swap_data
-from support.state_dicts import load, memory_for
-from support.trained_net import empty, problem
+from support.trained_net import empty, load, problem
 
 # Missing tensors
 
@@ -24,7 +20,7 @@ def test_missing_tensors_on_meta_are_initialised_by_their_module() -> None:
     source = build()
     state_dict = {n: t for n, t in source.state_dict().items() if n not in {"0.bias", "1.weight", "1.running_var"}}
     module = empty(build)
-    found, _ = load(module, state_dict, strict=False, dtype="bfloat16")
+    found = load(module, state_dict, strict=False, dtype="bfloat16")
     assert found.missing == ("0.bias", "1.weight", "1.running_var")
     assert torch.equal(module[0].weight, source.get_parameter("0.weight").bfloat16())
     assert 0 < module[0].bias.abs().max() <= 1 / 30**0.5
@@ -63,18 +59,6 @@ def test_reset_parameters_is_not_run_if_it_would_overwrite_live_tensors() -> Non
     module.weight = nn.Parameter(torch.full((2, 2), 7.0))
     assert "reset_parameters" in problem(module, {"weight": torch.zeros(2, 2)}, strict=False)
     assert torch.equal(module.weight, torch.full((2, 2), 7.0))
-
-
-def test_initial_values_leave_the_module_unchanged() -> None:
-    module = empty(lambda: nn.Sequential(nn.Linear(3, 3)))
-    weight = module[0].weight
-    state = collect(module)
-    found = match(state.outline, {}, strict=False, allow_empty=True)
-    values = memory_for(state, found, {})
-    initial_values(state, found, values, scratch_bytes=1 << 20)
-    assert len(values) == 2
-    assert module[0].weight is weight
-    assert weight.is_meta
 
 
 # Swapping

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import sluice
 from sluice._errors import MismatchError
 from sluice.modules.empty_init import empty_init
-from support.state_dicts import load
 
 OLD_WEIGHT_NORM = "ignore:.*weight_norm. is deprecated:FutureWarning"
 
@@ -77,6 +79,13 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
     for name, tensor in theirs.items():
         assert (ours[name].dtype, ours[name].stride()) == (tensor.dtype, tensor.stride()), name
         assert torch.equal(ours[name], tensor), name
+
+
+def load(module: nn.Module, state_dict: Mapping[str, torch.Tensor], **options: Any) -> sluice.LoadReport:
+    """Load a state dict from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(state_dict, Path(folder, "f.pth"))
+        return sluice.load_into(module, Path(folder, "f.pth"), **options)
 
 
 def problem(module: nn.Module, state_dict: Mapping[str, torch.Tensor], **options: Any) -> str:
