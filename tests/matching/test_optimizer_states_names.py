@@ -128,6 +128,7 @@ def test_param_names_are_renamed_too(tmp_path: Path) -> None:
     ours = torch.optim.AdamW(reversed(list(again.named_parameters())))
     report = sluice.load_optimizer(ours, tmp_path / "f.pt", rename=lambda name: name.removeprefix("old."))
     assert not differences(states(again, ours), states(model, optimizer))
+    assert ours.param_groups[0]["param_names"] == [f"old.{name}" for name, _ in again.named_parameters()][::-1]
     assert any("param_names" in note for note in report.notes)
 
 
