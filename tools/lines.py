@@ -21,7 +21,7 @@ BUDGET = {"src/sluice": 62_300, "tests": 59_330}
 FEATURES = {
     "remote: HTTP": ("sources/remote/http*", "sources/remote/connections*", "sources/remote/retries*"),
     "remote: cache": ("sources/remote/cach*",),
-    "remote: rest": ("sources/remote/*", "sources/remote_names.py", "loading/request_meter.py", "*remote_options.py"),
+    "remote: rest": ("sources/remote/*", "sources/remote_names.py", "*remote_options.py"),
     "ranks": (
         *("ranks/*", "sharding/*", "writing/ranks/*"),
         *(
@@ -53,7 +53,7 @@ FEATURES = {
     "quantizing on load": ("quantizing/*", "loading/quantized*", "hf/_quant*", "hf/_bitsandbytes.py"),
     "Hugging Face models": ("hf/*",),
     "other libraries": ("integrations/*", "safetensors/*", "torch/*"),
-    "adapters": ("adapters/*", "loading/adapted.py"),
+    "adapters": ("adapters/*",),
     "DeepSpeed's directories": ("formats/deepspeed/*", "checkpoint/zero*"),
     "GGUF files": ("formats/gguf/*", "engine/packs.py"),
     "advice on other loaders": ("planning/other_methods.py",),

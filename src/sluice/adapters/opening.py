@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._defaults import SCAN_STAGING_BYTES
 from sluice._dtypes import ITEM_BYTES
@@ -16,12 +17,15 @@ from sluice.adapters.config import Adapter
 from sluice.adapters.merging import MergeStep, merge
 from sluice.adapters.steps import AdapterFile, BaseWeight, steps_of
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.matching.match import Match
+from sluice.modules.collect import ModuleState
 from sluice.reading.composites import read_tensor
 from sluice.reading.computed import WholeTensor, WholeTensors
 from sluice.records import Entry
 from sluice.reports.load import MergedAdapter
+from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["AdaptedCheckpoint", "open_adapted"]
+__all__ = ["AdaptedCheckpoint", "adapted", "open_adapted"]
 
 #: Tensors of the size of the weight that a kind holds at a time, if more than one.
 _SUMS = {"DoRA": 3, "LoHa": 2, "LoKr": 2}
@@ -105,3 +109,30 @@ def _record(file: AdapterFile, steps: Sequence[MergeStep]) -> MergedAdapter:
         scales=tuple(sorted({step.scale for step in steps if step.kind != "replaced"})),
         tensors=len(steps),
     )
+
+
+def adapted(
+    checkpoint: OpenCheckpoint, state: ModuleState, matched: Match, adapters: Sequence[Adapter]
+) -> tuple[AdaptedCheckpoint, Match]:
+    """Return the checkpoint with merged adapters, and the match that reads it; errors are those of ``open_adapted``."""
+    requests, weights = dict(zip(matched.slots, matched.requests, strict=True)), []
+    for slot, one in enumerate(state.outline.slots):
+        request = requests.get(slot)
+        shared = is_dtensor(state.tensors[slot]) or slot in state.aliases
+        weights.append(
+            BaseWeight(
+                names=one.names,
+                shape=tuple(one.shape),
+                entry=None if request is None else request.entry,
+                dtype="" if request is None else request.dtype,
+                transposed=any(type(owner.module).__name__ == "Conv1D" for owner in state.owners[slot]),
+                problem="is a DTensor, or shares its memory with another tensor" if shared else "",
+            )
+        )
+    merged = open_adapted(checkpoint, weights, adapters)
+    firsts = [state.outline.slots[slot].names[0] for slot in matched.slots]
+    changed = (
+        replace(request, entry=merged.entries.get(first, request.entry))
+        for first, request in zip(firsts, matched.requests, strict=True)
+    )
+    return merged, replace(matched, requests=tuple(changed))

@@ -10,8 +10,7 @@ from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.loading.load import load
-from sluice.loading.optimizer_job import OptimizerRequest
-from sluice.loading.optimizer_source import optimizer_checkpoint
+from sluice.loading.optimizer_job import OptimizerRequest, optimizer_checkpoint
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
 

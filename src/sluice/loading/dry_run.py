@@ -14,7 +14,6 @@ from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest, figures
 from sluice.loading.module_job import ModuleJob
-from sluice.loading.request_meter import planned_requests
 from sluice.planning.alternatives import Change, find_alternatives
 from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
 from sluice.planning.other_methods import (
@@ -28,6 +27,7 @@ from sluice.planning.other_methods import (
     predict,
     recommend,
 )
+from sluice.reading.transfer import planned_requests
 from sluice.records import LoadPlan
 from sluice.reports.plan import PlanReport, RanksPlan
 from sluice.sharding.dtensors import local_of

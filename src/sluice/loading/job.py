@@ -28,7 +28,6 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.read_methods import Surprise
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
-from sluice.loading.request_meter import made_requests, planned_requests
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.budget import for_whole_host
@@ -234,10 +233,10 @@ def run(job: LoadJob, *, progress: Progress) -> Loaded:
     """Run a job; measure how the memory of accelerators grows, and the requests for remote files."""
     if not job.plan.devices and all(file.identity.inode for file in job.checkpoint.index.files):
         return job.install(job.fetch(progress))
-    before, planned = transfer.allocator_state(job.plan), planned_requests(job.checkpoint, job.plan)
+    measured = transfer.meter(job.checkpoint, job.plan)
     loaded = job.install(job.fetch(progress))
-    remote = made_requests(job.checkpoint, job.plan, planned)
-    return replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=remote)
+    memory, remote = measured()
+    return replace(loaded, device_memory=memory, remote=remote)
 
 
 def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | None) -> Callable[[int], None] | None:

@@ -18,7 +18,6 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load_report
-from sluice.loading.request_meter import made_requests, planned_requests
 from sluice.machine.peaks import PeakMeter
 from sluice.machine.processes import this_process
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
@@ -68,7 +67,7 @@ def load_together(
         job = replace(job, look=agreement.look)
         if job.plan.readers:
             meter.sample()
-        before, planned = transfer.allocator_state(job.plan), planned_requests(job.checkpoint, job.plan)
+        measured = transfer.meter(job.checkpoint, job.plan)
         fetched = agreement.attempt(job.fetch, progress)
         agreement.settle("read", changed=lambda: job.changed_by(fetched))
         loaded = agreement.attempt(job.install, fetched)
@@ -82,8 +81,8 @@ def load_together(
             undo=job.undo,
         )
         assert loaded is not None
-        remote = made_requests(job.checkpoint, job.plan, planned)
-        loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=remote)
+        memory, remote = measured()
+        loaded = replace(loaded, device_memory=memory, remote=remote)
     return load_report(
         job,
         loaded,

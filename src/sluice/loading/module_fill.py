@@ -6,7 +6,7 @@ tensors change while they are read; an error in that time names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -77,11 +77,8 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
         MismatchError: Tied names have different bytes; nothing was touched.
         PartialLoadError: A failure after live tensors began to change; its cause is the failure.
     """
-    notes = compare_tied(job) if job.match.comparisons else ()
-    extra_state = {name: read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
-    attributes = {name: read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     if not job.quantized:
-        return _fetch(job, progress, dict, notes, extra_state, attributes)
+        return _fetch(job, progress, dict)
     from sluice.quantizing.weights import quantizing_threads  # rarely needed
 
     cores = job.plan.facts.cores
@@ -90,18 +87,14 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
         def make_finishers() -> _Finishers:
             return {job.requests[i].name: weight.finisher(workers, cores) for i, weight in job.quantized.items()}
 
-        return _fetch(job, progress, make_finishers, notes, extra_state, attributes)
+        return _fetch(job, progress, make_finishers)
 
 
-def _fetch(
-    job: ModuleJob,
-    progress: Progress,
-    make_finishers: Callable[[], _Finishers],
-    notes: Sequence[str],
-    extra_state: Mapping[str, object],
-    attributes: Mapping[str, object],
-) -> ModuleData:
+def _fetch(job: ModuleJob, progress: Progress, make_finishers: Callable[[], _Finishers]) -> ModuleData:
     """Read the data; see ``fetch_module``."""
+    notes = compare_tied(job) if job.match.comparisons else ()
+    extra_state = {name: read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
+    attributes = {name: read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     finishers: _Finishers = {}
     live = {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing}
     if any(slot.region is not None for slot in job.state.outline.slots):

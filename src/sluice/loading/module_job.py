@@ -127,7 +127,7 @@ def module_job(
     matched, placement = _placed(state, match_on, request.device, request.options.memory)
     merged: AdaptedCheckpoint | None = None
     if request.adapters:
-        from sluice.loading.adapted import adapted  # here, not above: most loads merge nothing
+        from sluice.adapters.opening import adapted  # here, not above: most loads merge nothing
 
         merged, matched = adapted(checkpoint, state, matched, request.adapters)
         checkpoint = merged.checkpoint

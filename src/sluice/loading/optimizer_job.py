@@ -8,6 +8,7 @@ the finished tensors at the end and has nothing left to move or cast: it merges 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -16,16 +17,18 @@ from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from sluice._arguments import device_name
-from sluice._errors import MismatchError
+from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import SHOWN, section
+from sluice._options import TEXT_ENCODING, Limits
 from sluice._private_torch import is_traceable_wrapper_subclass
-from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
+from sluice.checkpoint.survey import optimizer_files, zero_directory
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
-from sluice.loading.deferred_state import keep_device, move_at_first_step
+from sluice.formats.divided import divided_directory
 from sluice.loading.divided import as_dtensor
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
-from sluice.loading.optimizer_leaves import LeafDecisions
+from sluice.loading.optimizer_leaves import LeafDecisions, keep_device, move_at_first_step
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard
@@ -35,8 +38,9 @@ from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
 from sluice.reports.load import Subject
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
+from sluice.sources.opening import find_place
 
-__all__ = ["OptimizerJob", "OptimizerRequest"]
+__all__ = ["OptimizerJob", "OptimizerRequest", "optimizer_checkpoint"]
 
 # torch documents the hooks of optimizers, but their dicts are private and have no public accessor.
 # ruff: noqa: SLF001
@@ -244,3 +248,58 @@ def _problems_of_dtensor(parameter: torch.Tensor, device: str | None) -> Iterato
         yield "is on the meta device: load the model first"
     elif device not in {None, str(parameter.device)}:
         yield f"is divided over ranks (DTensor), and its state can only be on {parameter.device}: omit device="
+
+
+@contextmanager
+def optimizer_checkpoint(
+    request: OptimizerRequest, source: CheckpointSource, *, limits: Limits | None = None, encoding: str = TEXT_ENCODING
+) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint of an optimizer for the length of the block.
+
+    In a directory this is the optimizer's file next to the model; of several such files, the only one that fits.
+
+    Args:
+        request: The load, which decides which file fits.
+        source: As in ``sluice.load_optimizer``.
+        limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote.
+
+    Raises:
+        MismatchError: The directory holds the state of several optimizers, and none or more than one of them fits.
+        UnsupportedError: It holds a state that was divided over ranks.
+    """
+    place = source.place if isinstance(source, OpenCheckpoint) else find_place(source)
+    listed = place.directory() if place is not None and place.location else None
+    names = optimizer_files(listed) if listed else []
+    if listed and not names:
+        limits, found = limits or Limits(), {entry.name for entry in listed.entries()}
+        zero = zero_directory(listed, found, limits, optimizer=True)
+        if zero is not None:
+            with OpenCheckpoint.of_layout(replace(zero, place=place), limits, encoding) as checkpoint:
+                yield checkpoint
+            return
+    divided = divided_directory(listed) if listed and not names else None
+    directory = place.title if place else ""
+    files = [place.below(name) for name in names] if place else []
+    if divided is not None:
+        raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
+    with ExitStack() as stack:
+        if len(files) < 2:
+            yield stack.enter_context(borrow(files[0] if files else source, limits=limits, encoding=encoding))
+            return
+        outline = request.outline()
+        lines, fitting = [], []
+        for file in files:
+            checkpoint = stack.enter_context(borrow(file, limits=limits, encoding=encoding))
+            try:
+                request.find(checkpoint, outline)
+            except MismatchError as error:
+                lines.append(f"{find_place(file).title}: {' '.join(error.problem.split())}")
+            else:
+                lines.append(f"{find_place(file).title}: fits")
+                fitting.append(checkpoint)
+        if len(fitting) != 1:
+            text = section("choose one", lines[:SHOWN], lines)
+            fit = "several of them fit" if fitting else "none of them fits"
+            raise MismatchError(f"the directory holds more than one optimizer, and {fit}\n{text}", file=directory)
+        yield fitting[0]

@@ -25,9 +25,9 @@ from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.reading.reader import CheckpointReader
-from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
+from sluice.records import DeviceMemory, DevicePlan, LoadPlan, RemoteReads, Request, View
 
-__all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run", "with_more"]
+__all__ = ["Prepared", "changed", "meter", "plan_transfer", "planned_requests", "prepare", "run", "with_more"]
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -196,14 +196,36 @@ def _forget_tensors(error: BaseException) -> None:
         each = each.__cause__ or each.__context__
 
 
-def allocator_state(plan: LoadPlan) -> dict[str, tuple[int, int] | None]:
-    """Return the bytes that torch's allocator has allocated and reserved on each accelerator of a plan."""
-    return {device.device: allocator_bytes(device.device) for device in plan.devices}
+def planned_requests(checkpoint: OpenCheckpoint, plan: LoadPlan) -> RemoteReads | None:
+    """Return the requests of a plan before it is run, when headers have been read; None if no file is remote."""
+    found = [source.traffic for source in checkpoint.sources if hasattr(source, "traffic")]
+    if not found:
+        return None
+    planned = plan.traffic()
+    return RemoteReads(
+        header_requests=sum(each.requests for each in found),
+        header_bytes=sum(each.nbytes for each in found),
+        planned_requests=planned.requests,
+        planned_bytes=planned.nbytes,
+    )
 
 
-def device_memory(plan: LoadPlan, before: Mapping[str, tuple[int, int] | None]) -> tuple[DeviceMemory, ...]:
-    """Return the growth of memory on each accelerator of a plan since ``before``."""
-    return tuple(_grown(device, before[device.device]) for device in plan.devices)
+def meter(
+    checkpoint: OpenCheckpoint, plan: LoadPlan
+) -> Callable[[], tuple[tuple[DeviceMemory, ...], RemoteReads | None]]:
+    """Return a function for the end of a plan: the growth of each accelerator's memory and the requests since now."""
+    before = [allocator_bytes(device.device) for device in plan.devices]
+    planned = planned_requests(checkpoint, plan)
+
+    def measured() -> tuple[tuple[DeviceMemory, ...], RemoteReads | None]:
+        memory = tuple(map(_grown, plan.devices, before))
+        now = planned_requests(checkpoint, plan)
+        if planned is None or now is None:
+            return memory, None
+        requests, nbytes = now.header_requests - planned.header_requests, now.header_bytes - planned.header_bytes
+        return memory, dataclasses.replace(planned, requests=requests, received_bytes=nbytes)
+
+    return measured
 
 
 def _grown(device: DevicePlan, before: tuple[int, int] | None) -> DeviceMemory:
