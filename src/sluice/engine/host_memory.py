@@ -138,15 +138,12 @@ class PageSizes(Struct):
         pages = memory.unchosen_pages(start, nbytes)
         if not pages:
             return
-        small = pages if self._skips(len(pages)) else self._touch(memory, pages)
-        if small:
-            memory.use_small_pages(small)
-
-    def _skips(self, count: int) -> bool:
-        if self._untouched <= 0:
-            return False
-        self._untouched -= count
-        return True
+        if self._untouched > 0:
+            self._untouched -= len(pages)
+        else:
+            pages = self._touch(memory, pages)
+        if pages:
+            memory.use_small_pages(pages)
 
     def _touch(self, memory: HostMemory, pages: range) -> range:
         """Touch pages until one is slow; return the others."""

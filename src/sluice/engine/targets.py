@@ -178,8 +178,9 @@ class Targets:
             first: Where its first byte lies in the buffer.
         """
         started: set[str] = set()
-        if read.swap_bytes:
-            _swap_bytes(read, buffer, first)
+        if read.swap_bytes:  # reverse the bytes of each number
+            numbers, count = np.dtype(f"u{read.swap_bytes}"), read.nbytes // read.swap_bytes
+            np.frombuffer(buffer.memory, numbers, count, buffer.start + first).byteswap(inplace=True)
         others = [copy for copy in read.copies if not self._moves_bytes(copy, buffer.address + first)]
         if not others:
             return
@@ -333,17 +334,13 @@ class Targets:
         with self._lock:
             if position not in self._flats:
                 known = position in self._existing
-                self._flats[position] = self._existing[position] if known else self._allocate(position)
-                self._write_constants(position)
+                flat = self._flats[position] = self._existing[position] if known else self._allocate(position)
+                target = self._plan.targets[position]
+                for constant in target.constants:  # by the way that all bytes take: a device's own queue orders them
+                    if known:
+                        self.touched.add(position)
+                    self._send(target.device, _box(flat, constant), constant_bytes(constant))
             return self._flats[position]
-
-    def _write_constants(self, position: int) -> None:
-        """Write the boxes that no file fills, by the way that all bytes take: a device's own queue orders them."""
-        target = self._plan.targets[position]
-        for constant in target.constants:
-            if position in self._existing:
-                self.touched.add(position)
-            self._send(target.device, _box(self._flats[position], constant), constant_bytes(constant))
 
     def _allocate(self, position: int) -> torch.Tensor:
         target, block = self._plan.targets[position], self._plan.blocks[position]
@@ -417,10 +414,3 @@ def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
         # As torch.load does: conj() would make a view that keeps a base.
         return set_math_bits(tensor, view.math_bits)
     return tensor
-
-
-def _swap_bytes(read: Read, buffer: StagingBuffer, first: int) -> None:
-    """Reverse the bytes of each number of a read in a staging buffer."""
-    numbers = np.dtype(f"u{read.swap_bytes}")
-    count = read.nbytes // read.swap_bytes
-    np.frombuffer(buffer.memory, numbers, count, buffer.start + first).byteswap(inplace=True)

@@ -129,7 +129,9 @@ def _samples(checkpoint: OpenCheckpoint) -> str:
 
     Of a zip file also what follows the data is taken: its directory has the CRC-32 of every record.
     """
-    ends = _ends_of_data(checkpoint)
+    ends = [0] * len(checkpoint.sources)  # of the last storage of each file
+    for storage in checkpoint.index.storages:
+        ends[storage.file] = max(ends[storage.file], storage.offset + storage.nbytes)
     digest = hashlib.blake2b(digest_size=16)
     count = max(1, _SAMPLES // len(checkpoint.sources))
     zipped = checkpoint.index.zipped
@@ -143,14 +145,6 @@ def _samples(checkpoint: OpenCheckpoint) -> str:
         for offset, length in ranges:
             digest.update(source.read_at(offset, min(length, nbytes - offset)))
     return digest.hexdigest()
-
-
-def _ends_of_data(checkpoint: OpenCheckpoint) -> list[int]:
-    """Return where the last storage of each file ends."""
-    ends = [0] * len(checkpoint.sources)
-    for storage in checkpoint.index.storages:
-        ends[storage.file] = max(ends[storage.file], storage.offset + storage.nbytes)
-    return ends
 
 
 def _digest(lines: Iterator[str]) -> str:

@@ -103,7 +103,8 @@ def _fetch(job: ModuleJob, progress: Progress, make_finishers: Callable[[], _Fin
     finished: set[int] = set()  # of the live tensors
     initial = _compute_initial(job, targets) if job.match.zeroed or job.match.initialised else {}
     if job.quantized:
-        _prepare_finishers(targets, finishers, make_finishers)
+        with _reserved(targets):  # the results get memory that was reserved on accelerators
+            finishers.update(make_finishers())
 
     def completed(position: int) -> None:
         slot = job.match.slots[position]
@@ -128,11 +129,12 @@ def _fetch(job: ModuleJob, progress: Progress, make_finishers: Callable[[], _Fin
     )
 
 
-def _prepare_finishers(targets: Targets, finishers: _Finishers, make: Callable[[], _Finishers]) -> None:
-    """Make the functions that quantize weights; their results get memory that was reserved on accelerators."""
+@contextmanager
+def _reserved(targets: Targets) -> Iterator[None]:
+    """Reserve the memory of accelerators, and free everything if the block fails."""
     try:
         targets.reserve()
-        finishers.update(make())
+        yield
     except BaseException:
         targets.discard()
         raise
@@ -162,13 +164,9 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:
     """Compute the tensors on meta that the checkpoint does not fill, in their final memory."""
     slots = (*job.match.zeroed, *job.match.initialised)
-    try:
-        targets.reserve()
+    with _reserved(targets):
         memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))
         initial_values(job.state, job.match, memory, scratch_bytes=job.plan.device_scratch_bytes)
-    except BaseException:
-        targets.discard()
-        raise
     return memory
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, ClassVar, Literal, TypeAlias, TypeGuard, cast
 
 import torch
@@ -126,17 +125,18 @@ class _Exchange:
     def swap(self, position: int, live: torch.Tensor, new: torch.Tensor) -> None:
         """Exchange the values of two tensors of one shape and dtype."""
         self.begun.add(position)
-        scratch = self._scratch.get(live.device)
-        if scratch is None:
-            scratch = self._scratch[live.device] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=live.device)
-        for box in boxes(tuple(live.shape), _PIECE_BYTES // live.itemsize):
-            target, source = live[box], new[box]
-            old = scratch[: target.numel() * live.itemsize].view(live.dtype).view(target.shape)
-            old.copy_(target)
-            self._pieces.append((target, old))  # until the memory of the new values has them
-            target.copy_(source)
-            source.copy_(old)
-            self._pieces[-1] = (target, source)
+        with torch.inference_mode(mode=live.is_inference()), torch.no_grad():
+            scratch = self._scratch.get(live.device)
+            if scratch is None:
+                scratch = self._scratch[live.device] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=live.device)
+            for box in boxes(tuple(live.shape), _PIECE_BYTES // live.itemsize):
+                target, source = live[box], new[box]
+                old = scratch[: target.numel() * live.itemsize].view(live.dtype).view(target.shape)
+                old.copy_(target)
+                self._pieces.append((target, old))  # until the memory of the new values has them
+                target.copy_(source)
+                source.copy_(old)
+                self._pieces[-1] = (target, source)
         self.complete.add(position)
 
     def undo(self) -> None:
@@ -200,7 +200,9 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
                     with self._held(positions):
                         self.exchanges.append(_Exchange(positions, scratch))
                         for position in positions:
-                            self._exchange(position, tensors[position])
+                            live = local_of(self.state.tensors[self.match.slots[position]])
+                            self.exchanges[-1].swap(position, live, tensors[position])
+                            self._note_written(position)
             except BaseException:
                 self._put_back()
                 raise
@@ -235,11 +237,8 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
     def _partial(self) -> PartialLoadError | None:
         """Return an error that names the tensors that have new values; None if there are none."""
         live = replace(self, requests=tuple(replace(each, existing=True) for each in self.requests))
-        touched, finished = (
-            {position for exchange in self.exchanges for position in found(exchange)}
-            for found in (attrgetter("begun"), attrgetter("complete"))
-        )
-        return partial_load(live, touched, finished)
+        touched = {position for exchange in self.exchanges for position in exchange.begun}
+        return partial_load(live, touched, {each for exchange in self.exchanges for each in exchange.complete})
 
     def _groups(self) -> Iterable[Sequence[int]]:
         """Return the positions of the tensors that change together: those whose modules have the same locks."""
@@ -268,12 +267,6 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
                 for lock in {id(lock): lock for lock in locks}.values():
                     held.enter_context(lock)
             yield
-
-    def _exchange(self, position: int, tensor: torch.Tensor) -> None:
-        target = local_of(self.state.tensors[self.match.slots[position]])
-        with torch.inference_mode(mode=target.is_inference()), torch.no_grad():
-            self.exchanges[-1].swap(position, target, tensor)
-        self._note_written(position)
 
     def _note_written(self, position: int) -> None:
         for holding in self.state.holdings(self.match.slots[position]):

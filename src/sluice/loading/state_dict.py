@@ -46,7 +46,8 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
     def job(self, checkpoint: OpenCheckpoint) -> StateDictJob:
         """See ``LoadRequest.job``."""
         device = device_name(self.device)
-        tree, key = _whole_object(checkpoint) if self.whole else _find_state_dict(checkpoint, self.key)
+        tree, key = (checkpoint.index.tree, "") if self.whole else _find_state_dict(checkpoint, self.key)
+        trees.refuse_opaques(tree, checkpoint.path)
         if self.rules:
             tree = _apply_rules(tree, self.rules, checkpoint)
         names = {id(entry): name for name, entry in trees.walk(tree)}
@@ -108,12 +109,7 @@ class StateDictJob(LoadJob, frozen=True, kw_only=True):
         return Loaded(result=result, value=values if self.whole else _ordered(values, like=values))
 
 
-def _whole_object(checkpoint: OpenCheckpoint) -> tuple[Any, str]:
-    trees.refuse_opaques(checkpoint.index.tree, checkpoint.path)
-    return checkpoint.index.tree, ""
-
-
-def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> tuple[Mapping[str, object], str]:
+def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> tuple[Any, str]:
     """Return the state dict and its key."""
     tree = checkpoint.index.tree
     key = only_state_dict(tree, checkpoint.path) if key is None else key
@@ -125,7 +121,6 @@ def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> tuple[Mappi
             tensor=key,
             found=type(part).__name__,
         )
-    trees.refuse_opaques(part, checkpoint.path)
     return part, key
 
 

@@ -133,7 +133,8 @@ def _group(place: _Place, limit_bytes: int | None) -> MemoryGroup | None:
     usage = _number(place.usage_file)
     if usage is None:
         return None
-    free = _reclaimable(place)
+    values = (line.partition(b" ") for line in (read_system_file(place.statistics_file) or b"").splitlines())
+    free = next((int(value) for name, _, value in values if name == place.reclaimable), 0)
     return MemoryGroup(*astuple(place), usage_bytes=usage, limit_bytes=limit_bytes, reclaimable_bytes=free)
 
 
@@ -145,9 +146,3 @@ def _limit(place: _Place) -> int | None:
 def _number(path: str) -> int | None:
     text = (read_system_file(path) or b"").strip()
     return int(text) if text.isdigit() else None  # absent, or "max"
-
-
-def _reclaimable(place: _Place) -> int:
-    lines = (read_system_file(place.statistics_file) or b"").splitlines()
-    values = (line.partition(b" ") for line in lines)
-    return next((int(value) for name, _, value in values if name == place.reclaimable), 0)

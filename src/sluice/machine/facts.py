@@ -60,7 +60,7 @@ def machine_facts(
     """
     headroom = _headroom()
     return MachineFacts(
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_available_bytes=_available_bytes() // host_ranks,
         memory_limit_bytes=None if headroom is None else headroom // host_ranks,
         huge_pages=_huge_pages(),
@@ -178,12 +178,6 @@ def _headroom() -> int | None:
     if headroom is None:
         _unlimited_until = time.monotonic() + defaults.UNLIMITED_SECONDS
     return headroom
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _available_bytes() -> int:

@@ -73,8 +73,7 @@ def _mounts(table: str = "/proc/self/mounts") -> list[tuple[str, str]]:
         import psutil  # here, not above: it takes 7 to 16 ms, and Linux does not need it
 
         return [(each.mountpoint, each.fstype) for each in psutil.disk_partitions(all=True)]
-    return [(os.fsdecode(_ESCAPED.sub(_unescaped, mount)), kind.decode()) for _, mount, kind, *_ in fields]
-
-
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    return bytes([int(found[1], 8)])
+    return [
+        (os.fsdecode(_ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), mount)), kind.decode())
+        for _, mount, kind, *_ in fields
+    ]

@@ -63,10 +63,6 @@ def scratch_bytes(buffer_bytes: int) -> int:
     return round_up(max(buffer_bytes, _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES)
 
 
-def _large_segment(size: int) -> int:
-    return _MEDIUM_SEGMENT_BYTES if size < _LARGEST_MEDIUM_BYTES else round_up(size, _SEGMENT_MULTIPLE_BYTES)
-
-
 def _packed(sizes: Iterable[int], *, small: bool) -> int:
     """Return the bytes of the segments for allocations in sequence, each in the smallest free range that fits.
 
@@ -79,7 +75,9 @@ def _packed(sizes: Iterable[int], *, small: bool) -> int:
     for size in sizes:
         position = bisect_left(rests, size)
         if position == len(rests):
-            segment = _SMALL_SEGMENT_BYTES if small else _large_segment(size)
+            segment = _SMALL_SEGMENT_BYTES if small else _MEDIUM_SEGMENT_BYTES
+            if size >= _LARGEST_MEDIUM_BYTES:
+                segment = round_up(size, _SEGMENT_MULTIPLE_BYTES)
             reserved += segment
             rest = segment - size
         else:

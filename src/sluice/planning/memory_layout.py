@@ -84,7 +84,12 @@ def shared_targets(
     """
     targets: list[Target] = []
     views: dict[int, View] = {}
-    bare = [_without_math_bits(request) for request in requests]
+    bare = [
+        replace(each, entry=replace(each.entry, elements=each.entry.elements.without_math_bits()))
+        if each.entry.math_bits
+        else each
+        for each in requests
+    ]
     for members in _storage_groups(bare):
         ordered = sorted(members, key=lambda i: bare[i].entry.storage_offset)
         for group in overlapping(ordered, lambda i: _span(bare[i].entry)):
@@ -93,13 +98,6 @@ def shared_targets(
     return tuple(targets), tuple(
         replace(views[i], math_bits=bits[i]) if bits[i] else views[i] for i in range(len(requests))
     )
-
-
-def _without_math_bits(request: Request) -> Request:
-    entry = request.entry
-    if not entry.math_bits:
-        return request
-    return replace(request, entry=replace(entry, elements=entry.elements.without_math_bits()))
 
 
 def lay_out_blocks(
