@@ -8,6 +8,8 @@ import io
 import lzma
 import pickle
 import re
+import subprocess
+import sys
 import tarfile
 from contextlib import closing
 from importlib import import_module
@@ -230,10 +232,11 @@ def test_only_the_first_page_is_read(tmp_path: Path) -> None:
 
 
 def test_no_start_is_claimed_twice(tmp_path: Path) -> None:
+    (tmp_path / "gguf").write_bytes(b'GGUF\3\0\0\0{"\0\0\0\0\0\0')
     save_file({"w": torch.zeros(3)}, tmp_path / "safetensors")
     torch.save({"w": torch.zeros(3)}, tmp_path / "torch-zip")
     (tmp_path / "torch-legacy").write_bytes(legacy_bytes(2))
-    for name in ("safetensors", "torch-zip", "torch-legacy"):
+    for name in ("safetensors", "torch-zip", "torch-legacy", "gguf"):
         head = (tmp_path / name).read_bytes()[:4096]
         assert [candidate.name for candidate in FORMATS if candidate.matches(head)] == [name]
 
@@ -252,3 +255,33 @@ def test_any_bytes_give_a_format_or_a_typed_error(tmp_path: Path, start: bytes, 
         assert detect_in(tmp_path / "x", start + rest) in {known.name for known in FORMATS}
     except SluiceError as error:
         assert error.file == str(tmp_path / "x")
+
+
+MEASURE = """
+import sys
+from sluice._options import Limits
+from sluice.formats.detection import detect
+from sluice.sources.local import LocalFile
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+source = LocalFile(sys.argv[1])
+before, reader = peak(), detect(source)
+index = reader.read_index(source, Limits())
+assert not {"torch", "numpy"} & sys.modules.keys()
+print(len(index.storages), peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_an_index_of_many_tensors_takes_a_kibibyte_for_each_and_no_torch(tmp_path: Path, suffix: str) -> None:
+    names = [f"model.layers.{number // 10}.block.{number % 10}.weight" for number in range(30_000)]
+    sluice.save({name: torch.ones(1 + len(name) % 10) for name in names}, tmp_path / f"many.{suffix}")
+    command = [sys.executable, "-c", MEASURE, tmp_path / f"many.{suffix}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    count, grown_kib = map(int, result.stdout.split())
+    assert count == len(names)
+    assert grown_kib <= count * 1.0

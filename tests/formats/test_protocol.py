@@ -1,35 +1,42 @@
-"""The formats of the package keep the protocol."""
+"""Every format keeps the protocol: a healthy file is indexed, cut, damaged and failed in many ways."""
 
-# ruff: noqa: ARG002 - methods have the arguments of the protocol
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import errno
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from sluice._dtypes import dtype_name
-from sluice._errors import CheckpointError
+from sluice._dtypes import ITEM_BYTES, dtype_name
+from sluice._errors import CheckpointError, LimitError, ReadError
 from sluice._options import Limits
 from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.opening import open_layout
+from sluice.entries.tree import flatten
 from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.protocol import Checksum, Format
 from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
-from sluice.records import Index
+from sluice.records import Entry, Index
 from sluice.sources.directory import DirectoryEntry
 from sluice.sources.protocol import Source
 from support import distributed
-from support.format_conformance import ExpectedTensor, check_format
 from support.gguf_files import array, gguf_bytes, packed, plain, text
-from support.sources import MemorySource
+from support.recorded_reads import RecordingSource
+from support.sources import FaultySource, MemorySource
+from support.torch_files import saved
 
 TENSORS = {
     "weight": torch.randn(512, 600, generator=torch.Generator().manual_seed(0)),
@@ -39,60 +46,59 @@ TENSORS = {
     "empty": torch.ones(0, 4),
 }
 
-
-def expected(tensors: Mapping[str, torch.Tensor]) -> dict[str, ExpectedTensor]:
-    return {
-        name: ExpectedTensor(
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            data=tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"",
-        )
-        for name, tensor in tensors.items()
-    }
+#: Bytes that reading an index may exceed those of the headers by: headers are read ahead, small gaps are read as well.
+READ_AHEAD_BYTES = 256 << 10
 
 
-EXPECTED = expected({name: tensor.reshape(tensor.shape or (1,)) for name, tensor in TENSORS.items()})
-EXPECTED["scalar"] = replace(EXPECTED["scalar"], shape=())
+class Case(NamedTuple):
+    """A format, a healthy file with 1 MiB of data, and dtype, shape and row-major bytes of each of its tensors."""
+
+    format: Format
+    content: bytes
+    expected: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+
+    def index(self, content: bytes | None = None, limits: Limits | None = None) -> Index:
+        return self.format.read_index(MemorySource(self.content if content is None else content), limits or Limits())
+
+    def located(self, content: bytes) -> tuple[Index, dict[int, int]]:
+        """Return the index of a file and the data offset of every storage."""
+        index = self.index(content)
+        known = {number: storage.offset for number, storage in enumerate(index.storages) if storage.located}
+        rest = [number for number in range(len(index.storages)) if number not in known]
+        offsets = {**known, **self.format.locate(MemorySource(content), index, rest)}
+        assert all(0 <= offsets[n] <= len(content) - storage.nbytes for n, storage in enumerate(index.storages))
+        return index, offsets
+
+    def compare(self, content: bytes) -> None:
+        """Assert that a file has all expected elements."""
+        index, offsets = self.located(content)
+        entries = flatten(index.tree, Limits())
+        for name, (_, _, data) in self.expected.items():
+            assert elements(content, index, offsets, entries[name]) == data, name
+
+    def checksums(self, content: bytes) -> list[Checksum | CheckpointError]:
+        self.index(content)
+        return list(self.format.checksums(MemorySource(content), Limits()))
+
+    def data_ranges(self) -> list[tuple[int, int]]:
+        index, offsets = self.located(self.content)
+        return [(offsets[number], offsets[number] + storage.nbytes) for number, storage in enumerate(index.storages)]
 
 
-def torch_file(value: object, *, legacy: bool = False) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file, _use_new_zipfile_serialization=not legacy)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("file_format", "content"),
-    [
-        (TorchZipFormat(), torch_file(TENSORS)),
-        (TorchLegacyFormat(), torch_file(TENSORS, legacy=True)),
-        (SafetensorsFormat(), safetensors.torch.save(TENSORS)),
-    ],
-    ids=["torch-zip", "torch-legacy", "safetensors"],
-)
-def test_our_formats(file_format: Format, content: bytes) -> None:
-    check_format(file_format, content, EXPECTED)
-
-
-def test_plain_and_packed_tensors_of_gguf_files() -> None:
-    tensors = {
-        "weight": packed((4096, 512))[0],
-        "bias": plain(torch.arange(700)),
-        "half": plain(torch.ones(3, 5).half()),
-    }
-    dtypes = {"weight": "float32", "bias": "int64", "half": "float16"}
-    held = {
-        name: ExpectedTensor(dtype=dtypes[name], shape=tuple(shape), data=data)
-        for name, (shape, _, data) in tensors.items()
-    }
-    check_format(GgufFormat(), gguf_bytes(tensors, {"texts": array(8, 2, text("ab") + text(""))}), held)
-
-
-@pytest.mark.parametrize("legacy", [False, True], ids=["torch-zip", "torch-legacy"])
-def test_views_of_shared_storages(legacy: bool) -> None:
-    base = torch.randn(700, 500)
-    views = {"base": base, "rows": base[3:90:2], "columns": base[:, 7:9], "turned": base.t()}
-    check_format(TorchLegacyFormat() if legacy else TorchZipFormat(), torch_file(views, legacy=legacy), expected(views))
+def elements(content: bytes, index: Index, offsets: Mapping[int, int], entry: Entry) -> bytes:
+    """Return the elements of a dense entry in row-major order; of packed elements, the packs as they are stored."""
+    assert entry.composite is None
+    assert not entry.parts
+    if not entry.numel:
+        return b""
+    storage, item = index.storages[entry.storage], ITEM_BYTES[entry.dtype]
+    assert entry.byte_span[1] <= storage.nbytes
+    data = content[offsets[entry.storage] :][: storage.nbytes]
+    if entry.elements.packing is not None:
+        first, end = entry.byte_span
+        return data[first:end]
+    held = np.frombuffer(data, np.dtype((np.void, item)), -1, entry.storage_offset * item)
+    return np.lib.stride_tricks.as_strided(held, entry.shape, [step * item for step in entry.stride]).tobytes()
 
 
 class RankFile:
@@ -107,7 +113,7 @@ class RankFile:
     def read_index(self, source: Source, limits: Limits) -> Index:
         return self._open(source, limits)[0]
 
-    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
+    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:  # noqa: ARG002
         return self._open(source, Limits())[1].locate(storages)
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
@@ -138,19 +144,121 @@ class OneFile:
         """Accept every path."""
 
 
-def test_the_data_files_of_distributed_checkpoints(tmp_path: Path) -> None:
+def of_tensors(file_format: Format, content: bytes, tensors: Mapping[str, torch.Tensor] = TENSORS) -> Case:
+    held = {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    described = {name: (dtype_name(one.dtype), tuple(one.shape), held[name]) for name, one in tensors.items()}
+    return Case(file_format, content, described)
+
+
+def views(*, legacy: bool) -> Case:
+    base = torch.randn(700, 500)
+    tensors = {"base": base, "rows": base[3:90:2], "columns": base[:, 7:9], "turned": base.t()}
+    file_format = TorchLegacyFormat() if legacy else TorchZipFormat()
+    return of_tensors(file_format, saved(tensors, legacy=legacy), tensors)
+
+
+def gguf() -> Case:
+    tensors = {"w": packed((4096, 512))[0], "b": plain(torch.arange(700)), "h": plain(torch.ones(3, 5).half())}
+    dtypes = {"w": "float32", "b": "int64", "h": "float16"}
+    expected = {name: (dtypes[name], tuple(shape), data) for name, (shape, _, data) in tensors.items()}
+    return Case(GgufFormat(), gguf_bytes(tensors, {"texts": array(8, 2, text("ab") + text(""))}), expected)
+
+
+def rank_file(directory: Path) -> Case:
     whole = {name: tensor for name, tensor in TENSORS.items() if tensor.dim() and tensor.numel()}
-    distributed.write(tmp_path, {name: distributed.rows(tensor, 1) for name, tensor in whole.items()})
-    (file,) = tmp_path.glob("*.distcp")
-    rank_file = RankFile((tmp_path / METADATA_FILE).read_bytes(), file.name)
-    check_format(rank_file, file.read_bytes(), expected(whole))
+    distributed.write(directory, {name: distributed.rows(tensor, 1) for name, tensor in whole.items()})
+    (file,) = directory.glob("*.distcp")
+    return of_tensors(RankFile((directory / METADATA_FILE).read_bytes(), file.name), file.read_bytes(), whole)
 
 
-def test_a_format_that_breaks_the_protocol_is_refused() -> None:
-    class ReadsEverything(SafetensorsFormat):
-        def read_index(self, source: Source, limits: Limits) -> Index:
-            source.read_at(0, source.identity.nbytes)
-            return super().read_index(source, Limits())
+CASES: dict[str, Callable[[Path], Case]] = {
+    "torch-zip": lambda _: of_tensors(TorchZipFormat(), saved(TENSORS)),
+    "torch-zip, views": lambda _: views(legacy=False),
+    "torch-legacy": lambda _: of_tensors(TorchLegacyFormat(), saved(TENSORS, legacy=True)),
+    "torch-legacy, views": lambda _: views(legacy=True),
+    "safetensors": lambda _: of_tensors(SafetensorsFormat(), safetensors.torch.save(TENSORS)),
+    "gguf": lambda _: gguf(),
+    "torch-distributed": rank_file,
+}
 
-    with pytest.raises(AssertionError):
-        check_format(ReadsEverything(), safetensors.torch.save(TENSORS), EXPECTED)
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    made = CASES[request.param](tmp_path_factory.mktemp("files"))
+    assert sum(len(data) for _, _, data in made.expected.values()) >= 1 << 20
+    return made
+
+
+def refused_or(work: Callable[[], object]) -> None:
+    """Allow a typed error that names the file, and no other."""
+    try:
+        work()
+    except CheckpointError as error:
+        assert error.file == MemorySource(b"").path
+
+
+def test_the_index_and_the_elements(case: Case) -> None:
+    source = MemorySource(case.content)
+    index = case.format.read_index(source, Limits())
+    assert index.format == case.format.name
+    assert [(file.path, file.identity) for file in index.files] == [(source.path, source.identity)]
+    found = {name: (entry.dtype, tuple(entry.shape)) for name, entry in flatten(index.tree, Limits()).items()}
+    assert found == {name: (dtype, shape) for name, (dtype, shape, _) in case.expected.items()}
+    assert dict(case.format.locate(source, index, [])) == {}
+    case.compare(case.content)
+
+
+def test_reading_the_index_reads_the_headers_and_not_the_data(case: Case) -> None:
+    data_bytes = sum(end - first for first, end in case.data_ranges())
+    with closing(RecordingSource(MemorySource(case.content))) as source:
+        case.format.read_index(source, Limits())
+    assert source.read_bytes <= len(case.content) - data_bytes + READ_AHEAD_BYTES
+
+
+def test_a_file_that_is_cut_is_refused_unless_every_tensor_is_complete(case: Case) -> None:
+    generator, size = random.Random(0), len(case.content)
+    ends = {1, 7, 8, 9, 64, size // 2, *range(size - 24, size), *(generator.randrange(1, size) for _ in range(40))}
+    for end in sorted(ends):
+        refused_or(partial(case.compare, case.content[:end]))
+        refused_or(partial(case.checksums, case.content[:end]))
+
+
+def test_damaged_headers_raise_only_typed_errors_and_may_go_unnoticed(case: Case) -> None:
+    generator, headers, position = random.Random(1), list[int](), 0
+    for first, end in sorted([*case.data_ranges(), (len(case.content),) * 2]):
+        headers += range(position, first)
+        position = max(position, end)
+    for _ in range(100):
+        damaged = bytearray(case.content)
+        damaged[generator.choice(headers)] ^= 1 << generator.randrange(8)
+        refused_or(partial(case.located, bytes(damaged)))
+
+
+@pytest.mark.parametrize("name", ["entries", "header_bytes", "name_bytes"])
+def test_limits_are_enforced(case: Case, name: str) -> None:
+    limits: dict[str, Any] = {name: 0}
+    with pytest.raises(LimitError) as caught:
+        case.index(limits=Limits(**limits))
+    assert caught.value.file == MemorySource(b"").path
+
+
+def test_checksums_are_those_of_the_data(case: Case) -> None:
+    for checksum in case.checksums(case.content):
+        assert isinstance(checksum, Checksum)
+        data = case.content[checksum.offset : checksum.offset + checksum.nbytes]
+        assert not checksum.crc or (len(data), zlib.crc32(data)) == (checksum.nbytes, checksum.crc), checksum.name
+
+
+def test_a_read_that_the_system_fails_is_reported_as_that(case: Case) -> None:
+    for number in range(1, 17):
+        source = FaultySource(MemorySource(case.content), at=number, error=errno.EIO)
+        try:
+            case.format.read_index(source, Limits())
+        except ReadError:
+            continue
+        assert not source.failed, f"read_index must not ignore that read {number} failed"
+
+
+def test_one_format_object_indexes_files_in_several_threads(case: Case) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: case.index(), range(4))) == [case.index()] * 4

@@ -34,7 +34,7 @@ from sluice._options import Limits
 from sluice.formats.strict_json import count_strings, decode_json, has_longer_list, without_strings
 from sluice.records.geometry import contiguous_stride
 
-__all__ = ["LENGTH_BYTES", "Columns", "TiedNames", "declare_ties", "parse_header", "read_ties"]
+__all__ = ["DTYPES", "LENGTH_BYTES", "Columns", "TiedNames", "declare_ties", "parse_header", "read_ties"]
 
 #: Size of the header length field, in bytes.
 LENGTH_BYTES = 8
