@@ -11,9 +11,11 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +37,7 @@ from sluice.formats.detection import FORMATS, detect
 from sluice.sources.local import LocalFile
 from support.hostile_archives import ArchiveRecord, build_archive
 from support.recorded_reads import RecordingSource
+from support.torch_files import saved
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
@@ -48,15 +51,9 @@ def tar_bytes(name: str, *, mark: bool = True) -> bytes:
     return header + bytes(1024)
 
 
-def npy_bytes() -> bytes:
+def numpy_bytes(save: Callable[[io.BytesIO, Any], None]) -> bytes:
     buffer = io.BytesIO()
-    np.save(buffer, np.zeros(3))
-    return buffer.getvalue()
-
-
-def npz_bytes() -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, weights=np.zeros(3))
+    save(buffer, np.zeros(3))
     return buffer.getvalue()
 
 
@@ -65,9 +62,7 @@ def archive_bytes(*names: str) -> bytes:
 
 
 def legacy_bytes(protocol: int) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"w": torch.zeros(3)}, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
-    return buffer.getvalue()
+    return saved({"w": torch.zeros(3)}, protocol, legacy=True)
 
 
 def detect_in(path: Path, content: bytes | None = None) -> str:
@@ -98,7 +93,7 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     (b"\x81\xa6params\x82" + bytes(100), UnsupportedError, "Flax"),
     (b"\xde\0\x20\xa6params" + bytes(100), UnsupportedError, "Flax"),
     (b"PAR1" + bytes(100), UnsupportedError, "Parquet"),
-    (npy_bytes(), UnsupportedError, ".npy"),
+    (numpy_bytes(np.save), UnsupportedError, ".npy"),
     (gzip.compress(bytes(1000)), UnsupportedError, "gunzip -c FILE > FILE.tar"),
     (b"\x28\xb5\x2f\xfd" + bytes(100), UnsupportedError, "a compressed file"),
     (b"\x04\x22\x4d\x18" + bytes(100), UnsupportedError, "a compressed file"),
@@ -134,7 +129,7 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
         for header in (b'\xef\xbb\xbf{"a":1}', b'  {"a":1}', b"null", b"[1,2]", b"{/**/}", '{"a":1}'.encode("utf-16"))
     ),
     (b"MZ\x90\0" + b"something else", FormatError, "not a recognized checkpoint format"),
-    (b"prefix" + npz_bytes(), FormatError, "not a recognized checkpoint format"),
+    (b"prefix" + numpy_bytes(np.savez), FormatError, "not a recognized checkpoint format"),
 ]
 
 
@@ -153,35 +148,17 @@ def test_an_unknown_file_shows_its_first_bytes(tmp_path: Path) -> None:
     assert caught.value.found == b"MZ\x90\x00456789abcdef"
 
 
+PACKAGE = archive_bytes("x/.data/0.storage", "x/a/b.pkl", "x/.data/extern_modules", "x/.data/version")
+
 ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
-    "older program": (
-        archive_bytes("serialized_exported_program.json", "version"),
-        UnsupportedError,
-        "exported program",
-    ),
-    "package": (
-        archive_bytes("x/.data/0.storage", "x/a/b.pkl", "x/.data/extern_modules", "x/.data/version"),
-        UnsupportedError,
-        "package of torch.package",
-    ),
-    "arrays": (npz_bytes(), UnsupportedError, "a numpy .npz archive"),
+    "older program": (archive_bytes("serialized_exported_program.json"), UnsupportedError, "exported program"),
+    "package": (PACKAGE, UnsupportedError, "package of torch.package"),
+    "arrays": (numpy_bytes(np.savez), UnsupportedError, "a numpy .npz archive"),
     "nested arrays": (archive_bytes("a/b/w.npy"), UnsupportedError, "numpy"),
     "keras": (archive_bytes("metadata.json", "config.json", "model.weights.h5"), UnsupportedError, "Keras model"),
-    "packed model": (
-        archive_bytes("m/config.json", "m/pytorch_model.bin"),
-        FormatError,
-        "'m/config.json', .* Unpack it",
-    ),
-    "packed flat": (
-        archive_bytes("model.safetensors"),
-        FormatError,
-        r"no data.pkl; found 'model.safetensors'. Unpack",
-    ),
-    "document": (
-        archive_bytes("[Content_Types].xml", "word/document.xml"),
-        FormatError,
-        "was not written by torch.save",
-    ),
+    "packed": (archive_bytes("m/config.json", "m/pytorch_model.bin"), FormatError, "'m/config.json', .* Unpack it"),
+    "packed flat": (archive_bytes("model.safetensors"), FormatError, "found 'model.safetensors'. Unpack"),
+    "document": (archive_bytes("[Content_Types].xml", "word/document.xml"), FormatError, "not written by torch.save"),
     "no directory": (archive_bytes("data.pkl", "data/0", "version"), FormatError, "found 'data.pkl'"),
     "only its pickle": (archive_bytes("data.pkl"), FormatError, "expected DIRECTORY/data.pkl"),
     "two directories": (archive_bytes("a/b/data.pkl", "a/b/version"), FormatError, "found 'a/b/data.pkl'"),

@@ -6,6 +6,7 @@ headers may be wrong; ``torch_archive`` combines both, and ``legacy_file`` write
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -159,6 +160,13 @@ class ArchiveRecord:
         head = (b"PK\1\2", 20, 20, self.flags, self.method, *self.sizes, len(self.name), len(self.extra))
         tail = (self.attributes, _or(self.header, header))
         return struct.pack("<4sHHHH4xIIIHH6xII", *head, *tail) + self.name + self.extra
+
+
+class Stream(io.BytesIO):
+    """A file without seek, so that sizes follow the data."""
+
+    def seek(self, *_: int) -> int:
+        raise OSError("no seeking")
 
 
 def _or(value: int | None, correct: int) -> int:

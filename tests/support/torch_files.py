@@ -13,6 +13,7 @@ import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._options import Limits
+from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, TorchSize, TorchText
 from sluice.sources.protocol import Source
@@ -29,8 +30,9 @@ def saved(value: object, protocol: int = 2, *, legacy: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def index_of(content: bytes, limits: Limits | None = None) -> Index:
-    return TorchZipFormat().read_index(MemorySource(content), limits or Limits())
+def index_of(content: bytes, limits: Limits | None = None, *, legacy: bool = False) -> Index:
+    file_format = TorchLegacyFormat() if legacy else TorchZipFormat()
+    return file_format.read_index(MemorySource(content), limits or Limits())
 
 
 def tree_of(content: bytes, limits: Limits | None = None) -> Any:

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.formats.archives.zip_directory import read_directory
 from sluice.formats.archives.zip_records import ZipRecord, expect_records, locate_records
-from support.hostile_archives import ArchiveRecord, build_archive
+from support.hostile_archives import ArchiveRecord, Stream, build_archive
 from support.sources import MemorySource
 
 STATE = {
@@ -56,22 +57,16 @@ def built(**changes: Callable[[ArchiveRecord], Any]) -> bytes:
     )
 
 
-def repacked(target: io.BytesIO, unseekable: Any = None) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(saved())) as source, zipfile.ZipFile(unseekable or target, "w") as archive:
+def described(after: Callable[[bytes], bytes]) -> bytes:
+    """Return an archive whose sizes are only after the data."""
+    return built(flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: after(record.data))
+
+
+def repacked(target: io.BytesIO) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(saved())) as source, zipfile.ZipFile(target, "w") as archive:
         for name in source.namelist():
             archive.writestr(name, source.read(name))
     return target.getvalue()
-
-
-class Unseekable(io.RawIOBase):
-    def __init__(self, target: io.BytesIO) -> None:
-        self._target = target
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._target.write(data)
 
 
 def without_checksums() -> bytes:
@@ -82,30 +77,17 @@ def without_checksums() -> bytes:
         set_crc32_options(True)
 
 
-def streamed() -> bytes:
-    target = io.BytesIO()
-    return repacked(target, Unseekable(target))
-
-
 HEALTHY: dict[str, Callable[[], bytes]] = {
     "torch": saved,
     "torch, no checksums": without_checksums,
     "zipfile": lambda: repacked(io.BytesIO()),
-    "zipfile, to a stream": streamed,
+    "zipfile, to a stream": lambda: repacked(Stream()),
     "zeros before the data": lambda: built(local_extra=lambda record: bytes(len(record.name) % 4)),
     "padding after the data": lambda: built(after=lambda record: bytes(-len(record.data) % 16)),
-    "descriptor": lambda: built(
-        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data)
-    ),
-    "wide descriptor": lambda: built(
-        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data, wide=True)
-    ),
-    "descriptor without signature": lambda: built(
-        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data, signed=False)
-    ),
-    "descriptor and padding": lambda: built(
-        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data) + bytes(5)
-    ),
+    "descriptor": lambda: described(descriptor),
+    "wide descriptor": lambda: described(partial(descriptor, wide=True)),
+    "descriptor without signature": lambda: described(partial(descriptor, signed=False)),
+    "descriptor and padding": lambda: described(lambda data: descriptor(data) + bytes(5)),
     "sizes and descriptor": lambda: built(flags=lambda _: FOLLOW, after=lambda record: descriptor(record.data)),
     "the flag, but no descriptor": lambda: built(flags=lambda _: FOLLOW),
 }

@@ -120,21 +120,14 @@ def test_the_tree_is_in_the_order_of_the_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "data"),
     [
-        ("{}", b""),
         ("{ }  ", b""),
         ('{"__metadata__":{}}', b""),
         ('{"a":' + ONE + "}  \n\t\r ", FOUR),
         ('{ "a" :\n' + ONE.replace(":", " : ").replace(",", " ,\t").replace("[", "[ ").replace("]", " ]") + " }", FOUR),
-        ('{"a":{"data_offsets":[0,4],"dtype":"F32","shape":[1]}}', FOUR),
-        ('{"a":{"shape":[1],"data_offsets":[0,4],"dtype":"F32"}}', FOUR),
-        ('{"a":' + ONE + ',"__metadata__":{"k":"v"}}', FOUR),
-        ('{"":' + ONE + "}", FOUR),
         ('{"a":' + ONE.replace("F32", "\\u004632") + "}", FOUR),
         ('{"\\u0000\\ud83d\\ude00\\n":' + ONE + "}", FOUR),
-        ('{"ünïcode":' + ONE + "}", FOUR),
         pytest.param('{"a":{"dtype":"F4","shape":[2,4],"data_offsets":[0,4]}}', FOUR, marks=needs_float4),
         pytest.param('{"a":{"dtype":"F4","shape":[3,0],"data_offsets":[0,0]}}', b"", marks=needs_float4),
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":' + ONE.replace("0,4", "1,5") + "}", bytes(5)),
     ],
 )
 def test_unusual_headers_are_read_as_the_oracle_reads_them(tmp_path: Path, header: str, data: bytes) -> None:

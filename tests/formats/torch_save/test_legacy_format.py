@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sluice._errors import LimitError
 from sluice._options import Limits
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index, UnsupportedValue
+from support import torch_files
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, Raw, encode, legacy_file, legacy_storage, tensor_call
 from support.oracles import loaded, same, save_and_compare, state_dict_of_views
@@ -36,14 +38,7 @@ SIX = {"7": (6, struct.pack("<6f", *range(6)))}
 WEIGHT = legacy_storage("7", 6)
 
 
-def saved(value: object, protocol: int = 2) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
-    return buffer.getvalue()
-
-
-def index_of(content: bytes, limits: Limits | None = None) -> Index:
-    return TorchLegacyFormat().read_index(MemorySource(content), limits or Limits())
+saved, index_of = partial(torch_files.saved, legacy=True), partial(torch_files.index_of, legacy=True)
 
 
 def check(content: bytes, protocol: int = 2) -> Any:
@@ -155,21 +150,15 @@ def test_tensors_of_the_first_releases(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        (f"{name}Tensor", dtype)
-        for name, dtype in zip(
-            ("Double", "Half", "Long", "Int", "Short", "Char", "Byte"),
-            ("float64", "float16", "int64", "int32", "int16", "int8", "uint8"),
-            strict=True,
-        )
+        *[("Double", "float64"), ("Half", "float16"), ("Long", "int64"), ("Int", "int32")],
+        *[("Short", "int16"), ("Char", "int8"), ("Byte", "uint8")],
     ],
 )
 def test_tensor_classes_of_the_first_releases(kind: str, dtype: str) -> None:
     data = bytes(range(3 * ITEM_BYTES[dtype]))
-    state = (legacy_storage("7", 3, kind=kind.replace("Tensor", "Storage")), 1, (2,), (1,))
-    assert (
-        dtype_name(check(legacy_file({"w": Call(Global("torch", kind), (), state)}, {"7": (3, data)}))["w"].dtype)
-        == dtype
-    )
+    state = (legacy_storage("7", 3, kind=f"{kind}Storage"), 1, (2,), (1,))
+    found = check(legacy_file({"w": Call(Global("torch", f"{kind}Tensor"), (), state)}, {"7": (3, data)}))
+    assert dtype_name(found["w"].dtype) == dtype
 
 
 def test_what_the_memo_holds_of_such_a_tensor_is_the_finished_one() -> None:

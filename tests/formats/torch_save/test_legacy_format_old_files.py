@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +34,23 @@ def load_with_torch(name: str, encoding: str) -> Any:
         return torch.load(FILES[name], weights_only=restricted, mmap=False, encoding=encoding)
 
 
-def whole_tree(name: str, encoding: str) -> Any:
-    """Return the complete object of a file with tensors; plain values as torch has them."""
-    with sluice.open(FILES[name], encoding=encoding) as checkpoint:
-        return rebuilt(checkpoint.tree)
-
-
-def rebuilt(value: Any) -> Any:
-    if isinstance(value, sluice.LazyTensor):
-        return value.read()
+def mapped(value: Any, kind: type, leaf: Callable[[Any], object]) -> Any:
+    """Return a nested object of plain containers in which leaves of a kind are replaced."""
+    if isinstance(value, kind):
+        return leaf(value)
     if isinstance(value, dict):
-        return type(value)((key, rebuilt(child)) for key, child in value.items())
+        return type(value)((key, mapped(child, kind, leaf)) for key, child in value.items())
     if type(value) in (list, tuple):
-        return type(value)(map(rebuilt, value))
-    return value
-
-
-def comparable(value: Any) -> Any:
-    """Return what torch loaded with plain tensors, and text or tuples for the classes of torch."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return type(value)((key, comparable(child)) for key, child in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(map(comparable, value))
+        return type(value)(mapped(child, kind, leaf) for child in value)
     return value
 
 
 @pytest.mark.parametrize("name", READ)
 def test_the_whole_object_is_that_of_torch(name: str) -> None:
     encoding = ENCODINGS.get(name, "utf-8")
-    ours, theirs = whole_tree(name, encoding), comparable(load_with_torch(name, encoding))
+    theirs = mapped(load_with_torch(name, encoding), torch.Tensor, torch.Tensor.detach)
+    with sluice.open(FILES[name], encoding=encoding) as checkpoint:
+        ours = mapped(checkpoint.tree, sluice.LazyTensor, sluice.LazyTensor.read)
     if isinstance(theirs, dict):
         for key in ("size", "device"):  # a torch.Size equals a tuple, a torch.device its text
             if key in theirs:
@@ -92,30 +80,24 @@ def test_verify_load_convert_and_diff(tmp_path: Path, name: str) -> None:
         assert sluice.diff(checkpoint, tmp_path / "x.safetensors").same
 
 
+def network() -> torch.nn.Sequential:
+    return torch.nn.Sequential(OrderedDict(conv=torch.nn.Conv2d(2, 3, 2), bn=torch.nn.BatchNorm2d(3)))
+
+
 @pytest.mark.parametrize("version", ["0.3", "0.4", "1.0.0"])
 def test_a_module_is_filled(version: str) -> None:
-    def network() -> torch.nn.Module:
-        return torch.nn.Sequential()
-
-    model = network()
-    model.add_module("conv", torch.nn.Conv2d(2, 3, 2))
-    model.add_module("bn", torch.nn.BatchNorm2d(3))
-    name = f"torch-{version}-state"
+    model, name = network(), f"torch-{version}-state"
     sluice.load_into(model, FILES[name])
-    theirs = load_with_torch(name, "utf-8")
-    assert same(dict(model.state_dict()), dict(theirs))
+    assert same(dict(model.state_dict()), dict(load_with_torch(name, "utf-8")))
 
 
 def test_an_optimizer_is_filled() -> None:
-    model = torch.nn.Sequential()
-    model.add_module("conv", torch.nn.Conv2d(2, 3, 2))
-    model.add_module("bn", torch.nn.BatchNorm2d(3))
+    model = network()
     optimizer = torch.optim.Adam(model.parameters())
     sluice.load_optimizer(optimizer, FILES["torch-1.4.0-training"])
     saved = load_with_torch("torch-1.4.0-training", "utf-8")["optimizer"]
     first = saved["state"][saved["param_groups"][0]["params"][0]]
-    state = optimizer.state[next(iter(model.parameters()))]
-    assert torch.equal(state["exp_avg"], first["exp_avg"])
+    assert torch.equal(optimizer.state[next(iter(model.parameters()))]["exp_avg"], first["exp_avg"])
 
 
 def test_text_in_another_encoding_is_not_damage() -> None:
