@@ -130,14 +130,6 @@ def test_ties_play_no_part(tmp_path: Path) -> None:
     assert [one.name for one in sluice.diff(tmp_path / "one.pt", tmp_path / "apart.pt").differences] == ["head"]
 
 
-def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
-    torch.save({"model": some(), "epoch": 1}, tmp_path / "run.pt")
-    sluice.save(some(), tmp_path / "f.safetensors")
-    with sluice.open(tmp_path / "run.pt", key="model") as part:
-        assert sluice.diff(part, tmp_path / "f.safetensors").same
-    assert not sluice.diff(tmp_path / "run.pt", tmp_path / "f.safetensors", key="").same
-
-
 def test_sparse_and_quantized_tensors_have_their_parts(tmp_path: Path) -> None:
     torch.save(composites(), tmp_path / "a.pt")
     other = composites()
@@ -286,12 +278,9 @@ def test_integers_without_and_with_a_sign(tmp_path: Path) -> None:
 
 def test_errors(tmp_path: Path) -> None:
     torch.save(some(), tmp_path / "a.pt")
-    with pytest.raises(sluice.CheckpointError, match="does not exist"):
-        sluice.diff(tmp_path / "a.pt", tmp_path / "b.pt")
-    with pytest.raises(ValueError, match="must not be negative"):
-        sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt", rtol=-1)
-    with pytest.raises(ValueError, match="must not be negative"):
-        sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt", atol=float("nan"))
+    for wrong in ({"rtol": -1}, {"atol": float("nan")}):
+        with pytest.raises(ValueError, match="must not be negative"):
+            sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt", **wrong)
     torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "b.pt")
     with pytest.raises(sluice.LimitError, match="repeats its stored elements too often"):
         sluice.diff(tmp_path / "b.pt", tmp_path / "b.pt")

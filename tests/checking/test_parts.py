@@ -49,16 +49,9 @@ def test_two_training_checkpoints_are_compared_as_a_whole(run: Path, tmp_path: P
     assert [each.name for each in report.differences] == ["optimizer.state.0.exp_avg"]
     assert (report.key_a, report.key_b, report.compared_a) == (None, None, 3)
     assert sluice.diff(run, tmp_path / "other.pt", key="model_state_dict", other_key="model_state_dict").same
-    assert sluice.diff(run, tmp_path / "other.pt", key="model_state_dict").same
+    with sluice.open(run, key="model_state_dict") as part:
+        assert sluice.diff(part, tmp_path / "other.pt").same
     assert not sluice.diff(run, tmp_path / "other.pt", key="", other_key="").same
-
-
-def test_state_dicts_under_different_keys(run: Path, tmp_path: Path) -> None:
-    state = training()
-    torch.save({"net": state["model_state_dict"], "step": 1}, tmp_path / "net.pt")
-    report = sluice.diff(run, tmp_path / "net.pt")
-    assert report.same
-    assert (report.key_a, report.key_b) == ("model_state_dict", "net")
 
 
 def test_several_state_dicts_are_listed(run: Path, tmp_path: Path) -> None:
@@ -127,13 +120,6 @@ def test_the_manifest_of_a_conversion_fits_its_source(run: Path, tmp_path: Path)
     torch.save(training(value=9.0), run)
     kinds = [(each.kind, each.tensor) for each in sluice.verify(run, manifest=manifest).problems]
     assert kinds == [("hash", "weight")]
-
-
-def test_a_file_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 100)
-    report = sluice.verify(tmp_path / "x.safetensors")
-    assert not report.ok
-    assert str(report).startswith("checked no tensor of ")
 
 
 def test_a_conversion_of_the_whole_is_compared_as_a_whole(run: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from support import fresh_process
 from support.dtypes import TORCH_DTYPES
 from support.fault_injection import Injection, failing
 from support.sparse_files import compressed, coo
+from support.torch_files import saved
 from support.whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
 
 pytestmark = [
@@ -101,16 +102,6 @@ def test_one_changed_byte_in_any_record_of_an_archive_is_found(tmp_path: Path, w
             assert problem.offset == start
 
 
-def test_a_changed_byte_inside_a_distributed_checkpoint_is_found(tmp_path: Path) -> None:
-    MAKERS["distributed"](tmp_path / "c")
-    file = tmp_path / "c" / "__1_0.distcp"
-    at = file.read_bytes().index(plain_tensors()["a.w"][10:20].numpy().tobytes())
-    flip(file, at + 5)
-    (problem,) = sluice.verify(tmp_path / "c").problems
-    assert (problem.kind, problem.file, problem.offset) == ("checksum", str(file), at)
-    assert "a.w[10, 0]" in problem.problem
-
-
 @pytest.mark.parametrize("name", ["safetensors", "shards", "torch-legacy", "big-endian", "distributed"])
 def test_a_changed_element_is_found_by_the_manifest(tmp_path: Path, name: str) -> None:
     tensors = MAKERS[name](tmp_path / "c")
@@ -118,9 +109,10 @@ def test_a_changed_element_is_found_by_the_manifest(tmp_path: Path, name: str) -
     wanted = tensors["half"].numpy()
     content = wanted.byteswap().tobytes() if name == "big-endian" else wanted.tobytes()
     (file,) = [one for one in files_of(tmp_path / "c") if content in one.read_bytes()]
-    flip(file, file.read_bytes().index(content) + 3)
-    if name in {"safetensors", "shards", "torch-legacy"}:
-        assert sluice.verify(tmp_path / "c").ok  # these files have no checksums
+    at = file.read_bytes().index(content)
+    flip(file, at + 3)
+    found = [("checksum", str(file), at)] if name in {"big-endian", "distributed"} else []  # others have no checksums
+    assert [(one.kind, one.file, one.offset) for one in sluice.verify(tmp_path / "c").problems] == found
     report = sluice.verify(tmp_path / "c", manifest=tmp_path / "m.json")
     assert [(one.kind, one.tensor) for one in report.problems if one.kind != "checksum"] == [("hash", "half")]
     assert report.problems[-1].expected == hashed(tensors["half"]).hash
@@ -167,7 +159,7 @@ def test_a_truncated_file_is_a_report(tmp_path: Path, name: str) -> None:
         report = sluice.verify(tmp_path / "c")
         assert not report.ok
         assert report.problems[0].kind in {"truncated", "structure"}
-        assert str(tmp_path / "c") in str(report)
+        assert str(report).startswith(f"checked no tensor of {tmp_path / 'c'}")
 
 
 def test_shards_that_contradict_their_index_are_a_report(tmp_path: Path) -> None:
@@ -318,24 +310,14 @@ def test_a_small_file_cannot_ask_for_endless_work(tmp_path: Path) -> None:
 
 
 def test_one_object_of_several_in_a_file(tmp_path: Path) -> None:
-    content = io.BytesIO()
-    torch.save({"a": torch.ones(50)}, content, _use_new_zipfile_serialization=False)
-    first = content.tell()
-    torch.save({"b": torch.zeros(70)}, content, _use_new_zipfile_serialization=False)
-    content.seek(0)
-    report = sluice.verify(content, hashes="sha256")
+    first, second = (saved({name: torch.ones(50)}, legacy=True) for name in "ab")
+    report = sluice.verify(io.BytesIO(first + second), hashes="sha256")
     assert report.hashes == {"a": hashed(torch.ones(50))}
-    assert report.nbytes == first + 200  # a short tensor is read a second time
-    (tmp_path / "f").write_bytes(b"in front" + _zipped({"a": torch.ones(50)}))
+    assert report.nbytes == len(first) + 200  # a short tensor is read a second time
+    (tmp_path / "f").write_bytes(b"in front" + saved({"a": torch.ones(50)}))
     with (tmp_path / "f").open("rb") as file:
         file.seek(8)
         assert sluice.verify(file, hashes="sha256").hashes == {"a": hashed(torch.ones(50))}
-
-
-def _zipped(value: object) -> bytes:
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content.getvalue()
 
 
 def test_counts_of_non_finite_values(tmp_path: Path) -> None:
@@ -387,12 +369,8 @@ def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
     report = sluice.verify(tmp_path / "f.pt", hashes="xxh3_128", progress=seen.append)
     assert seen[-1].done_bytes == seen[-1].total_bytes == report.nbytes
     assert json.loads(json.dumps(report.to_json()))["ok"] is True
-    assert read_manifest(_written(report, tmp_path / "m.json"), sluice.Limits()).algorithm == "xxh3_128"
-
-
-def _written(report: sluice.VerifyReport, path: Path) -> str:
-    report.write_manifest(path)
-    return str(path)
+    report.write_manifest(tmp_path / "m.json")
+    assert read_manifest(str(tmp_path / "m.json"), sluice.Limits()).algorithm == "xxh3_128"
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -13,31 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 import sluice
-from sluice.api.checkpoint import Checkpoint
-from sluice.entries import tree as _tree
 from sluice.entries.slicing import first_miscount
 from sluice.formats.distributed.items import Item, ItemReader
 from sluice.sources.protocol import Source
-from support.distributed import Box, StoredChunk, StoredTensor, chunks, rows, save, torch_loaded, write
+from support.distributed import Box, StoredChunk, StoredTensor, chunks, everything, rows, save, torch_loaded, write
 from support.oracles import same
 from support.quantized import Scaled, parts_in
-from support.recorded_reads import RecordingSource
-
-
-def whole(checkpoint: Checkpoint) -> Any:
-    """Read everything in a checkpoint."""
-    return _tree.map_leaves(checkpoint.index.tree, lambda entry: sluice.LazyTensor(checkpoint, "", entry).read())
+from support.recorded_reads import record_reads
 
 
 def check(directory: Path) -> None:
     with sluice.open(directory) as checkpoint:
         assert checkpoint.format == "torch-distributed"
-        assert same(whole(checkpoint), torch_loaded(directory))
+        assert same(everything(checkpoint), torch_loaded(directory))
 
 
 def train_state() -> dict[str, Any]:
@@ -71,27 +62,6 @@ def train_state() -> dict[str, Any]:
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}], ids=str)
 def test_what_torch_saves_in_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     check(save(tmp_path / "d", train_state(), **options))
-
-
-def test_the_verbs_work_on_a_directory(tmp_path: Path) -> None:
-    state = train_state()
-    save(tmp_path / "d", state)
-    loaded = sluice.load_state_dict(tmp_path / "d", key="model", dtype=torch.bfloat16)
-    assert torch.equal(loaded["0.weight"], state["model"]["0.weight"].bfloat16())
-    assert loaded["1.num_batches_tracked"].dtype == torch.int64
-    with sluice.empty_init():
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(2, 2))
-    report = sluice.load_into(model, tmp_path / "d", key="model")
-    assert report.format == "torch-distributed"
-    assert same(dict(model.state_dict()), dict(state["model"]))
-    with sluice.open(tmp_path / "d", key="optim.state.0") as checkpoint:
-        assert torch.equal(checkpoint["exp_avg"][1:3].read(), state["optim"]["state"][0]["exp_avg"][1:3])
-
-
-def test_a_model_alone_is_found_without_a_key(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    save(tmp_path / "d", model.state_dict())
-    assert same(dict(sluice.load_state_dict(tmp_path / "d")), dict(model.state_dict()))
 
 
 def test_state_dicts_that_were_saved_without_flattening(tmp_path: Path) -> None:
@@ -154,27 +124,30 @@ def test_chunks_without_elements_are_passed_over(tmp_path: Path) -> None:
 
 
 @st.composite
-def grids(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box]]:
-    shape = draw(st.lists(st.integers(1, 6), max_size=3))
-    tensor = torch.arange(torch.Size(shape).numel(), dtype=draw(st.sampled_from([torch.int64, torch.bfloat16])))
-    cuts = [sorted({0, size, *draw(st.sets(st.integers(0, size), max_size=2))}) for size in shape]
-    boxes = [
-        (tuple(first for first, _ in edges), tuple(end - first for first, end in edges))
-        for edges in itertools.product(*(itertools.pairwise(edges) for edges in cuts))
-    ]
-    order = draw(st.permutations(range(len(shape))))
-    return tensor.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))]), draw(
-        st.permutations(boxes)
-    )
+def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Draw boxes that result from cutting boxes in two: more general than grids."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 8)) if shape else 0):
+        start, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        for first, size in ((0, at), (at, sizes[dim] - at)):
+            moved = (*start[:dim], start[dim] + first, *start[dim + 1 :])
+            if size:
+                boxes.append((moved, (*sizes[:dim], size, *sizes[dim + 1 :])))
+    return shape, draw(st.permutations(boxes))
 
 
 @settings(max_examples=30)
-@given(made=grids(), files=st.integers(1, 3))
-def test_any_grid_of_chunks_equals_torchs(
-    tmp_path_factory: pytest.TempPathFactory, made: tuple[torch.Tensor, list[Box]], files: int
+@given(made=partitions(), dtype=st.sampled_from([torch.int64, torch.bfloat16]), files=st.integers(1, 3))
+def test_any_boxes_of_chunks_equal_torchs(
+    tmp_path_factory: pytest.TempPathFactory, made: tuple[tuple[int, ...], list[Box]], dtype: torch.dtype, files: int
 ) -> None:
-    tensor, boxes = made
-    directory = tmp_path_factory.mktemp("grid") / "d"
+    shape, boxes = made
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape[::-1])
+    tensor = tensor.permute(list(reversed(range(len(shape)))))
+    directory = tmp_path_factory.mktemp("boxes") / "d"
     write(directory, {"w": chunks(tensor, boxes, files=files)})
     check(directory)
     with sluice.open(directory) as checkpoint:
@@ -185,20 +158,12 @@ def test_a_slice_reads_only_the_chunks_that_it_touches(tmp_path: Path) -> None:
     tensor = torch.randn(64, 1 << 14)
     write(tmp_path / "d", {"w": rows(tensor, 8, files=2)})
     with sluice.open(tmp_path / "d") as checkpoint:
-        recorded = record(checkpoint)
+        recorded = record_reads(checkpoint)
         assert torch.equal(checkpoint["w"][20:22].read(), tensor[20:22])
         assert recorded[1].reads == []
         assert recorded[0].read_bytes < 2 * 4 * (1 << 14) + 3 * 4096
         assert torch.equal(checkpoint["w"][25].read(), tensor[25])
         assert recorded[1].read_bytes < 4 * (1 << 14) + 3 * 4096
-
-
-def record(checkpoint: Checkpoint) -> list[RecordingSource]:
-    """Replace the sources of a checkpoint by sources that record their reads."""
-    made = [RecordingSource(file.source) for file in checkpoint.open_files]
-    files = [replace(file, source=source) for file, source in zip(checkpoint.open_files, made, strict=True)]
-    checkpoint.open_files = tuple(files)
-    return made
 
 
 def test_chunks_of_one_kind_are_parsed_once_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,26 +180,6 @@ def test_chunks_of_one_kind_are_parsed_once_to_open(tmp_path: Path, monkeypatch:
         assert parsed == ["a[0, 0]"]
         checkpoint["a"][2:4].read()
         assert parsed == ["a[0, 0]", "a[2, 0]"]
-
-
-def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
-    write(tmp_path / "d", {"m.w": rows(torch.ones(4, 2), 2)}, {"m.n": 3}, paths={"m.w": ("m", "w"), "m.n": ("m", "n")})
-    code = (
-        "import sys; from sluice.cli import main; main(sys.argv[1:], standalone_mode=False); "
-        "assert 'torch' not in sys.modules"
-    )
-    command = [sys.executable, "-c", code, "inspect", str(tmp_path / "d")]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for part in (
-        "torch-distributed, 1 file",
-        "1 tensor, 32 B",
-        "m.w",
-        "[4, 2]",
-        "assembled from chunks: 1, of 2 chunks",
-    ):
-        assert part in shown
-    shown = subprocess.run([*command, "--tree"], check=True, capture_output=True, text=True).stdout
-    assert "n: 3" in shown
 
 
 RANKS = """
@@ -283,22 +228,6 @@ def test_equal_values_stay_apart(tmp_path: Path) -> None:
     with sluice.open(tmp_path / "d") as checkpoint:
         assert checkpoint.tree == {"a": [1, 2], "b": [1, 2]}
         assert checkpoint.tree["a"] is not checkpoint.tree["b"]
-
-
-@st.composite
-def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """Draw boxes that result from cutting boxes in two: more general than grids."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
-    boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 8)) if shape else 0):
-        start, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, sizes[dim]))
-        for first, size in ((0, at), (at, sizes[dim] - at)):
-            moved = (*start[:dim], start[dim] + first, *start[dim + 1 :])
-            if size:
-                boxes.append((moved, (*sizes[:dim], size, *sizes[dim + 1 :])))
-    return shape, draw(st.permutations(boxes))
 
 
 @given(made=partitions(), data=st.data())

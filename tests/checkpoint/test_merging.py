@@ -42,8 +42,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
             "4.safetensors": ["c"],
         },
     )
-    error = refusal(tmp_path)
-    assert isinstance(error, sluice.IncompleteCheckpointError)
+    error = refusal(tmp_path, sluice.IncompleteCheckpointError)
     assert error.file == str(index)
     for line in (
         "missing files (2):",
@@ -66,13 +65,6 @@ def test_contradictions_alone_are_a_format_error(tmp_path: Path, suffix: str) ->
     error = refusal(tmp_path)
     assert type(error) is sluice.FormatError
     assert f"'a' in '1{suffix}' and '2{suffix}'" in error.problem
-
-
-def test_a_shard_without_tensors_has_none_of_those_that_the_index_gives_it(tmp_path: Path) -> None:
-    save(tmp_path / "1.safetensors", {})
-    save(tmp_path / "2.safetensors", tensors("a"))
-    write_index(tmp_path / SAFETENSORS_INDEX, {"1.safetensors": ["b"], "2.safetensors": ["a"]})
-    assert "'b' is neither in '1.safetensors'" in refusal(tmp_path).problem
 
 
 @pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], {3: torch.ones(2)}, {}], ids=str)
@@ -112,15 +104,6 @@ def test_a_wrong_total_size_is_reported(tmp_path: Path, claimed: float, lies: bo
     assert (f"total size of {claimed} bytes" in notes(tmp_path)) == lies
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "C:x", "a\\b", "a/../../x"])
-def test_an_index_that_leads_outside(tmp_path: Path, file: str) -> None:
-    save(tmp_path / "secret.safetensors", tensors("w"))
-    (tmp_path / "d").mkdir()
-    write_index(tmp_path / "d" / SAFETENSORS_INDEX, {file: ["w"]})
-    assert isinstance(refusal(tmp_path / "d"), sluice.PathEscapeError)
-    assert isinstance(refusal(tmp_path / "d" / SAFETENSORS_INDEX), sluice.PathEscapeError)
-
-
 def test_shards_may_lie_in_a_subdirectory(tmp_path: Path) -> None:
     save_sharded(tmp_path, SAFETENSORS_INDEX, {"part/1.safetensors": tensors("w")})
     assert chosen(tmp_path) == ["part/1.safetensors"]
@@ -135,9 +118,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     assert caught.value.file == str(second)
     assert all(parameter.is_meta for parameter in model.parameters())
     first.unlink()
-    error = refusal(tmp_path)
-    assert isinstance(error, sluice.IncompleteCheckpointError)
-    assert f"'{first.name}', tensors: 2" in error.problem
+    error = refusal(tmp_path, sluice.IncompleteCheckpointError, f"'{first.name}', tensors: 2")
     assert f"damaged (1):\n    {second}" in error.problem
 
 
@@ -153,7 +134,7 @@ def test_the_first_damaged_shard_stops_the_rest(tmp_path: Path, monkeypatch: pyt
         return real(source, *options)
 
     monkeypatch.setattr(_several_files, "open_file", record)
-    assert isinstance(refusal(tmp_path), sluice.FormatError)
+    refusal(tmp_path, sluice.FormatError)
     assert len(opened) < 40
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sluice-")]
 
@@ -203,16 +184,14 @@ def test_parts_that_count_must_be_complete(tmp_path: Path, first: int) -> None:
         save(tmp_path / name, tensors(name))
     assert chosen(tmp_path) == names
     (tmp_path / names[1]).unlink()
-    error = refusal(tmp_path)
-    assert isinstance(error, sluice.IncompleteCheckpointError)
-    assert repr(names[1]) in error.problem
+    refusal(tmp_path, sluice.IncompleteCheckpointError, repr(names[1]))
 
 
 def test_parts_that_claim_to_be_many(tmp_path: Path) -> None:
     for letter in "abc":
         save(tmp_path / f"{letter}-00001-of-99999.safetensors", tensors(letter))
     with at_most(1_000_000):
-        assert isinstance(refusal(tmp_path), sluice.LimitError)
+        refusal(tmp_path, sluice.LimitError)
 
 
 def test_a_parameter_file_that_holds_more_than_one_tensor(tmp_path: Path) -> None:
@@ -228,4 +207,4 @@ def test_a_parameter_file_that_holds_more_than_one_tensor(tmp_path: Path) -> Non
 def test_limits(tmp_path: Path, limits: sluice.Limits) -> None:
     for name in "abc":
         save(tmp_path / f"{name}.pt", torch.ones(2))
-    assert isinstance(refusal(tmp_path, limits), sluice.LimitError)
+    refusal(tmp_path, sluice.LimitError, limits=limits)

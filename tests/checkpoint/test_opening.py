@@ -1,4 +1,4 @@
-"""Checkpoints are opened through ``Directory``: with a directory in memory nothing touches the file system."""
+"""Checkpoints opened through ``Directory`` (in memory, nothing touches the file system) and from lists of files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import sluice
 from sluice._options import Limits
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.checkpoint.opening import open_layout
 from sluice.checkpoint.survey import survey
 from sluice.entries import tree as trees
@@ -20,6 +22,7 @@ from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
 from support import distributed
 from support.directories import save, tensors, two_shards
+from support.gguf_files import packed, plain, write
 from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
@@ -78,10 +81,6 @@ def names(directory: MemoryDirectory, limits: Limits | None = None) -> set[str]:
     return set(trees.flatten(index.tree, limits))
 
 
-def shards(path: Path) -> None:
-    two_shards(path)
-
-
 def parameters(path: Path) -> None:
     for name in ("a.w", "a.b", "c", "b.w"):
         save(path / f"{name}.pt", torch.ones(2))
@@ -96,8 +95,8 @@ def chunks(path: Path) -> None:
     distributed.write(path, values)
 
 
-@pytest.mark.parametrize("write", [shards, parameters, one_file, chunks])
-def test_every_layout_opens_from_any_directory(tmp_path: Path, write: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("write", [two_shards, parameters, one_file, chunks])
+def test_every_layout_opens_from_any_directory(tmp_path: Path, write: Callable[[Path], object]) -> None:
     write(tmp_path)
     directory = in_memory(tmp_path)
     assert names(directory) == {"a.w", "a.b", "c", "b.w"}
@@ -106,8 +105,8 @@ def test_every_layout_opens_from_any_directory(tmp_path: Path, write: Callable[[
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("write", [shards, one_file, chunks])
-def test_containment_is_checked_before_each_file_is_opened(tmp_path: Path, write: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("write", [two_shards, one_file, chunks])
+def test_containment_is_checked_before_each_file_is_opened(tmp_path: Path, write: Callable[[Path], object]) -> None:
     write(tmp_path)
     strict = Limits(symlinks_outside=False)
     directory = in_memory(tmp_path)
@@ -139,3 +138,114 @@ def test_divided_states_are_recognized_in_any_directory() -> None:
     assert "Megatron" in found.what
     with pytest.raises(sluice.FormatError, match="such as 'global_step7'"):
         survey(MemoryDirectory({"latest": b"", "global_step7": b""}), Limits())
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[Path]:
+    """Two parts in different directories, one for each format."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    save_file({"weight": torch.arange(12.0).reshape(3, 4)}, tmp_path / "a" / "one.safetensors")
+    torch.save({"bias": torch.ones(3)}, tmp_path / "b" / "two.bin")
+    return [tmp_path / "a" / "one.safetensors", tmp_path / "b" / "two.bin"]
+
+
+def test_the_parts_are_one_checkpoint(shards: list[Path], tmp_path: Path) -> None:
+    names = tuple(map(str, shards))
+    with sluice.open(shards) as checkpoint:
+        assert list(checkpoint) == ["weight", "bias"]
+        assert (checkpoint.format, checkpoint.files) == ("torch-parts", names)
+        assert checkpoint.path == f"{names[0]} and 1 more file"
+    model = torch.nn.Linear(4, 3)
+    assert sluice.load_into(model, names).source == f"{names[0]} and 1 more file"
+    assert torch.equal(model.weight, torch.arange(12.0).reshape(3, 4))
+    sluice.convert(shards, tmp_path / "whole.pth")
+    assert sluice.diff(shards, tmp_path / "whole.pth").same
+    assert sluice.verify(shards, hashes="sha256").ok
+    assert sluice.plan(None, shards).final_bytes == 60
+    assert sluice.open(shards, limits=Limits(symlinks_outside=False)).format == "torch-parts"
+
+
+def test_the_parts_of_a_divided_gguf_file(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    tensor, elements = packed((4, 64))
+    write(parts[0], {"a": tensor})
+    write(parts[1], {"b": plain(torch.ones(3))})
+    with sluice.open(parts) as checkpoint:
+        assert (checkpoint.format, list(checkpoint)) == ("gguf-parts", ["a", "b"])
+        assert torch.equal(checkpoint["a"].read(), elements)
+    with sluice.open(parts[0]) as checkpoint:
+        assert (list(checkpoint), checkpoint.path) == (["a", "b"], str(parts[0]))
+    parts[1].unlink()
+    with pytest.raises(sluice.MissingFileError, match="00002-of-00002"):
+        sluice.open(parts[0])
+
+
+def test_a_list_of_one_path_is_the_path(shards: list[Path]) -> None:
+    assert sluice.open([shards[0]]).format == "safetensors"
+    assert sluice.open([shards[0].parent]).format == "safetensors-parts"
+
+
+def test_common_names_are_an_error(shards: list[Path], tmp_path: Path) -> None:
+    torch.save({"bias": torch.ones(3), "weight": torch.ones(1)}, tmp_path / "other.pth")
+    with pytest.raises(sluice.FormatError, match=r"in two files \(2\)") as caught:
+        sluice.open([*shards, tmp_path / "other.pth"])
+    for name in ("'weight'", "'bias'", "one.safetensors", "two.bin"):
+        assert name in str(caught.value)
+    assert caught.value.advice.startswith("These are not the parts of one checkpoint")
+
+
+def test_missing_files_are_missing_files(shards: list[Path]) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^x: 2 files of the list do not exist: x, y\."):
+        sluice.open(["x", *shards, "y"])
+    with pytest.raises(
+        sluice.MissingFileError, match=r"^.*on\.safetensors: the file does not exist\. Did you mean"
+    ) as one:
+        sluice.load_state_dict([shards[1], shards[0].with_name("on.safetensors")])
+    assert one.value.file == str(shards[0].with_name("on.safetensors"))
+
+
+def test_a_list_of_files_has_no_directories(shards: list[Path]) -> None:
+    with pytest.raises(sluice.UnsupportedError, match=r"Name files, or pass the directory alone\."):
+        sluice.open([shards[0].parent, shards[1]])
+
+
+@pytest.mark.parametrize(
+    ("paths", "error", "message"),
+    [
+        ([], ValueError, "source is an empty list"),
+        (["x", "y", "x"], ValueError, "a list that names 'x' twice"),
+        (["x", 3], TypeError, "a list with an int; a list holds paths of files"),
+        (["x", b"y"], TypeError, "a list with bytes"),
+    ],
+)
+def test_wrong_lists(paths: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        sluice.open(paths)
+
+
+def test_the_number_of_files_is_bounded(shards: list[Path]) -> None:
+    with pytest.raises(sluice.LimitError, match="'files'"):
+        sluice.open(shards, limits=Limits(files=1))
+
+
+def test_metadata_of_other_writers_never_becomes_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    metadata = {"format": "pt", "head": "pt", "pt": "head", "author": "unknown"}
+    save_file({"pt": torch.arange(3.0)}, path, metadata)
+    opened = OpenCheckpoint.open(path)
+    try:
+        assert opened.stored_names == {"head": "pt"}
+    finally:
+        opened.close()
+    sluice.convert(path, tmp_path / "model.pt")
+    converted = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert list(converted) == ["pt"] == list(sluice.load_state_dict(path))
+    sluice.convert(path, tmp_path / "again.safetensors")
+    with sluice.open(tmp_path / "again.safetensors") as again:
+        assert again.metadata == metadata
+
+    other = tmp_path / "other.pt"
+    torch.save({"pt": torch.arange(3.0), "format": torch.arange(3.0)}, other)
+    report = sluice.diff(path, other)
+    assert "format" in {*report.tied, *(each.name for each in report.differences)}

@@ -29,8 +29,8 @@ class Net(nn.Module):
         return torch.as_tensor(self.head(self.blocks(values)))
 
 
-def save(directory: str, kind: str, use_orig_params: bool) -> None:
-    """Save what one rank has of a model and of its optimizer, and on the first rank the whole state dict."""
+def save(directory: str, kind: str, use_orig_params: bool, training: bool) -> None:
+    """Save what one rank has of a model, perhaps trained, and of its optimizer; the first rank saves it whole too."""
     from torch.distributed import fsdp
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -40,14 +40,23 @@ def save(directory: str, kind: str, use_orig_params: bool) -> None:
     rank = torch.distributed.get_rank()
     if rank == 0:
         torch.save(model.state_dict(), f"{directory}/whole")
-    divided = fsdp.FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        device_id=torch.device("cpu"),
-        use_orig_params=use_orig_params,
-    )
-    with fsdp.FullyShardedDataParallel.state_dict_type(divided, fsdp.StateDictType[kind]):
-        torch.save({"model": divided.state_dict(), "step": 3}, f"{directory}/rank{rank}.pt")
+    policy, device = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
+    wrapper = fsdp.FullyShardedDataParallel
+    divided = wrapper(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig_params)
+    optimizer = trained(divided) if training else None
+    onto_host = fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False) if training else None
+    with wrapper.state_dict_type(divided, fsdp.StateDictType[kind], optim_state_dict_config=onto_host):
+        state = {"model": divided.state_dict(), "step": 3}
+        if optimizer is not None:
+            state["optimizer"] = wrapper.optim_state_dict(divided, optimizer)
+        torch.save(state, f"{directory}/rank{rank}.pt")
+
+
+def files_of(
+    tmp_path: Path, ranks: Ranks, kind: str = "SHARDED_STATE_DICT", *, use_orig_params: bool, training: bool = False
+) -> list[Path]:
+    ranks.run(save, str(tmp_path), kind, use_orig_params, training)
+    return [tmp_path / f"rank{rank}.pt" for rank in range(ranks.size)]
 
 
 def trained(model: nn.Module) -> torch.optim.AdamW:
@@ -57,32 +66,6 @@ def trained(model: nn.Module) -> torch.optim.AdamW:
         model(torch.arange(10.0).reshape(2, 5)).sum().backward()
         optimizer.step()
     return optimizer
-
-
-def save_optimizer(directory: str) -> None:
-    """Save what one rank has of a trained model and of its optimizer."""
-    from torch.distributed import fsdp
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    warnings.simplefilter("ignore")  # FSDP1 is deprecated
-    torch.manual_seed(0)
-    policy, device = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
-    kind = fsdp.FullyShardedDataParallel
-    divided = kind(Net(), auto_wrap_policy=policy, device_id=device, use_orig_params=True)
-    optimizer = trained(divided)
-    with kind.state_dict_type(
-        divided,
-        fsdp.StateDictType.SHARDED_STATE_DICT,
-        fsdp.ShardedStateDictConfig(),
-        fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
-    ):
-        state = {"model": divided.state_dict(), "optimizer": kind.optim_state_dict(divided, optimizer)}
-        torch.save(state, f"{directory}/rank{torch.distributed.get_rank()}.pt")
-
-
-def files_of(tmp_path: Path, ranks: Ranks, kind: str = "SHARDED_STATE_DICT", *, use_orig_params: bool) -> list[Path]:
-    ranks.run(save, str(tmp_path), kind, use_orig_params)
-    return [tmp_path / f"rank{rank}.pt" for rank in range(ranks.size)]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -111,8 +94,7 @@ def test_the_whole_state_dict(tmp_path: Path, two_ranks: Ranks, use_orig_params:
 
 
 def test_the_optimizer_continues_in_a_plain_one(tmp_path: Path, two_ranks: Ranks) -> None:
-    two_ranks.run(save_optimizer, str(tmp_path))
-    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
+    files = files_of(tmp_path, two_ranks, use_orig_params=True, training=True)
     torch.manual_seed(0)
     plain = Net()
     expected = trained(plain)
@@ -179,7 +161,8 @@ def divided(shards: object, size: object = (4, 2), dtype: str = "float32") -> Ca
 
 def opened(tmp_path: Path, *values: object, limits: sluice.Limits | None = None) -> Any:
     for number, value in enumerate(values):
-        (tmp_path / f"{number}.pt").write_bytes(torch_archive({"w": value}, {"0": bytes(16)}))
+        content = value if isinstance(value, dict) else {"w": value}
+        (tmp_path / f"{number}.pt").write_bytes(torch_archive(content, {"0": bytes(16)}))
     files = [tmp_path / f"{number}.pt" for number in range(len(values))]
     with sluice.open(files, limits=limits) as checkpoint:
         return checkpoint.tree
@@ -224,6 +207,12 @@ def test_a_tensor_that_one_rank_has_whole(tmp_path: Path) -> None:
         ((divided(3),) * 2, FormatError, "divided tensor is malformed"),
         ((Call(divided([]).function, (*divided([]).arguments[:3], {"x": 1})),) * 2, FormatError, "tensor is malformed"),
         ((divided([shard([0, 0], [4, 2])]),) * 2, FormatError, "past the end of its storage"),
+        (({"w": TOP}, {"w": BOTTOM, "x": BOTTOM}), FormatError, r"0\.pt, tensor 'x': a file lacks a name"),
+        (
+            ({"a.b": TOP, "a": {"b": TOP}}, {"a.b": BOTTOM, "a": {"b": BOTTOM}}),
+            FormatError,
+            r"0\.pt, tensor 'a\.b': two values of a rank have the same dotted name",
+        ),
     ],
 )
 def test_hostile_shards(tmp_path: Path, values: tuple[object, ...], kind: type[CheckpointError], problem: str) -> None:
@@ -235,18 +224,3 @@ def test_limits(tmp_path: Path) -> None:
     rows = [divided([shard([row, 0], [1, 2])]) for row in range(4)]
     with pytest.raises(LimitError, match="more corners than the limit"):
         opened(tmp_path, *rows, limits=sluice.Limits(entries=6))
-
-
-def test_files_with_different_names(tmp_path: Path) -> None:
-    (tmp_path / "0.pt").write_bytes(torch_archive({"w": TOP}, {"0": bytes(16)}))
-    (tmp_path / "1.pt").write_bytes(torch_archive({"w": BOTTOM, "x": BOTTOM}, {"0": bytes(16)}))
-    with pytest.raises(FormatError, match=r"0\.pt, tensor 'x': a file lacks a name"):
-        sluice.open([tmp_path / "0.pt", tmp_path / "1.pt"])
-
-
-def test_two_tensors_with_one_dotted_name(tmp_path: Path) -> None:
-    for number, half in enumerate((TOP, BOTTOM)):
-        content = torch_archive({"a.b": half, "a": {"b": half}}, {"0": bytes(16)})
-        (tmp_path / f"{number}.pt").write_bytes(content)
-    with pytest.raises(FormatError, match=r"0\.pt, tensor 'a\.b': two values of a rank have the same dotted name"):
-        sluice.open([tmp_path / "0.pt", tmp_path / "1.pt"])

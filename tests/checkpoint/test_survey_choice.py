@@ -1,7 +1,10 @@
-"""Choice of the files of a directory that are the checkpoint."""
+"""Choice of the files of a directory that are the checkpoint; links and special files."""
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +14,18 @@ from safetensors.torch import save_file
 
 import sluice
 from sluice.checkpoint import survey as _directory
-from support.directories import chosen, notes, refusal, save, save_sharded, tensors
+from support.directories import (
+    SAFETENSORS_INDEX,
+    chosen,
+    notes,
+    refusal,
+    save,
+    save_sharded,
+    tensors,
+    two_shards,
+    write_index,
+)
+from support.work import at_most
 
 
 def test_the_preference(tmp_path: Path) -> None:
@@ -51,9 +65,7 @@ def test_a_variant_is_selected_only_without_a_default(tmp_path: Path) -> None:
     save(tmp_path / "model.fp16.safetensors", one)
     assert chosen(tmp_path) == ["model.fp16.safetensors"]
     save(tmp_path / "model.ema.safetensors", one)
-    error = refusal(tmp_path)
-    assert isinstance(error, sluice.FormatError)
-    assert "several variants" in error.problem
+    error = refusal(tmp_path, sluice.FormatError, "several variants")
     assert "model.ema.safetensors" in str(error.found)
     assert "model.fp16.safetensors" in str(error.found)
     save(tmp_path / "pytorch_model.bin", one)
@@ -67,25 +79,6 @@ def test_an_index_with_a_different_name(tmp_path: Path) -> None:
     assert chosen(tmp_path) == ["x"]
     save_sharded(tmp_path, "other.safetensors.index.json", {"x": tensors("w")})
     assert "several shard indexes" in refusal(tmp_path).problem
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        (["pytorch_model.bin", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"], "pytorch_model.bin"),
-        (["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"], "model.safetensors"),
-        (["adapter_model.safetensors", "adapter_config.json", "tokenizer.json"], "adapter_model.safetensors"),
-        (["diffusion_pytorch_model.safetensors", "config.json"], "diffusion_pytorch_model.safetensors"),
-    ],
-    ids=["accelerate", "Trainer", "peft", "diffusers"],
-)
-def test_output_directories(tmp_path: Path, files: Sequence[str], expected: str) -> None:
-    for name in files:
-        if name.endswith((".json", ".pkl")):
-            (tmp_path / name).write_text("{}")
-        else:
-            save(tmp_path / name, tensors("w") if name == expected else {"state": {}, "lr": 0.1})
-    assert chosen(tmp_path) == [expected]
 
 
 def test_parts_come_before_parameters(tmp_path: Path) -> None:
@@ -102,9 +95,7 @@ def test_nested_directories_are_not_searched(tmp_path: Path) -> None:
     save(tmp_path / "unet" / "model.safetensors", tensors("w"))
     (tmp_path / "model.safetensors").mkdir()
     (tmp_path / "w.pt").mkdir()
-    error = refusal(tmp_path)
-    assert isinstance(error, sluice.FormatError)
-    assert "subdirectories are not searched" in error.problem
+    error = refusal(tmp_path, sluice.FormatError, "subdirectories are not searched")
     assert error.found == "'model.safetensors', 'unet', 'w.pt'"
     assert error.file == str(tmp_path)
 
@@ -115,11 +106,7 @@ def test_nested_directories_are_not_searched(tmp_path: Path) -> None:
         (["config.json", "model.safetensors.incomplete"], sluice.IncompleteCheckpointError, "was never completed"),
         (["blobs", "refs", "snapshots"], sluice.FormatError, "pass a directory in 'snapshots'"),
         (["model_index.json", "unet"], sluice.FormatError, "a pipeline of models: pass the directory of one"),
-        (
-            ["checkpoint-500", "checkpoint-9"],
-            sluice.FormatError,
-            "one of its checkpoints instead, such as",
-        ),
+        (["checkpoint-500", "checkpoint-9"], sluice.FormatError, "one of its checkpoints instead, such as"),
         (["data", "data.pkl", "version"], sluice.FormatError, "unpacked torch.save file"),
         (["consolidated.00.pth", "params.json"], sluice.FormatError, "a file instead, such as 'consolidated.00.pth'"),
         (["config.json", "tf_model.h5"], sluice.UnsupportedError, "does not read 'tf_model.h5'"),
@@ -156,11 +143,6 @@ def test_a_model_file_comes_before_a_distributed_checkpoint(tmp_path: Path) -> N
     assert chosen(tmp_path) == ["model.safetensors"]
 
 
-def test_json_that_is_not_an_index(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"hidden_size": 3}')
-    assert isinstance(refusal(tmp_path / "config.json"), sluice.UnsupportedError)
-
-
 def test_a_directory_whose_name_ends_like_an_index(tmp_path: Path) -> None:
     save(tmp_path / "x.json" / "model.safetensors", tensors("w"))
     assert chosen(tmp_path / "x.json") == ["model.safetensors"]
@@ -174,3 +156,114 @@ def test_training_states_next_to_a_model_are_named(tmp_path: Path) -> None:
         assert checkpoint.index.notes == (
             "Next to the model, each a separate checkpoint (3): optimizer.pt, optimizer_1.bin, scheduler.pt.",
         )
+
+
+def snapshot(tmp_path: Path) -> Path:
+    """Lay out a sharded model as the cache of huggingface_hub does; return its snapshot."""
+    two_shards(tmp_path / "blobs")
+    directory = tmp_path / "snapshots" / "0123abcd"
+    directory.mkdir(parents=True)
+    for number, file in enumerate(sorted((tmp_path / "blobs").iterdir())):
+        blob = file.rename(file.with_name(f"{number:040x}"))
+        (directory / file.name).symlink_to(os.path.join("..", "..", "blobs", blob.name))
+    return directory
+
+
+def test_snapshots_are_links_to_blobs(tmp_path: Path) -> None:
+    directory = snapshot(tmp_path)
+    assert set(sluice.load_state_dict(directory)) == {"a.w", "a.b", "c", "b.w"}
+    assert set(sluice.load_state_dict(directory / SAFETENSORS_INDEX)) == {"a.w", "a.b", "c", "b.w"}
+
+
+def test_links_that_lead_outside_can_be_refused(tmp_path: Path) -> None:
+    strict = sluice.Limits(symlinks_outside=False)
+    directory = snapshot(tmp_path)
+    refusal(directory, sluice.PathEscapeError, limits=strict)
+    index = directory / SAFETENSORS_INDEX
+    index.write_bytes(index.read_bytes())  # through the link
+    target = index.resolve()
+    index.unlink()
+    index.write_bytes(target.read_bytes())
+    error = refusal(directory, sluice.PathEscapeError, limits=strict)
+    assert "model-0000" in str(error.file)
+    for link in directory.glob("*.safetensors"):
+        kept = link.resolve()
+        link.unlink()
+        kept.rename(directory / f"kept-{link.name}")
+        link.symlink_to(f"kept-{link.name}")
+    with sluice.open(directory, limits=strict) as checkpoint:
+        assert len(checkpoint) == 4
+
+
+def test_a_directory_may_be_a_link_itself(tmp_path: Path) -> None:
+    two_shards(tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    with sluice.open(tmp_path / "link", limits=sluice.Limits(symlinks_outside=False)) as checkpoint:
+        assert len(checkpoint) == 4
+
+
+def test_a_snapshot_whose_blob_was_never_downloaded(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/none")
+    refusal(tmp_path, sluice.IncompleteCheckpointError, "'model.safetensors'")
+
+
+def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    for limits in (None, sluice.Limits(symlinks_outside=False)):
+        error = refusal(tmp_path, sluice.ReadError, limits=limits)
+        assert error.file == str(tmp_path / "model.safetensors")
+    (tmp_path / "loop").symlink_to("loop")
+    refusal(tmp_path / "loop", sluice.ReadError)
+
+
+def test_special_files_are_skipped_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    os.mkfifo("model.safetensors")
+    os.mkfifo("noise")
+    (tmp_path / "w.pt").symlink_to(os.devnull)
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("pytorch_model.bin")
+    error = refusal(tmp_path, sluice.UnsupportedError)
+    assert error.file == str(tmp_path / "w.pt")
+    assert "a character device" in str(error)
+    (tmp_path / "w.pt").unlink()
+    assert "not regular files (2): model.safetensors, pytorch_model.bin" in str(refusal(tmp_path).found)
+    save(tmp_path / "w.pt", torch.ones(2))
+    assert chosen(tmp_path) == ["w.pt"]
+    assert notes(tmp_path) == "Skipped, because they are not regular files (2): model.safetensors, pytorch_model.bin."
+
+
+def test_a_shard_that_is_special(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "1.safetensors")
+    (tmp_path / "2.safetensors").mkdir()
+    write_index(tmp_path / SAFETENSORS_INDEX, {"1.safetensors": ["a"]})
+    refusal(tmp_path, sluice.UnsupportedError)
+    write_index(tmp_path / SAFETENSORS_INDEX, {"2.safetensors": ["a"]})
+    refusal(tmp_path, sluice.UnsupportedError)
+
+
+def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str) -> object:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", fail)
+    error = refusal(tmp_path, sluice.ReadError)
+    assert error.file == str(tmp_path)
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_unrelated_files_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    save(tmp_path / "model.safetensors", tensors("w"))
+    for number in range(count):
+        os.mknod(tmp_path / f"{number:06}.{('txt', 'json', 'bin', 'pt')[number % 4]}")
+    looked_at: list[object] = []
+    real = os.stat
+
+    def record(path: str) -> os.stat_result:
+        looked_at.append(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "stat", record)
+    with at_most(100 * count), sluice.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+    assert set(looked_at) <= {str(tmp_path), str(tmp_path / "model.safetensors")}

@@ -18,7 +18,6 @@ from torch import nn
 import sluice
 from sluice import FormatError, IncompleteCheckpointError, MismatchError, UnsupportedError
 from support.oracles import bits
-from support.quantized import Scaled, parts_in
 from support.range_server import RangeServer
 from support.zero_files import WRITTEN, Change, Training, example, unpacked, write_zero
 
@@ -160,9 +159,6 @@ def test_any_shapes(shapes: list[tuple[int, ...]], stage: int, world: int, gap: 
 def test_every_verb(tmp_path: Path, stage: int) -> None:
     training = example()
     place = write_zero(tmp_path / "run", training, stage=stage, world=3)
-    torch.save(training.weights, tmp_path / "whole.pth")
-    assert sluice.verify(place, nan=True).ok
-    assert not sluice.diff(place, tmp_path / "whole.pth").differences
     sluice.convert(place, tmp_path / "half.safetensors", dtype="bf16")
     halves = load_file(tmp_path / "half.safetensors")
     assert halves.keys() == training.weights.keys() - {"head"}  # which is tied
@@ -174,7 +170,6 @@ def test_every_verb(tmp_path: Path, stage: int) -> None:
     report = sluice.load_into(model, place, key=None)
     assert report.loaded == len(training.weights)
     assert torch.equal(model.get_buffer("down"), training.weights["down"].half())
-    assert sluice.plan(model, place).fits
     unused = training.state("down", "exp_avg").flatten()[7].numpy().tobytes()  # weights do without it
     path = next(path for path in place.rglob("*optim*.pt") if unused in path.read_bytes())
     path.write_bytes(path.read_bytes().replace(unused, bytes(4)))
@@ -193,17 +188,6 @@ def test_servers_without_a_listing(tmp_path: Path, stage: int, where: str) -> No
         assert_equal(dict(sluice.load_state_dict(url)), dict(sluice.load_state_dict(place)))
         optimizer = named(example())
         assert sluice.load_optimizer(optimizer, url).loaded == 3 * len(optimizer.state) == 15
-
-
-def test_tensors_that_wrap_others_keep_their_bytes(tmp_path: Path) -> None:
-    integers, scale = torch.arange(6, dtype=torch.int8).view(2, 3), torch.ones(2, 1)
-
-    def quantized(name: str, content: Any) -> None:
-        if "model" in name:
-            content["module"]["quantized"] = Scaled(integers, scale, torch.float32)
-
-    with sluice.open(write_zero(tmp_path, example(), stage=2, world=2, change=quantized)) as checkpoint:
-        assert_equal(parts_in(checkpoint, "quantized"), {"integers": integers, "scale": scale})
 
 
 def test_a_further_name_of_a_further_name(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 
 import sluice
 from sluice import (
-    CheckpointError,
     FormatError,
     IncompleteCheckpointError,
     LimitError,
@@ -21,19 +20,11 @@ from sluice import (
     PathEscapeError,
     UnsupportedError,
 )
+from support.directories import refusal
 from support.zero_files import example, unpacked, write_zero
 
 TAG = "global_step7"
 OPTIMIZER, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
-
-
-def refusal(
-    place: Path, kind: type[CheckpointError] = CheckpointError, problem: str = "", *, limits: Limits | None = None
-) -> CheckpointError:
-    with pytest.raises(kind) as caught:
-        sluice.open(place, limits=limits)
-    assert problem in caught.value.problem
-    return caught.value
 
 
 def test_a_model_next_to_the_state_is_the_model(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ import torch
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._errors import CheckpointError, LimitError, ReadError
 from sluice._options import Limits
-from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
-from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.open_file import METADATA_FILE, CheckpointLayout, OpenFile
 from sluice.checkpoint.opening import open_layout
 from sluice.entries.tree import flatten
 from sluice.formats.gguf.reader import GgufFormat

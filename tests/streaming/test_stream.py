@@ -22,8 +22,7 @@ from sluice._options import MemoryLimits
 from sluice.benchmark.machine import make_cold
 from sluice.engine import session as sessions
 from sluice.modules.unloaded import Guard, ParkedParameter
-from sluice.records import DeviceFacts
-from sluice.records.bulk import collector_paused
+from sluice.records import DeviceFacts, collector_paused
 from sluice.streaming.stream import Stream
 from support.fake_accelerator import FakeAccelerator
 from support.recorded_reads import record_reads

@@ -124,9 +124,17 @@ def chosen(directory: Path) -> list[str]:
         return [os.path.relpath(file, directory) for file in checkpoint.files]
 
 
-def refusal(source: Path, limits: sluice.Limits | None = None) -> sluice.SluiceError:
-    with pytest.raises(sluice.SluiceError) as caught:
+def refusal(
+    source: Path,
+    kind: type[sluice.SluiceError] = sluice.SluiceError,
+    problem: str = "",
+    *,
+    limits: sluice.Limits | None = None,
+) -> sluice.SluiceError:
+    """Return the error of this kind, with a problem that has these words, with which a checkpoint is refused."""
+    with pytest.raises(kind) as caught:
         sluice.open(source, limits=limits)
+    assert problem in caught.value.problem
     return caught.value
 
 

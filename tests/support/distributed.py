@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+import sluice
 from sluice._dtypes import dtype_name
+from sluice.entries import tree as trees
 from support.distributed_metadata import (
     chunk_metadata,
     distributed_metadata,
@@ -135,3 +137,9 @@ def torch_loaded(directory: Path) -> dict[str, Any]:
         planner = _LoadPlanner()  # type: ignore[no-untyped-call]
         _load_state_dict(state_dict, FileSystemReader(directory), planner=planner, no_dist=True)
     return state_dict
+
+
+def everything(checkpoint: sluice.Checkpoint) -> Any:
+    """Read everything in a checkpoint, and refuse what cannot be read."""
+    trees.refuse_opaques(checkpoint.index.tree, checkpoint.path)
+    return trees.map_leaves(checkpoint.index.tree, lambda entry: sluice.LazyTensor(checkpoint, "", entry).read())

@@ -8,7 +8,7 @@ from sluice._arguments import check_load, check_tolerances, path_argument
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
-from sluice.checking.diff import compare_checkpoints
+from sluice.checking.diff import compare_parts
 from sluice.checking.parts import parts_to_compare
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.merging.patched import Patched
@@ -94,18 +94,9 @@ def diff(
         borrow(a, limits=limits, encoding=encoding) as ours,
         borrow(b, limits=limits, encoding=encoding) as theirs,
     ):
+        parts = parts_to_compare(ours, theirs, key, other_key)
         if path is not None:
-            left, right = parts_to_compare(ours, theirs, key, other_key)
+            left, right = parts
             base = find_place(a.deltas[-1]).title if isinstance(a, Patched) and a.deltas else ours.path
             write_patch(left.checkpoint, right.checkpoint, path, sparse=sparse, versions=(base, theirs.path))
-        return compare_checkpoints(
-            ours,
-            theirs,
-            key=key,
-            other_key=other_key,
-            rtol=rtol,
-            atol=atol,
-            limits=limits,
-            encoding=encoding,
-            progress=progress,
-        )
+        return compare_parts(ours, theirs, parts, rtol=rtol, atol=atol, progress=progress)

@@ -9,6 +9,7 @@ from sluice._arguments import check_load, path_argument
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice.checking.manifests import verify_model
 from sluice.checking.verification import verify_checkpoint
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.formats.manifest import HashAlgorithm
@@ -78,9 +79,6 @@ def verify(
     if model is not None:
         if source is not None or manifest is None:
             raise TypeError("verify(model=model, manifest=path) takes no source, and needs a manifest")
-        # Here, not above: it imports torch.
-        from sluice.checking.live import verify_model
-
         return verify_model(model, path_argument(manifest, "manifest"), key=key, limits=limits)
     if source is None:
         raise TypeError("verify(source) needs a checkpoint, or model= and manifest=")

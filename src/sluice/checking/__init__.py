@@ -2,5 +2,5 @@
 
 In: open checkpoints. Out: a ``VerifyReport`` or a ``DiffReport``.
 
-Entry functions: ``verification.verify_checkpoint`` and ``diff.compare_checkpoints``.
+Entry functions: ``verification.verify_checkpoint`` and ``diff.compare_parts``.
 """

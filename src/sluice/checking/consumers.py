@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Quantized
+from sluice.reports.verify import VerifyProblem
 
 __all__ = ["Consumer", "NonFiniteCounter", "RecordChecksum", "TensorCheck", "TensorHasher"]
 
@@ -47,6 +48,18 @@ class RecordChecksum(Struct, eq=False):
     def fail(self) -> None:
         """Note that some bytes could not be read."""
         self.failed = True
+
+    def problem(self, path: str) -> VerifyProblem:
+        """Return the difference of the two, in the file at a path."""
+        recorded = self.checksum
+        return VerifyProblem(
+            kind="checksum",
+            problem=f"the CRC-32 of record {recorded.name!r} differs",
+            file=path,
+            offset=recorded.offset,
+            expected=f"{recorded.crc:#010x}",
+            found=f"{self.value:#010x}",
+        )
 
     def update(self, data: torch.Tensor) -> None:
         """Receive the next bytes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -13,12 +12,11 @@ from msgspec import Struct
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._messages import nearest_names
-from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
 from sluice.checking.comparison import Comparison
-from sluice.checking.parts import parts_to_compare
-from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
+from sluice.checking.parts import ComparedPart
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
@@ -27,48 +25,42 @@ from sluice.reading.scan import Batch, ScanItem, check_repeats, identity, in_bat
 from sluice.records import Entry, Quantized
 from sluice.reports.diff import DifferenceKind, DiffReport, TensorDifference
 
-__all__ = ["compare_checkpoints"]
+__all__ = ["compare_parts"]
 
 
-def compare_checkpoints(
-    a: CheckpointSource,
-    b: CheckpointSource,
+def compare_parts(
+    a: OpenCheckpoint,
+    b: OpenCheckpoint,
+    parts: tuple[ComparedPart, ComparedPart],
     *,
-    key: str | None,
-    other_key: str | None,
     rtol: float,
     atol: float,
-    limits: Limits | None,
-    encoding: str,
     progress: Progress,
 ) -> DiffReport:
-    """Compare two checkpoints; ``sluice.diff`` documents arguments and errors."""
+    """Compare parts of two checkpoints; ``sluice.diff`` documents arguments and errors."""
     started = time.perf_counter()
-    with ExitStack() as stack:
-        ours = stack.enter_context(borrow(a, limits=limits, encoding=encoding))
-        theirs = stack.enter_context(borrow(b, limits=limits, encoding=encoding))
-        left, right = parts_to_compare(ours, theirs, key, other_key)
-        job = _CheckpointDiff(left.checkpoint, right.checkpoint, rtol=rtol, atol=atol)
-        nbytes = job.run(progress)
-        return DiffReport(
-            a=ours.path,
-            b=theirs.path,
-            format_a=ours.format,
-            format_b=theirs.format,
-            key_a=left.key,
-            key_b=right.key,
-            tensors_a=left.tensors,
-            tensors_b=right.tensors,
-            compared_a=len(job.pairs) + len(job.tied_a),
-            compared_b=len(job.pairs) + len(job.tied_b),
-            outside_a=left.outside,
-            outside_b=right.outside,
-            differences=tuple(job.differences()),
-            common=len(job.pairs),
-            tied=(*job.tied_a, *job.tied_b),
-            nbytes=nbytes,
-            seconds=time.perf_counter() - started,
-        )
+    left, right = parts
+    job = _CheckpointDiff(left.checkpoint, right.checkpoint, rtol=rtol, atol=atol)
+    nbytes = job.run(progress)
+    return DiffReport(
+        a=a.path,
+        b=b.path,
+        format_a=a.format,
+        format_b=b.format,
+        key_a=left.key,
+        key_b=right.key,
+        tensors_a=left.tensors,
+        tensors_b=right.tensors,
+        compared_a=len(job.pairs) + len(job.tied_a),
+        compared_b=len(job.pairs) + len(job.tied_b),
+        outside_a=left.outside,
+        outside_b=right.outside,
+        differences=tuple(job.differences()),
+        common=len(job.pairs),
+        tied=(*job.tied_a, *job.tied_b),
+        nbytes=nbytes,
+        seconds=time.perf_counter() - started,
+    )
 
 
 class _TensorPair(Struct, eq=False):

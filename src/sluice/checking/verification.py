@@ -24,8 +24,8 @@ from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
 from sluice.checking.consumers import Consumer, RecordChecksum, TensorCheck
+from sluice.checking.manifests import compare
 from sluice.checking.parts import named_part
-from sluice.checking.problems import compare, wrong_checksum
 from sluice.checking.verification_plan import VerificationPlan, indices_of
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, OpensItself, borrow
 from sluice.entries.slicing import boxes, slice_entry
@@ -46,7 +46,7 @@ from sluice.records import Entry, Sparse
 from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
 from sluice.sources.opening import find_place, source_path
 
-__all__ = ["Verification", "verify_checkpoint"]
+__all__ = ["verify_checkpoint"]
 
 #: Checks of a piece, their consumers, and first and last element of the piece for these.
 _Shares = list[tuple[RecordChecksum | TensorCheck, list[Consumer], int, int]]
@@ -84,7 +84,7 @@ def verify_checkpoint(
             return VerifyReport(source=title, problems=(VerifyProblem.of(error),), seconds=seconds)
         part = named_part(checkpoint, key, expected.tensors if expected else None)
         named = part.checkpoint
-        run = Verification(checkpoint, algorithm, nan=nan, named=named)
+        run = _Verification(checkpoint, named, VerificationPlan(checkpoint, algorithm, nan=nan, named=named))
         run.run(progress)
         computed, problems, unread = run.hashes, run.problems, unsupported(checkpoint.index.tree)
         if expected:
@@ -116,7 +116,7 @@ def verify_checkpoint(
         )
 
 
-class Verification:
+class _Verification:
     """One verification of one checkpoint.
 
     Attributes:
@@ -124,26 +124,10 @@ class Verification:
         read_bytes: Bytes read so far.
     """
 
-    def __init__(
-        self,
-        checkpoint: OpenCheckpoint,
-        algorithm: HashAlgorithm | None,
-        *,
-        nan: bool,
-        named: OpenCheckpoint | None = None,
-    ) -> None:
-        """Plan the verification; only headers of records are read.
-
-        Args:
-            checkpoint: The checkpoint to verify.
-            algorithm: Hash algorithm for every tensor; None for no hashes.
-            nan: Whether to count non-finite elements.
-            named: The part whose tensors are hashed and counted; None for the whole checkpoint.
-        """
-        self._named = checkpoint if named is None else named
-        self.plan = VerificationPlan(checkpoint, algorithm, nan=nan, named=self._named)
+    def __init__(self, checkpoint: OpenCheckpoint, named: OpenCheckpoint, plan: VerificationPlan) -> None:
+        self.plan = plan
         self.read_bytes = 0
-        self._checkpoint = checkpoint
+        self._checkpoint, self._named = checkpoint, named
         self._reader = CheckpointReader(checkpoint)
         self._unreadable: list[VerifyProblem] = []
         self._wrong_indices: list[VerifyProblem] = []
@@ -152,7 +136,7 @@ class Verification:
     def problems(self) -> list[VerifyProblem]:
         """Problems found so far, each once."""
         wrong = [
-            wrong_checksum(record.checksum, record.value, self._checkpoint.files[record.file])
+            record.problem(self._checkpoint.files[record.file])
             for record in self.plan.records
             if record.value != record.checksum.crc and not record.failed
         ]

@@ -33,14 +33,21 @@ from sluice._errors import FormatError
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.checkpoint.distributed_files import DataFiles, ListedItem
-from sluice.checkpoint.layout import METADATA_FILE, CheckpointLayout
 from sluice.checkpoint.merging import renumbered
-from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.open_file import METADATA_FILE, CheckpointLayout, OpenFile
 from sluice.formats.distributed.items import ChunkHeader, Item, ItemFile, ItemStorage
 from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, TensorItem, read_metadata
-from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
-from sluice.records.bulk import collector_paused
-from sluice.records.geometry import contiguous_stride
+from sluice.records import (
+    NO_STORAGE,
+    Entry,
+    FileRecord,
+    Index,
+    Part,
+    Storage,
+    UnsupportedValue,
+    collector_paused,
+    row_major,
+)
 from sluice.sources.protocol import Source
 
 __all__ = ["open_distributed"]
@@ -144,7 +151,7 @@ class _IndexBuilder:
             assert each.chunk is not None
             if not each.filled:
                 storage = self._add_storage(each.item, None, 0, 0, offset=each.item.offset, located=True)
-                entry = _contiguous(each.tensor.dtype, each.tensor.shape, storage=storage)
+                entry = row_major(each.tensor.dtype, each.tensor.shape, storage)
             else:
                 inner, nbytes, offset = next(following)
                 if isinstance(inner, UnsupportedValue):
@@ -222,16 +229,12 @@ class _IndexBuilder:
             if isinstance(entry, UnsupportedValue) or (len(tensor.chunks) == 1 and not entry.elements.computed):
                 return entry
             parts.append(Part(entry=entry, start=chunk.start))
-        return replace(_contiguous(tensor.dtype, tensor.shape, storage=NO_STORAGE), parts=tuple(parts))
+        return row_major(tensor.dtype, tensor.shape, NO_STORAGE, tuple(parts))
 
     def _open_file(self, record: FileRecord, source: Source, file: _ItemFileRecords) -> OpenFile:
         own = Index(format=_NAME, files=(record,), storages=tuple(file.storages), tree=None)
         locator = ItemFile(self._members.reader, file.owned)
         return OpenFile(source=source, locator=locator, index=own, first_storage=file.first)
-
-
-def _contiguous(dtype: str, shape: tuple[int, ...], *, storage: int) -> Entry:
-    return Entry(elements=elements_of(dtype), shape=shape, stride=contiguous_stride(shape), storage=storage)
 
 
 def _chunk_note(items: Mapping[str, object]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ notes: writers produce both, and no data is lost. Further names of an indexed te
 what is stored.
 
 Several names of one file in a directory of parameters are names of one tensor if the writer declared them
-(``tied_names``).
+(``declarations``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
-from sluice.checkpoint.chunks import without_places
-from sluice.checkpoint.layout import PARAMETER_SUFFIX, PLACES, CheckpointLayout
-from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.declarations import Declaration, find_ties, one_file, without_places
+from sluice.checkpoint.open_file import PARAMETER_SUFFIX, PLACES, CheckpointLayout, OpenFile
 from sluice.checkpoint.rank_directories import RANK_FILES, rank_tensors
 from sluice.checkpoint.sharded_tensors import RankFile, has_shards, join_shards, joined_tree
-from sluice.checkpoint.tied_names import Declaration, find_ties, one_file
 from sluice.entries import tree as trees
 from sluice.formats.shard_index import ShardIndex
 from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError
 from sluice._messages import type_of
 from sluice._options import BYTES_ENCODING, TEXT_ENCODING, Limits
-from sluice.checkpoint.layout import CheckpointLayout
-from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.open_file import CheckpointLayout, OpenFile
 from sluice.checkpoint.opening import classify, open_layout
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree

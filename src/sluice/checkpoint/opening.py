@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeAlias
 from msgspec.structs import replace
 
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.checkpoint.layout import METADATA_FILE, PLACES, CheckpointLayout
-from sluice.checkpoint.open_file import OpenFile, open_file
+from sluice.checkpoint.open_file import METADATA_FILE, PLACES, CheckpointLayout, OpenFile, open_file
 from sluice.formats.archives.tar import TarDirectory, is_tar
 from sluice.formats.detection import Head
 from sluice.records import Index
@@ -133,7 +132,7 @@ def open_layout(
     try:
         if PLACES in index.metadata or index.tied:
             # Here, not above: few checkpoints have chunks or declare tied names.
-            from sluice.checkpoint.tied_names import one_file
+            from sluice.checkpoint.declarations import one_file
 
             index = one_file(index, limits)
     except BaseException:

@@ -23,7 +23,7 @@ from math import prod
 from sluice._errors import FormatError, UnsupportedError
 from sluice._messages import check_limit, first_names
 from sluice._options import Limits
-from sluice.checkpoint.layout import CheckpointLayout
+from sluice.checkpoint.open_file import CheckpointLayout
 from sluice.entries import tree as trees
 from sluice.sources.directory import Directory
 

@@ -7,27 +7,28 @@ headers of the other files show.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from sluice._defaults import INDEXING_THREADS
 from sluice._errors import CheckpointError
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice._threads import in_threads
-from sluice.checkpoint.layout import CheckpointLayout
-from sluice.checkpoint.members import in_archives
 from sluice.checkpoint.merging import incomplete, merge
-from sluice.checkpoint.open_file import OpenFile, open_file
+from sluice.checkpoint.open_file import CheckpointLayout, OpenFile, open_file
 from sluice.checkpoint.survey import open_member
 from sluice.checkpoint.zero import merge_zero
-from sluice.records import Index
-from sluice.records.bulk import collector_paused
+from sluice.formats.archives.tar import ArchiveMember
+from sluice.records import Index, collector_paused
 
 __all__ = ["open_files"]
 
 
 def open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open the files of a layout and merge them; see ``opening.open_layout``."""
-    return in_archives(*_open_files(layout, limits, encoding))
+    return _in_archives(*_open_files(layout, limits, encoding))
 
 
 def _open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
@@ -66,3 +67,27 @@ def _open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tupl
             if file is not None:
                 file.source.close()
         raise
+
+
+def _in_archives(index: Index, files: Sequence[OpenFile]) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return an index and its files with offsets in the archives that hold them, in place of those in members."""
+    if not any(isinstance(file.source, ArchiveMember) for file in files):
+        return index, tuple(files)
+    opened = tuple(map(_in_archive, files))
+    storages = (
+        replace(storage, offset=storage.offset + opened[storage.file].start) if opened[storage.file].start else storage
+        for storage in index.storages
+    )
+    records = (
+        replace(record, path=file.source.path, identity=file.source.identity)
+        for record, file in zip(index.files, opened, strict=True)
+    )
+    name = f"tar-{index.format}"
+    return replace(index, format=name, storages=tuple(storages), files=tuple(records)), opened
+
+
+def _in_archive(file: OpenFile) -> OpenFile:
+    member = file.source
+    if not isinstance(member, ArchiveMember):
+        return file
+    return replace(file, source=member.archive, start=member.start, nbytes=member.identity.nbytes)

@@ -25,7 +25,7 @@ from sluice._options import Limits
 from sluice.entries import tree as trees
 from sluice.entries.slicing import cut_dimensions, first_miscount
 from sluice.formats.torch_save.sharded import local_shards
-from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue, elements_of
+from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue, row_major
 from sluice.records.geometry import contiguous_stride
 
 __all__ = ["RankFile", "has_shards", "join_shards", "joined_tree"]
@@ -147,14 +147,8 @@ def _assembled(name: str, size: tuple[int, ...], shards: Sequence[_Shard]) -> En
         problem, advice = f"the shards of a tensor {how}", None if boxes else _ALL_RANKS
         raise kind(problem, file=first.path, tensor=name, expected="in one", found=found, advice=advice)
     parts = tuple(Part(entry=shard.entry, start=shard.start) for shard in shards)
-    return Entry(
-        elements=elements_of(first.entry.dtype),
-        shape=size,
-        stride=contiguous_stride(size),
-        storage=NO_STORAGE,
-        parts=parts,
-        requires_grad=first.entry.requires_grad,
-    )
+    whole = row_major(first.entry.dtype, size, NO_STORAGE, parts)
+    return replace(whole, requires_grad=first.entry.requires_grad)
 
 
 def _text(description: object) -> str:

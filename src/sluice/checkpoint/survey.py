@@ -48,7 +48,7 @@ from sluice._errors import (
 )
 from sluice._messages import check_limit, first_names, listed
 from sluice._options import Limits
-from sluice.checkpoint.layout import METADATA_FILE, PARAMETER_SUFFIX, CheckpointLayout
+from sluice.checkpoint.open_file import METADATA_FILE, PARAMETER_SUFFIX, CheckpointLayout
 from sluice.checkpoint.rank_directories import RANK_DIRECTORY, RANK_FILES, rank_layout
 from sluice.checkpoint.zero_files import LATEST, zero_layout
 from sluice.formats.divided import divided_directory

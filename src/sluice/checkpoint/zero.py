@@ -24,9 +24,8 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError
 from sluice._messages import listed
 from sluice._options import Limits
-from sluice.checkpoint.layout import CheckpointLayout
 from sluice.checkpoint.merging import incomplete, renumbered
-from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.open_file import CheckpointLayout, OpenFile
 from sluice.checkpoint.zero_files import MODEL_STATES, OPTIMIZER_STATES, UNIVERSAL_OPTIMIZER
 from sluice.entries import tree as trees
 from sluice.formats.deepspeed.places import (

@@ -27,7 +27,7 @@ from typing import Literal, TypeAlias
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, PathEscapeError
 from sluice._messages import check_limit
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.checkpoint.layout import CheckpointLayout
+from sluice.checkpoint.open_file import CheckpointLayout
 from sluice.formats.deepspeed.states import ModelStates, model_states, rank_states, universal_states
 from sluice.formats.detection import detect
 from sluice.formats.shard_index import is_plain_path

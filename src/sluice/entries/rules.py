@@ -18,8 +18,7 @@ from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
 from sluice._public import public
 from sluice.entries.patterns import NamePattern, compile_pattern, spell
-from sluice.records import Entry
-from sluice.records.bulk import collector_paused
+from sluice.records import Entry, collector_paused
 
 __all__ = ["EachRule", "Rule", "RuleFindings", "apply_rules", "nearest_to_pattern"]
 

@@ -78,21 +78,15 @@ def refusal(leaf: Opaque, name: str, file: str) -> CheckpointError:
     return UnsafeContentError(problem, file=file, tensor=name, found=leaf.qualified_name)
 
 
-def refuse_opaques(tree: object, file: str, *, prefix: str = "") -> None:
-    """Refuse a part of a checkpoint that holds an object which sluice does not build.
-
-    Args:
-        tree: The part, which is to be loaded completely.
-        file: The checkpoint, for messages.
-        prefix: Only names that start with it are checked.
+def refuse_opaques(tree: object, file: str) -> None:
+    """Refuse a part of a checkpoint that is to be loaded completely but holds an object which sluice does not build.
 
     Raises:
         UnsafeContentError: Only running code could build the object.
         UnsupportedError: The object is of a kind that sluice does not read.
     """
     for name, leaf in opaques(tree).items():
-        if name.startswith(prefix):
-            raise refusal(leaf, name, file)
+        raise refusal(leaf, name, file)
 
 
 def unsupported(tree: object) -> dict[str, UnsupportedValue]:

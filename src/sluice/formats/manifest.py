@@ -29,7 +29,7 @@ from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.protocol import read_whole
 from sluice.formats.strict_json import decode_json, without_strings
-from sluice.records.bulk import collector_paused
+from sluice.records import collector_paused
 from sluice.sources.opening import find_place
 from sluice.sources.remote_names import missing_advice
 

@@ -25,7 +25,7 @@ from sluice._options import Limits
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import read_whole
 from sluice.formats.strict_json import count_strings, decode_json
-from sluice.records.bulk import collector_paused
+from sluice.records import collector_paused
 from sluice.sources.protocol import Source
 
 __all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index"]

@@ -34,8 +34,7 @@ from sluice.planning.budget import for_whole_host
 from sluice.reading import transfer
 from sluice.reading.reader import fill_caches
 from sluice.reading.transfer import Prepared
-from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
-from sluice.records.bulk import collector_paused
+from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request, collector_paused
 from sluice.reports.load import LoadReport, MergedAdapter, RankReport, RefreshState, Subject
 from sluice.reports.table import TensorRow, request_rows
 

@@ -26,8 +26,7 @@ from sluice.modules.initial_values import initial_values
 from sluice.modules.install import finish_loading, install, install_one
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
-from sluice.records import Request
-from sluice.records.bulk import collector_paused
+from sluice.records import Request, collector_paused
 from sluice.records.geometry import contiguous_stride
 from sluice.sharding.dtensors import local_of
 

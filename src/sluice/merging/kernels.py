@@ -114,19 +114,11 @@ def _passthrough(merged: MergedTensor, tensors: Sequence[torch.Tensor], _first: 
     return tensors[0] if scale is None else tensors[0] * scale
 
 
-def _swa(_merged: MergedTensor, tensors: Sequence[torch.Tensor], _first: int, _known: Any) -> torch.Tensor:
-    """Average as ``torch.optim.swa_utils.get_swa_multi_avg_fn`` does, one after the other."""
+def _average(merged: MergedTensor, tensors: Sequence[torch.Tensor], _first: int, _known: Any) -> torch.Tensor:
+    """Average as ``torch.optim.swa_utils``'s ``get_swa_multi_avg_fn`` or ``get_ema_multi_avg_fn``, one by one."""
     average = tensors[0].clone()
-    for count, tensor in enumerate(tensors[1:], 1):
-        average.lerp_(tensor, 1 / (count + 1))
-    return average
-
-
-def _ema(merged: MergedTensor, tensors: Sequence[torch.Tensor], _first: int, _known: Any) -> torch.Tensor:
-    """Average as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does, from the first on."""
-    average = tensors[0].clone()
-    for tensor in tensors[1:]:
-        average.lerp_(tensor, 1 - merged.shared["decay"])
+    for count, tensor in enumerate(tensors[1:], 2):
+        average.lerp_(tensor, 1 / count if merged.method == "swa" else 1 - merged.shared["decay"])
     return average
 
 
@@ -443,8 +435,8 @@ _SURVEYS: Mapping[str, Callable[[MergedTensor, Reader], Any]] = {
 _PIECES: Mapping[str, Callable[[MergedTensor, Sequence[torch.Tensor], int, Any], torch.Tensor]] = {
     "linear": _linear,
     "passthrough": _passthrough,
-    "swa": _swa,
-    "ema": _ema,
+    "swa": _average,
+    "ema": _average,
     "slerp": _slerp,
     "nuslerp": _found,
     "model_stock": _found,

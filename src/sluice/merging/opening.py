@@ -28,8 +28,8 @@ from sluice.matching.selection import only_state_dict
 from sluice.merging.kernels import MergedTensor
 from sluice.merging.recipe import METHODS, InputSlice, OutputSlice, Recipe, parameter
 from sluice.merging.source import ALIGNMENT, MergeSource, PlacedTensor
-from sluice.records import Entry, FileRecord, Index, Storage, elements_of
-from sluice.records.geometry import contiguous_stride, round_up
+from sluice.records import Entry, FileRecord, Index, Storage, row_major
+from sluice.records.geometry import round_up
 
 __all__ = ["joined", "open_merge"]
 
@@ -249,12 +249,7 @@ def _dtype(asked: str | None, output: _Output, entries: Sequence[Entry], *, copi
 
 def _index(source: MergeSource, tensors: Sequence[PlacedTensor]) -> tuple[Index, tuple[OpenFile, ...]]:
     tree = {
-        placed.merged.name: Entry(
-            elements=elements_of(placed.merged.out_dtype),
-            shape=placed.merged.shape,
-            stride=contiguous_stride(placed.merged.shape),
-            storage=number,
-        )
+        placed.merged.name: row_major(placed.merged.out_dtype, placed.merged.shape, number)
         for number, placed in enumerate(tensors)
     }
     storages = tuple(

@@ -86,15 +86,12 @@ class _Module(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parameters: _Settings = None
 
 
-class _Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Config(_Module, frozen=True, kw_only=True, forbid_unknown_fields=True):
     merge_method: str
     modules: Mapping[str, _Module] = {}
-    slices: tuple[OutputSlice, ...] = ()
-    models: tuple[InputSlice, ...] = ()
     base_model: str | None = None
     dtype: str | None = None
     out_dtype: str | None = None
-    parameters: _Settings = None
     tokenizer_source: str | None = None
     tokenizer: Mapping[str, Any] | None = None
     chat_template: str | None = None

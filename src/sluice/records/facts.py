@@ -1,4 +1,4 @@
-"""Facts about the machine and its files, collected once before planning."""
+"""Files, and facts about them and about the machine, collected once before planning."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = [
     "AccessFacts",
     "DeviceFacts",
     "FileFacts",
+    "FileIdentity",
+    "FileRecord",
     "MachineFacts",
     "largest_access",
     "local_access",
@@ -66,6 +68,60 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
         header_bytes=max(access.header_bytes for access in distinct),
         joins_reads=any(access.joins_reads for access in distinct),
     )
+
+
+class FileIdentity(Struct, frozen=True, kw_only=True):
+    """Identity of the bytes of a source, which must not change between planning a load and its end.
+
+    Local files are identified by their inode and times, remote objects by their version, memory by its size alone.
+    """
+
+    #: Size in bytes.
+    nbytes: int
+    #: ``st_dev`` of a local file.
+    device: int = 0
+    #: ``st_ino`` of a local file.
+    inode: int = 0
+    #: Last change of the contents, in nanoseconds since the epoch.
+    mtime_ns: int = 0
+    #: Last change of the inode, in nanoseconds since the epoch: catches rewrites that restore ``mtime``.
+    ctime_ns: int = 0
+    #: ETag, version id or generation of a remote object; None for local files and memory.
+    version: str | None = None
+    #: Whether ``version`` is a weak ETag or a time: different bytes may have the same.
+    weak: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether equal identities show equal bytes, even long after."""
+        return not self.weak if self.version is not None else bool(self.inode)
+
+    def describe(self) -> str:
+        """Return the identity as text for error messages."""
+        if self.version is not None:
+            return f"{self.nbytes} bytes, version {self.version!r}"
+        if not self.inode:
+            return f"{self.nbytes} bytes"
+        return (
+            f"{self.nbytes} bytes, inode {self.device}:{self.inode}, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns"
+        )
+
+
+class FileRecord(Struct, frozen=True, kw_only=True):
+    """One file of a checkpoint."""
+
+    #: Path that opens the file, also for messages.
+    path: str
+    #: Identity of the file when it was indexed.
+    identity: FileIdentity
+
+    def describe(self) -> str:
+        """Return text that is equal only for equal bytes, if the identity is exact.
+
+        Two objects may have one version: servers make ETags of sizes and times.
+        """
+        address = "" if self.identity.version is None else f"{self.path}, "
+        return address + self.identity.describe()
 
 
 class FileFacts(Struct, frozen=True, kw_only=True):

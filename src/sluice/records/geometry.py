@@ -196,16 +196,8 @@ def _rows(piece: CopyPiece, first: int, count: int, item_bytes: int) -> CopyPiec
 
 def _without_first(piece: CopyPiece) -> CopyPiece:
     """Drop a first dimension of size 1."""
-    if len(piece.shape) == 1:
-        return CopyPiece(piece.start_byte, piece.nbytes, (1,), (1,), (1,), piece.target_start)
-    return CopyPiece(
-        piece.start_byte,
-        piece.nbytes,
-        piece.shape[1:],
-        piece.source_stride[1:],
-        piece.target_stride[1:],
-        piece.target_start,
-    )
+    shape, source, target = (sizes[1:] or (1,) for sizes in (piece.shape, piece.source_stride, piece.target_stride))
+    return CopyPiece(piece.start_byte, piece.nbytes, shape, source, target, piece.target_start)
 
 
 def _widest_gap(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

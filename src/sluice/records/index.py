@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import ClassVar
@@ -11,79 +13,28 @@ from msgspec import Struct, field
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._public import public
-from sluice.records.elements import Elements, MathBit
-from sluice.records.geometry import span_elements
+from sluice.records.elements import Elements, MathBit, elements_of
+from sluice.records.facts import FileRecord
+from sluice.records.geometry import contiguous_stride, span_elements
 
 __all__ = [
     "NO_STORAGE",
     "Entry",
-    "FileIdentity",
-    "FileRecord",
     "Index",
     "Opaque",
     "Part",
     "Quantized",
     "Sparse",
     "Storage",
+    "TorchSize",
+    "TorchText",
     "UnsupportedValue",
+    "collector_paused",
+    "row_major",
 ]
 
 #: ``Entry.storage`` of an entry that is constant, assembled from parts, or a composite.
 NO_STORAGE = -1
-
-
-class FileIdentity(Struct, frozen=True, kw_only=True):
-    """Identity of the bytes of a source, which must not change between planning a load and its end.
-
-    Local files are identified by their inode and times, remote objects by their version, memory by its size alone.
-    """
-
-    #: Size in bytes.
-    nbytes: int
-    #: ``st_dev`` of a local file.
-    device: int = 0
-    #: ``st_ino`` of a local file.
-    inode: int = 0
-    #: Last change of the contents, in nanoseconds since the epoch.
-    mtime_ns: int = 0
-    #: Last change of the inode, in nanoseconds since the epoch: catches rewrites that restore ``mtime``.
-    ctime_ns: int = 0
-    #: ETag, version id or generation of a remote object; None for local files and memory.
-    version: str | None = None
-    #: Whether ``version`` is a weak ETag or a time: different bytes may have the same.
-    weak: bool = False
-
-    @property
-    def exact(self) -> bool:
-        """Whether equal identities show equal bytes, even long after."""
-        return not self.weak if self.version is not None else bool(self.inode)
-
-    def describe(self) -> str:
-        """Return the identity as text for error messages."""
-        if self.version is not None:
-            return f"{self.nbytes} bytes, version {self.version!r}"
-        if not self.inode:
-            return f"{self.nbytes} bytes"
-        return (
-            f"{self.nbytes} bytes, inode {self.device}:{self.inode}, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns"
-        )
-
-
-class FileRecord(Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint."""
-
-    #: Path that opens the file, also for messages.
-    path: str
-    #: Identity of the file when it was indexed.
-    identity: FileIdentity
-
-    def describe(self) -> str:
-        """Return text that is equal only for equal bytes, if the identity is exact.
-
-        Two objects may have one version: servers make ETags of sizes and times.
-        """
-        address = "" if self.identity.version is None else f"{self.path}, "
-        return address + self.identity.describe()
 
 
 class Storage(Struct, frozen=True, gc=False):
@@ -262,6 +213,12 @@ class Entry(Struct, frozen=True, eq=False, gc=False):
         return self.numel * ITEM_BYTES[self.dtype]
 
 
+def row_major(dtype: str, shape: tuple[int, ...], storage: int, parts: tuple[Part, ...] = ()) -> Entry:
+    """Return the entry of a plain tensor whose elements are in order, at the beginning of a storage or in parts."""
+    stride = contiguous_stride(shape)
+    return Entry(elements=elements_of(dtype), shape=shape, stride=stride, storage=storage, parts=parts)
+
+
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
@@ -290,6 +247,18 @@ class UnsupportedValue(Opaque):
 
     def __repr__(self) -> str:
         return f"<not loaded: {self.reason}, {self.qualified_name}>"
+
+
+class TorchText(str):
+    """A ``torch.dtype``, ``torch.layout`` or quantization scheme (``"torch.float32"``), or a device (``"cuda:0"``)."""
+
+    __slots__ = ()
+
+
+class TorchSize(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
 
 
 class Index(Struct, frozen=True, kw_only=True):
@@ -323,3 +292,20 @@ class Index(Struct, frozen=True, kw_only=True):
     def zipped(self) -> bool:
         """Whether it is that of a zip file of torch, whose metadata describes only the archive."""
         return self.format.removeprefix("tar-") in {"torch-zip", "torch-script", "torch-export"}
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the cyclic garbage collector while an index is built, a load is planned or a module gets its tensors.
+
+    Its passes over a growing heap of records without cycles free nothing and take a third of the time. The pause
+    affects the whole process, so keep it short. A collector that is disabled stays disabled.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -28,7 +28,7 @@ from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.unloaded import Guard, refuse_calls, refusing
 from sluice.reading.reader import CheckpointReader, fill_caches
-from sluice.records.bulk import collector_paused
+from sluice.records import collector_paused
 from sluice.reports.stream import StreamReport
 from sluice.streaming.backward import Backward
 from sluice.streaming.calls import Calls

@@ -57,7 +57,9 @@ def test_a_shard_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.Monk
     assert caught.value.file == str(tmp_path / "b.pt")
 
 
-@pytest.mark.parametrize("name", [".", "./m.safetensors", "m.safetensors/", "x\0y", "C:x", "m.safetensors/../m", ""])
+@pytest.mark.parametrize(
+    "name", [".", "./m.safetensors", "m.safetensors/", "x\0y", "C:x", "m.safetensors/../m", "", "../x", "/etc/passwd"]
+)
 def test_names_of_shards_that_are_not_plain(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(sluice.PathEscapeError, match="not a plain path"):

@@ -26,7 +26,7 @@ from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.entries.tree import map_leaves
 from sluice.formats.deepspeed.states import ModelStates, RankStates, is_flat
-from sluice.records import NO_STORAGE, Entry, Part, elements_of
+from sluice.records import NO_STORAGE, Entry, Part, row_major
 from sluice.records.geometry import contiguous_stride, round_up
 
 __all__ = ["Assembler", "ParameterPlace", "check_agreement", "check_state", "other_save", "parameter_places"]
@@ -225,11 +225,9 @@ class Assembler:
         assert like is not None
         self._boxes += len(parts)
         check_limit(self._limits, "entries", self._boxes, "the number of boxes of the parameters", file=self._file)
-        stride = contiguous_stride(shape)
         if not parts:
-            return replace(like, shape=shape, stride=stride)
-        elements = elements_of(like.dtype)
-        return Entry(elements=elements, shape=shape, stride=stride, storage=NO_STORAGE, parts=tuple(parts))
+            return replace(like, shape=shape, stride=contiguous_stride(shape))
+        return row_major(like.dtype, shape, NO_STORAGE, tuple(parts))
 
     def whole(self, shape: _Shape, vectors: Sequence[Entry]) -> Entry | None:
         """Return the first elements of the concatenation of dense tensors; None if there are too few."""

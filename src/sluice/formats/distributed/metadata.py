@@ -41,8 +41,7 @@ from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import read_whole
 from sluice.formats.shard_index import is_plain_path
 from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, why_unsupported
-from sluice.records import Opaque, TorchSize, TorchText, UnsupportedValue
-from sluice.records.bulk import collector_paused
+from sluice.records import Opaque, TorchSize, TorchText, UnsupportedValue, collector_paused
 from sluice.sources.protocol import Source
 
 __all__ = ["DistributedMetadata", "ItemPlace", "SavedChunk", "TensorItem", "read_metadata"]

@@ -35,8 +35,7 @@ from sluice._options import Limits
 from sluice.formats.detection import GGUF_MAGIC, is_gguf
 from sluice.formats.gguf.header import Header, TensorDescription
 from sluice.formats.protocol import LocatedByIndex
-from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue
-from sluice.records.bulk import collector_paused
+from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, collector_paused
 from sluice.records.geometry import contiguous_stride, round_up
 from sluice.sources.protocol import Source
 

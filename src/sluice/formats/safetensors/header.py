@@ -14,7 +14,7 @@ Files of sluice have those items, and declare them in one more item, whose text 
     {"__metadata__": {"sluice.tied_names": "{\"head\":\"embedding\"}", "head": "embedding", ...}, ...}
 
 Names that are declared in this way are names of the checkpoint. Tools that split or join files copy ``__metadata__`` to
-files with other tensors, so a declaration holds for all files of a checkpoint together: ``checkpoint.tied_names``
+files with other tensors, so a declaration holds for all files of a checkpoint together: ``checkpoint.declarations``
 decides which of the names count.
 """
 

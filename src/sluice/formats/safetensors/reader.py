@@ -33,8 +33,7 @@ from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header, read_ties
-from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, elements_of
-from sluice.records.bulk import collector_paused
+from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, collector_paused, elements_of
 from sluice.sources.protocol import Source
 
 __all__ = ["SafetensorsFormat"]

@@ -23,7 +23,7 @@ import torch
 
 from sluice._dtypes import torch_dtype
 from sluice._errors import SaveError
-from sluice.checkpoint.layout import METADATA_FILE
+from sluice.checkpoint.open_file import METADATA_FILE
 from sluice.sharding.dtensors import local_of
 from sluice.writing.durable.directories import locked_directory, publish_set
 from sluice.writing.durable.partial_files import hidden_stem, saving

@@ -20,7 +20,7 @@ def model(tmp_path: Path) -> nn.Module:
 
 
 def test_what_was_saved_is_in_memory(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.checking.live.SAVE_STAGING_BYTES", 5_000)  # several pieces of each weight
+    monkeypatch.setattr("sluice.checking.manifests.SAVE_STAGING_BYTES", 5_000)  # several pieces of each weight
     report = sluice.verify(model=model, manifest=tmp_path / "m.json")
     assert report.ok
     assert (report.tensors, report.format) == (7, "live weights")

@@ -1,9 +1,9 @@
-"""Verification of the live weights of a model against a manifest: what is in memory is what was written."""
+"""Comparison of hashes with a manifest: those of the tensors of a checkpoint, and of the live weights of a model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from msgspec.structs import replace
@@ -12,14 +12,75 @@ from torch import nn
 from sluice._defaults import SAVE_STAGING_BYTES
 from sluice._dtypes import dtype_name
 from sluice._errors import MismatchError, UnsupportedError
+from sluice._messages import nearest_names
 from sluice._options import Limits
-from sluice.checking.problems import compare
 from sluice.entries.slicing import boxes
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, new_hash, read_manifest
-from sluice.reports.verify import VerifyReport
+from sluice.records import Entry
+from sluice.reports.verify import ProblemKind, VerifyProblem, VerifyReport
 from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["verify_model"]
+__all__ = ["compare", "verify_model"]
+
+
+def compare(
+    manifest: Manifest,
+    hashes: Mapping[str, TensorHash],
+    entries: Mapping[str, Entry | TensorHash],
+    *,
+    ties: Mapping[str, str],
+    unread: Collection[str],
+) -> Iterator[VerifyProblem]:
+    """Yield the differences between a checkpoint and a manifest.
+
+    Args:
+        manifest: The expected tensors.
+        hashes: The hashes of the tensors that could be read.
+        entries: Every tensor, by name; or the hash of each, if they are not in a file.
+        ties: Stored name of each alias.
+        unread: Names of tensors of kinds that sluice does not read.
+    """
+    extra = [name for name in entries if name not in manifest.tensors]
+    missing = {name: each.shape for name, each in manifest.tensors.items() if ties.get(name, name) not in entries}
+    nearest = nearest_names(missing, ((name, entries[name].shape) for name in extra))
+    for name, expected in manifest.tensors.items():
+        stored = name if name in entries else ties.get(name, name)
+        entry = entries.get(stored)
+        if entry is None and name in unread:
+            yield VerifyProblem(kind="unsupported", problem="sluice does not read this tensor", tensor=name)
+            continue
+        if entry is None:
+            close = nearest.get(name)
+            found = None if close is None else f"{close!r}, which is not in the manifest"
+            yield VerifyProblem(kind="missing", problem="not in the checkpoint", tensor=name, found=found)
+            continue
+        mismatch = _mismatch(name, expected, entry)
+        actual = hashes.get(stored)
+        if mismatch is not None:
+            yield mismatch
+        elif actual is not None and actual.hash != expected.hash:
+            yield VerifyProblem(
+                kind="hash",
+                problem=f"the {manifest.algorithm} of its elements differs",
+                tensor=name,
+                expected=expected.hash,
+                found=actual.hash,
+            )
+    for name in extra:
+        yield VerifyProblem(kind="extra", problem="not in the manifest", tensor=name)
+
+
+def _mismatch(name: str, expected: TensorHash, entry: Entry | TensorHash) -> VerifyProblem | None:
+    """Return the difference in dtype, shape or layout, which implies a different hash."""
+    pairs: tuple[tuple[ProblemKind, str, str], ...] = (
+        ("dtype", expected.dtype, entry.dtype),
+        ("shape", str(list(expected.shape)), str(list(entry.shape))),
+        ("layout", expected.layout, entry.layout),
+    )
+    for kind, declared, found in pairs:
+        if declared != found:
+            return VerifyProblem(kind=kind, problem=f"the {kind} differs", tensor=name, expected=declared, found=found)
+    return None
 
 
 def verify_model(model: nn.Module, manifest: str, *, key: str | None, limits: Limits | None) -> VerifyReport:

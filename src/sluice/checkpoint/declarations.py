@@ -1,4 +1,4 @@
-"""The tied names of a checkpoint, from what its files declare.
+r"""Declarations in the metadata of files: tied names, and the places of chunks of tensors.
 
 A tensor with several names is stored under one of them, and the file declares the others (``Index.tied``). Tools copy
 that declaration to files with other tensors, so all files of a checkpoint are considered together:
@@ -12,7 +12,17 @@ that declaration to files with other tensors, so all files of a checkpoint are c
 In a directory of parameters, each name has a file, and none are tied: tools that remove duplicates link files of equal
 content.
 
-Limits: ``Limits.entries`` for the stored and tied names together, and ``Limits.name_bytes`` for each tied name.
+Shards of torch's ``HuggingFaceStorageWriter`` are read if they hold whole tensors; chunks of tensors are refused by
+name. Each rank writes ``shard-R-model-I-of-N.safetensors`` with its chunks, under the names of the whole tensors.
+``__metadata__`` has the place of each chunk::
+
+    {"DCP_SHARDING_INFO": "{\"a.weight\": {\"saved_offsets\": [4, 0]}, ...}", "DCP_VERSION": "1.0", "format": "pt"}
+
+The shape of a tensor is stored nowhere. A file is read if all its chunks start at the first element: one process writes
+whole tensors in this way. Of several ranks, the files of the others show what it is.
+
+Limits: ``Limits.entries`` for the stored and tied names together and for the tensors of the description of chunks,
+``Limits.name_bytes`` for each tied name, and ``Limits.dimensions``.
 """
 
 from __future__ import annotations
@@ -20,15 +30,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
+from sluice._errors import LimitError, UnsupportedError
 from sluice._messages import check_limit, listed
 from sluice._options import Limits
-from sluice.checkpoint.chunks import without_places
-from sluice.checkpoint.layout import PLACES
+from sluice.checkpoint.open_file import PLACES
+from sluice.formats.strict_json import count_strings, decode_json, has_longer_list, without_strings
 from sluice.records import Index
 
-__all__ = ["Declaration", "Ties", "find_ties", "one_file", "with_ties"]
+__all__ = ["Declaration", "Ties", "find_ties", "one_file", "without_places"]
+
+_VERSION = "DCP_VERSION"
+
+_CONSOLIDATE = (
+    "Consolidate it with HuggingFaceStorageWriter(enable_consolidation=True), or load it with torch's "
+    f"HuggingFaceStorageReader. If the file holds whole tensors, its metadata was copied: remove {PLACES!r}."
+)
 
 
 class Declaration(NamedTuple):
@@ -59,22 +78,13 @@ def one_file(index: Index, limits: Limits) -> Index:
     Raises:
         UnsupportedError: It holds chunks of tensors.
         FormatError: It describes its chunks in a malformed way.
-        LimitError: It has too many names.
+        LimitError: There are more names, or a longer name, than the limits allow.
     """
     if PLACES in index.metadata:
         index = without_places(index, limits)
-    return with_ties(index, index.files[0].path, limits) if index.tied else index
-
-
-def with_ties(index: Index, path: str, limits: Limits) -> Index:
-    """Return the index of a checkpoint of one file, with its tied names in the tree.
-
-    Raises:
-        LimitError: There are more names, or a longer name, than the limits allow.
-    """
-    if not index.tied or not isinstance(index.tree, dict):
+    tree, path = index.tree, index.files[0].path
+    if not index.tied or not isinstance(tree, dict):
         return index
-    tree = index.tree
     ties = find_ties([Declaration(path, tree, index.tied)], {}, path, limits)
     tied = {name: tree[stored] for name, stored in ties.stored.items()}
     return replace(index, tree={**tree, **tied}, tied={}, notes=(*index.notes, *ties.notes))
@@ -114,3 +124,31 @@ def find_ties(declarations: Sequence[Declaration], weight_map: Mapping[str, str]
     why = "Left out, because the tensors that they are tied to are not in the checkpoint"
     notes = (f"{listed(why, left_out)}.",) if left_out else ()
     return Ties(found, [name for name in candidates if name not in found], notes)
+
+
+class _Place(Struct):
+    """The place of a chunk in its tensor."""
+
+    saved_offsets: tuple[int, ...]
+
+
+def without_places(index: Index, limits: Limits) -> Index:
+    """Return the index of a file without the description of its chunks.
+
+    Raises:
+        UnsupportedError: A chunk does not start at the first element of its tensor.
+        FormatError: The description is malformed.
+        LimitError: It has more values than the limits allow.
+    """
+    path, data = index.files[0].path, index.metadata.get(PLACES, "{}").encode()
+    if count_strings(data) > 2 * limits.entries or has_longer_list(without_strings(data), limits.dimensions):
+        expected = f"at most {limits.entries}"
+        raise LimitError("the description of chunks exceeds the limit 'entries'", file=path, expected=expected)
+    for name, place in decode_json(data, dict[str, _Place], "the description of chunks", path).items():
+        if any(place.saved_offsets):
+            problem = "the file holds a chunk of a tensor, which torch.distributed.checkpoint divided over ranks"
+            raise UnsupportedError(
+                problem, file=path, tensor=name, found=f"elements from {place.saved_offsets}", advice=_CONSOLIDATE
+            )
+    metadata = {key: text for key, text in index.metadata.items() if key not in {PLACES, _VERSION}}
+    return replace(index, metadata=metadata)
