@@ -24,10 +24,10 @@ from sluice.benchmark.methods import (
     assigned,
     filled,
     on_meta,
+    read_state_dict,
     without_memory,
 )
 from sluice.benchmark.records import HUGGING_FACE, OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, MethodJob, method
-from sluice.benchmark.subjects import read_state_dict
 
 __all__ = ["ALL_PEERS", "instanttensor_load", "transformers_load"]
 

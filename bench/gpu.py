@@ -24,11 +24,10 @@ from sluice._units import format_bytes
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
 from sluice.benchmark.machine import make_cold, temporary_folder
-from sluice.benchmark.methods import STRATEGIES
+from sluice.benchmark.methods import STRATEGIES, final_bytes
 from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Work
 from sluice.benchmark.results import TableSection, as_document, console_for_tables, section_of, write_report
 from sluice.benchmark.runner import run_with_progress
-from sluice.benchmark.subjects import final_bytes
 
 __all__ = ["main", "pinned_copy", "scenarios_for"]
 

@@ -17,7 +17,7 @@ from bench._llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
 from bench._peers import ALL_PEERS
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.gpt2 import FORMATS, make_checkpoint
-from sluice.benchmark.methods import absence
+from sluice.benchmark.methods import absence, final_bytes
 from sluice.benchmark.records import (
     HUGGING_FACE,
     PTH,
@@ -30,7 +30,6 @@ from sluice.benchmark.records import (
 )
 from sluice.benchmark.results import as_document, console_for_tables, section_of
 from sluice.benchmark.runner import run_with_progress
-from sluice.benchmark.subjects import final_bytes
 
 __all__ = ["CASES", "main"]
 

@@ -13,9 +13,8 @@ from sluice.benchmark import machine as _machine
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.machine import temporary_folder
-from sluice.benchmark.methods import STRATEGIES
+from sluice.benchmark.methods import STRATEGIES, final_bytes
 from sluice.benchmark.records import MethodJob, Outcome, Precision
-from sluice.benchmark.subjects import final_bytes
 
 __all__ = ["draw"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from sluice._public import call_started, public
 from sluice._units import gb_per_second
 
-__all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress", "progress_sink"]
+__all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress"]
 
 #: Seconds between two drawings of the bar. Drawing takes about a millisecond, and events come once for each read.
 _REDRAW_SECONDS = 0.1
@@ -51,35 +51,13 @@ Progress: TypeAlias = bool | ProgressFunction
 
 
 @contextmanager
-def progress_sink(progress: Progress, description: str) -> Iterator[ProgressFunction | None]:
-    """Yield the function that receives the events of one load; None if progress is off.
-
-    Args:
-        progress: False, True for a bar on stderr, or a function of one ``ProgressEvent``.
-        description: Text before the bar.
-
-    Raises:
-        TypeError: ``progress`` is none of these.
-    """
-    if progress is False:
-        yield None
-    elif progress is True:
-        with _bar(description) as draw:
-            yield draw
-    elif callable(progress):
-        yield progress
-    else:
-        raise TypeError(f"progress must be True, False or a function of one event, not {type(progress).__name__}")
-
-
-@contextmanager
 def byte_progress(progress: Progress, description: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
     """Yield a function that reports the number of bytes read so far to ``progress``; None if progress is off."""
     started = call_started()  # not the first read: the report counts from there too
-    with progress_sink(progress, description) as sink:
-        if sink is None:
-            yield None
-            return
+    if progress is False:
+        yield None
+        return
+    with _bar(description) if progress is True else nullcontext(progress) as sink:
 
         def report(done_bytes: int) -> None:
             sink(ProgressEvent(done_bytes=done_bytes, total_bytes=total_bytes, seconds=time.monotonic() - started))

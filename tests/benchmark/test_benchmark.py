@@ -19,7 +19,7 @@ from sluice.benchmark.gpt2 import (
     random_weight,
 )
 from sluice.benchmark.machine import cached_share, make_cold, make_warm
-from sluice.benchmark.subjects import final_bytes
+from sluice.benchmark.methods import final_bytes
 
 _BOOK_BLOCK = {
     *(f"att.{layer}.{kind}" for layer in ("W_query", "W_key", "W_value", "out_proj") for kind in ("weight", "bias")),

@@ -17,9 +17,8 @@ import sluice
 from sluice.benchmark import comparison as _comparison
 from sluice.benchmark.comparison import ComparedModel, checkpoint_for, default_methods, fitting_size, own_model
 from sluice.benchmark.loads import verdict
-from sluice.benchmark.methods import METHODS
+from sluice.benchmark.methods import METHODS, final_bytes, kind_of, main_dtype
 from sluice.benchmark.records import MethodJob
-from sluice.benchmark.subjects import final_bytes, kind_of, main_dtype
 
 _MODEL = f"{__name__}:Tied"
 
@@ -127,7 +126,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(
 
 
 def test_what_only_sluice_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.benchmark.subjects.kind_of", lambda _: "other")
+    monkeypatch.setattr("sluice.benchmark.comparison.kind_of", lambda _: "other")
     subject = own_model(tmp_path / "dcp", _MODEL, "{}", None)
     assert default_methods(subject) == ["sluice"]
     with pytest.raises(sluice.UnsupportedError, match="naive does not read this checkpoint"):

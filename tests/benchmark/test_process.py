@@ -12,9 +12,9 @@ import torch
 
 from sluice.benchmark import process as _process
 from sluice.benchmark.loads import run_job
+from sluice.benchmark.methods import final_bytes
 from sluice.benchmark.process import Watcher, run_tasks
 from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
-from sluice.benchmark.subjects import final_bytes
 from support import fresh_process
 
 

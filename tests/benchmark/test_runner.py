@@ -14,8 +14,7 @@ from rich.console import Console
 from sluice.benchmark import runner as _runner
 from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, State, Status
 from sluice.benchmark.results import as_document, print_section, section_of, write_document
-from sluice.benchmark.runner import run_with_progress
-from sluice.benchmark.summary import finding, summarise, typical_runs
+from sluice.benchmark.runner import finding, run_with_progress, summarise, typical_runs
 from support.comparisons import FINAL_BYTES, MIB, good, killed, runs_of, scenario
 
 _TRUTH = "abc"

@@ -13,12 +13,12 @@ import torch
 
 from sluice._errors import UnsupportedError
 from sluice._units import format_bytes
-from sluice.benchmark import gpt2, subjects
+from sluice.benchmark import gpt2
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.gpt2 import FORMATS
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.machine import make_cold
-from sluice.benchmark.methods import METHODS, STRATEGIES, absence
+from sluice.benchmark.methods import METHODS, STRATEGIES, absence, final_bytes, kind_of
 from sluice.benchmark.records import (
     REFERENCE,
     SHORT_DTYPES,
@@ -72,7 +72,7 @@ def own_model(original: Path, model: str, model_args: str, key: str | None) -> C
     Raises:
         CheckpointError: sluice does not recognize the checkpoint.
     """
-    kind = subjects.kind_of(original)
+    kind = kind_of(original)
     return ComparedModel(model=model, model_args=model_args, key=key, original=original, kind=kind)
 
 
@@ -97,7 +97,7 @@ def checkpoint_for(method: str, subject: ComparedModel, folder: Path) -> Path:
     kind = METHODS[method].reads[0]
     path = folder / (f"model{kind}" if kind else "parameters")
     if not path.exists():
-        _check_room(folder, subjects.final_bytes(subject.model, torch.float32))
+        _check_room(folder, final_bytes(subject.model, torch.float32))
         gpt2.make_checkpoint(path, subject.model, torch.float32, FORMATS[kind])
     return path
 
@@ -140,7 +140,7 @@ def scenario(
         states=states,
         # A method that is not installed gets a row with the reason, and needs no checkpoint.
         checkpoints={name: Path() if absence(name) else checkpoint_for(name, subject, folder) for name in methods},
-        final_bytes=subjects.final_bytes(subject.model, getattr(torch, dtype), subject.model_args),
+        final_bytes=final_bytes(subject.model, getattr(torch, dtype), subject.model_args),
         truth=subject.original,
         host_limit_bytes=host_limit_bytes,
     )
@@ -162,7 +162,7 @@ def fitting_size(folder: Path, device: str, processes: int) -> tuple[str, float]
     if device == "cuda":
         room = min(room, torch.cuda.mem_get_info()[0] / _DISK_IN_FINALS)
     for size in gpt2.SIZES[:0:-1]:
-        final = subjects.final_bytes(size, torch.float32)
+        final = final_bytes(size, torch.float32)
         handlings = _HANDLINGS_AT_FIRST + processes * _HANDLINGS_PER_PROCESS
         seconds = processes * per_process + handlings * per_byte * final
         if final <= room and seconds <= _BUDGET_SECONDS:

@@ -21,7 +21,7 @@ from rich.text import Text
 from sluice._units import format_bytes
 from sluice.benchmark.methods import METHODS
 from sluice.benchmark.records import REFERENCE, MethodRun, Scenario, State
-from sluice.benchmark.summary import Row, finding, summarise, typical_runs
+from sluice.benchmark.runner import Row, finding, summarise, typical_runs
 
 __all__ = [
     "TableSection",

@@ -19,7 +19,7 @@ from sluice.benchmark import comparison as _comparison
 from sluice.benchmark import machine as _machine
 from sluice.benchmark import runner as _runner
 from sluice.benchmark.comparison import ComparedModel, can_read, default_methods, own_model, scenario
-from sluice.benchmark.methods import LOADERS
+from sluice.benchmark.methods import LOADERS, is_builtin, main_dtype
 from sluice.benchmark.records import Precision, State
 from sluice.benchmark.results import (
     as_document,
@@ -29,7 +29,6 @@ from sluice.benchmark.results import (
     write_document,
     write_report,
 )
-from sluice.benchmark.subjects import is_builtin, main_dtype
 from sluice.cli.output import Failure
 
 __all__ = ["END_SECONDS", "compare"]
