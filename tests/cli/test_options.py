@@ -27,7 +27,6 @@ number = 3
 
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", "BF16"])
 def test_a_dtype_on_every_command(directory: Path, dtype: str) -> None:
-    torch.save(state_dict(), "net.pth")
     for command in (["load", "net.pth", *_MODEL], ["convert", "net.pth", "new.pth", "--force"]):
         report = json.loads(run_command(*command, "--dtype", dtype, "--json").stdout)
         assert 3 in {**report.get("cast", {}), **report.get("casts", {})}.values()
@@ -96,7 +95,6 @@ def test_names_are_changed_on_load_plan_and_convert(directory: Path, options: tu
 )
 def test_mistakes(directory: Path, option: str, value: str, exit_code: int, message: str) -> None:
     (directory / "cli_rules.py").write_text(_RULES)
-    torch.save(state_dict(), "net.pth")
     options = {"--model": "cli_model:Net", option: value}
     assert message in refused("load", "net.pth", *(word for pair in options.items() for word in pair), code=exit_code)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from support.command_line import printed, refused, run_command, state_dict
 
 
 def test_load_fills_a_model_and_reports(directory: Path) -> None:
-    torch.save(state_dict(), "net.pth")
     result = printed("load", "net.pth", "--model", "cli_model:Net")
     assert result.startswith("loaded 3 of 3 tensors of the model from net.pth (torch-zip), 96 B on cpu\n")
     for part in ("GB/s", "growth of memory", "predicted", "measured", "total"):
@@ -79,82 +77,61 @@ def test_load_and_plan_refuse_to_load_nothing(directory: Path) -> None:
 
 
 def test_load_can_map_the_file(directory: Path) -> None:
-    torch.save(state_dict(), "net.pth")
     result = printed("load", "net.pth", "--model", "cli_model:Net", "--place", "map")
     assert re.search(r"read 0 B in .* GB/s; 96 B mapped", result)
 
 
 def test_load_can_be_quiet(directory: Path) -> None:
-    torch.save(state_dict(), "net.pth")
     assert run_command("load", "net.pth", "--model", "cli_model:Net", "--quiet").output == ""
 
 
-MIB = 1 << 20
-
-NET = """
-import torch
+#: A file of 16 MiB for a linear layer, and the layer.
+LINEAR = ("linear.pth", "--model", "torch.nn:Linear", "--model-args", "[1024, 4096]")
 
 
-class Net(torch.nn.Module):
-    def __init__(self, width=1024):
-        super().__init__()
-        self.up = torch.nn.Linear(width, 4 * width)
-"""
+@pytest.fixture
+def linear(directory: Path) -> None:
+    torch.save(nn.Linear(1024, 4096).state_dict(), "linear.pth")
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "plan_net.py").write_text(NET)
-    torch.save(torch.nn.ModuleDict({"up": torch.nn.Linear(1024, 4096)}).state_dict(), tmp_path / "net.pth")
-    return tmp_path
-
-
-plan = partial(run_command, "plan", "net.pth")
-
-
-def test_a_plan_compares_and_recommends() -> None:
-    done = printed("plan", "net.pth", "--model", "plan_net:Net", "--dtype", "bfloat16")
+def test_a_plan_compares_and_recommends(linear: None) -> None:
+    done = printed("plan", *LINEAR, "--dtype", "bfloat16")
     for text in ("naive", "mmap", "per-parameter", "recommended: sluice, because", "float32"):
         assert text in done
 
 
-def test_a_load_that_does_not_fit_ends_with_3_and_advice() -> None:
-    done = printed("plan", "net.pth", "--model", "plan_net:Net", "--host-limit", "25MiB", "--json", code=3)
-    report = json.loads(done)
+def test_a_load_that_does_not_fit_ends_with_3_and_advice(linear: None) -> None:
+    report = json.loads(printed("plan", *LINEAR, "--host-limit", "25MiB", "--json", code=3))
     assert report["fits"] is False
-    assert report["limits"][0] == {"where": "host", "nbytes": 25 * MIB, "origin": "MemoryLimits(host=...)"}
+    assert report["limits"][0] == {"where": "host", "nbytes": 25 << 20, "origin": "MemoryLimits(host=...)"}
     assert report["alternatives"]
-    assert plan("--model", "plan_net:Net", "--memory", "25MiB", "--place", "map").exit_code == 0
+    assert run_command("plan", *LINEAR, "--memory", "25MiB", "--place", "map").exit_code == 0
 
 
-def test_without_a_model_the_checkpoint_is_enough() -> None:
-    done = printed("plan", "net.pth", "--json")
-    report = json.loads(done)
-    assert report["recommended"] == "sluice"
+def test_without_a_model_the_checkpoint_is_enough(linear: None) -> None:
+    assert json.loads(printed("plan", "linear.pth", "--json"))["recommended"] == "sluice"
 
 
 @pytest.mark.parametrize(
     "options", [["--no-strict"], ["--place", "map"], ["--device", "auto"], ["--model-args", "{}"]], ids=str
 )
-def test_options_of_a_model_need_one(options: list[str]) -> None:
-    assert "need --model" in refused("plan", "net.pth", *options)
+def test_options_of_a_model_need_one(linear: None, options: list[str]) -> None:
+    assert "need --model" in refused("plan", "linear.pth", *options)
 
 
-def test_a_mesh_shows_ranks_and_hosts() -> None:
-    done = printed("plan", "net.pth", "--model", "plan_net:Net", "--mesh", "ddp=2, dp=4", "--ranks-per-host", "4")
+def test_a_mesh_shows_ranks_and_hosts(linear: None) -> None:
+    done = printed("plan", *LINEAR, "--mesh", "ddp=2, dp=4", "--ranks-per-host", "4")
     assert "8 ranks (ddp=2, dp=4) on 2 hosts: each holds" in done
-    ranks = json.loads(printed("plan", "net.pth", "--model", "plan_net:Net", "--mesh", "dp=4", "--json"))["ranks"]
+    ranks = json.loads(printed("plan", *LINEAR, "--mesh", "dp=4", "--json"))["ranks"]
     assert ranks["mesh"] == {"dp": 4}
     assert len(ranks["ranks"]) == 4
 
 
 @pytest.mark.parametrize(("mesh", "message"), [("dp", "expected NAME=RANKS"), ("dp=2,dp=3", "each name once")])
-def test_a_mesh_in_a_wrong_form(mesh: str, message: str) -> None:
-    assert message in refused("plan", "net.pth", "--model", "plan_net:Net", "--mesh", mesh)
+def test_a_mesh_in_a_wrong_form(linear: None, mesh: str, message: str) -> None:
+    assert message in refused("plan", *LINEAR, "--mesh", mesh)
 
 
-def test_arguments_that_the_plan_refuses_are_a_wrong_command_line() -> None:
-    assert "mesh" in refused("plan", "net.pth", "--ranks-per-host", "2")
-    assert plan("--model", "plan_net:Net", "--mesh", "foo=2").exit_code == 2
+def test_arguments_that_the_plan_refuses_are_a_wrong_command_line(linear: None) -> None:
+    assert "mesh" in refused("plan", "linear.pth", "--ranks-per-host", "2")
+    assert run_command("plan", *LINEAR, "--mesh", "foo=2").exit_code == 2
