@@ -190,12 +190,6 @@ def test_a_single_tensor_is_not_a_state_dict(tmp_path: Path) -> None:
         sluice.load_state_dict(tmp_path / "f.pth")
 
 
-def test_meta_is_refused_as_a_device(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(3)}, tmp_path / "f.pth")
-    with pytest.raises(ValueError, match="meta"):
-        sluice.load_state_dict(tmp_path / "f.pth", device="meta")
-
-
 def test_tensors_hidden_in_the_module_versions_are_loaded_as_torch_does(tmp_path: Path) -> None:
     state_dict = OrderedDict(w=torch.ones(2))
     state_dict._metadata = OrderedDict({"": {"version": 1, "extra": torch.arange(3)}})  # type: ignore[attr-defined]

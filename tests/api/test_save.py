@@ -155,11 +155,6 @@ class Mine:
         ([torch.ones(1)], "f.safetensors", "can only hold a state dict; found list"),
         ({"__metadata__": torch.ones(1)}, "f.safetensors", "safetensors reserves this name"),
         ({"\ud800": torch.ones(1)}, "f.safetensors", "lone surrogate"),
-        (
-            {"a": torch.ones(1, dtype=torch.complex128)},
-            "f.safetensors",
-            "does not support this dtype; found complex128",
-        ),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_anything_is_made(

@@ -156,17 +156,9 @@ def test_settings_reach_the_server(tmp_path: Path, command: str) -> None:
         local = tmp_path / "m.safetensors"
         local.write_bytes(content)
         more = {"diff": [str(local)], "convert": [str(tmp_path / "copy.safetensors")]}.get(command, [])
-        options = [
-            "--header",
-            "X-Team: a",
-            "--header",
-            "Authorization:Bearer b",
-            "--connections",
-            "2",
-            "--timeout",
-            "9",
-        ]
-        printed(command, server.url("/m.safetensors"), *more, *options, "--verify", "no")
+        headers = ("--header", "X-Team: a", "--header", "Authorization:Bearer b")
+        others = ("--connections", "2", "--timeout", "9", "--verify", "no")
+        printed(command, server.url("/m.safetensors"), *more, *headers, *others)
         assert {request.headers["X-Team"] for request in server.requests} == {"a"}
         assert {request.headers["Authorization"] for request in server.requests} == {"Bearer b"}
 

@@ -13,6 +13,7 @@ import threading
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,50 +270,23 @@ def test_the_helper_ends_with_the_process_that_started_it() -> None:
     wait_until(ended, "the helper has ended")
 
 
-class FakeModule:
-    """A fake backend module of torch with one device whose allocator grew."""
-
-    def __init__(self) -> None:
-        self.used = 5 * MIB
-
-    def is_available(self) -> bool:
-        return True
-
-    is_initialized = is_available
-
-    def device_count(self) -> int:
-        return 1
-
-    def reset_peak_memory_stats(self, _: int) -> None:
-        pass
-
-    def memory_allocated(self, _: int) -> int:
-        return self.used
-
-    def memory_reserved(self, _: int) -> int:
-        return self.used + MIB
-
-    def max_memory_allocated(self, _: int) -> int:
-        return 20 * MIB
-
-    def max_memory_reserved(self, _: int) -> int:
-        return 24 * MIB
-
-
-class FakeAccelerators:
-    @staticmethod
-    def current_accelerator() -> object:
-        return type("Device", (), {"type": "cuda"})
-
-
 def test_accelerators_in_use_are_queried(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Torch:
-        accelerator = FakeAccelerators
-        cuda = FakeModule()
-
-    monkeypatch.setitem(sys.modules, "torch", Torch)
+    """A fake torch with one device whose allocator grew."""
+    used = [5 * MIB]
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        reset_peak_memory_stats=lambda _: None,
+        memory_allocated=lambda _: used[-1],
+        memory_reserved=lambda _: used[-1] + MIB,
+        max_memory_allocated=lambda _: 20 * MIB,
+        max_memory_reserved=lambda _: 24 * MIB,
+    )
+    accelerator = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type="cuda"))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(accelerator=accelerator, cuda=cuda))
     with sluice.measure() as memory:
-        Torch.cuda.used = 9 * MIB
+        used.append(9 * MIB)
         memory.mark("half")
     [device] = memory.report.devices
     assert (device.device, device.allocated_bytes, device.reserved_bytes) == ("cuda:0", 15 * MIB, 18 * MIB)

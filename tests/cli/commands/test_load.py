@@ -112,13 +112,6 @@ def test_without_a_model_the_checkpoint_is_enough(linear: None) -> None:
     assert json.loads(printed("plan", "linear.pth", "--json"))["recommended"] == "sluice"
 
 
-@pytest.mark.parametrize(
-    "options", [["--no-strict"], ["--place", "map"], ["--device", "auto"], ["--model-args", "{}"]], ids=str
-)
-def test_options_of_a_model_need_one(linear: None, options: list[str]) -> None:
-    assert "need --model" in refused("plan", "linear.pth", *options)
-
-
 def test_a_mesh_shows_ranks_and_hosts(linear: None) -> None:
     done = printed("plan", *LINEAR, "--mesh", "ddp=2, dp=4", "--ranks-per-host", "4")
     assert "8 ranks (ddp=2, dp=4) on 2 hosts: each holds" in done
@@ -127,11 +120,15 @@ def test_a_mesh_shows_ranks_and_hosts(linear: None) -> None:
     assert len(ranks["ranks"]) == 4
 
 
-@pytest.mark.parametrize(("mesh", "message"), [("dp", "expected NAME=RANKS"), ("dp=2,dp=3", "each name once")])
-def test_a_mesh_in_a_wrong_form(linear: None, mesh: str, message: str) -> None:
-    assert message in refused("plan", *LINEAR, "--mesh", mesh)
-
-
-def test_arguments_that_the_plan_refuses_are_a_wrong_command_line(linear: None) -> None:
-    assert "mesh" in refused("plan", "linear.pth", "--ranks-per-host", "2")
-    assert run_command("plan", *LINEAR, "--mesh", "foo=2").exit_code == 2
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *((options, "need --model") for options in ("--no-strict", "--place map", "--device auto", "--model-args {}")),
+        ("--ranks-per-host 2", "mesh"),
+        ("--mesh dp", "expected NAME=RANKS"),
+        ("--mesh dp=2,dp=3", "each name once"),
+        ("--model torch.nn:Flatten --mesh foo=2", "foo"),
+    ],
+)
+def test_a_wrong_command_line_for_a_plan(linear: None, options: str, message: str) -> None:
+    assert message in refused("plan", "linear.pth", *options.split())
