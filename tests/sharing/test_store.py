@@ -17,6 +17,7 @@ from sluice.sharing import building
 from sluice.sharing import store as stores
 from sluice.sharing.copies import CopyRequest
 from sluice.sharing.store import copies, drop, open_store
+from support.fault_injection import failing
 
 _KIB = 1024
 _KEY = "0123456789abcdef" * 2
@@ -132,10 +133,7 @@ def test_what_is_not_a_copy_is_left_alone(store: Path, paths: list[Path]) -> Non
 def test_a_lock_that_the_system_refuses_is_an_error_that_names_the_copy(
     store: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(stores, "flock", refuse)
+    monkeypatch.setattr(stores, "flock", failing(errno.ENOLCK))
     with pytest.raises(sluice.SaveError, match=f"{store}/[0-9a-f]{{32}}.*cannot be locked: No locks available"):
         sluice.shared(paths[0])
 

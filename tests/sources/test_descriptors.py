@@ -22,6 +22,7 @@ from sluice.sources import local as _local
 from sluice.sources import pages as _pages
 from sluice.sources.descriptors import DescriptorCache, OwnedFile
 from sluice.sources.local import LocalFile
+from support.fault_injection import failing
 from support.leaks import open_files
 
 
@@ -54,8 +55,7 @@ def take(cache: DescriptorCache, path: Path) -> OwnedFile:
     return cache.take((path, False), opening(path))
 
 
-def refuse() -> OwnedFile:
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+refuse = failing(errno.EMFILE)
 
 
 def test_the_least_recently_used_is_closed_first(cache: DescriptorCache, files: list[Path]) -> None:

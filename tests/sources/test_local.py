@@ -7,7 +7,7 @@ import mmap
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -26,12 +26,10 @@ from sluice.records import FileIdentity
 from sluice.sources import local
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import DirectIOUnavailable
+from support.fault_injection import Injection, failing, short
 from support.leaks import open_files
 
 CONTENT = bytes(range(251)) * 100
-
-#: The real read into a buffer from an offset.
-Reader = Callable[[memoryview, int], int]
 
 
 @pytest.fixture
@@ -45,16 +43,6 @@ def path(tmp_path: Path) -> Path:
 def source(path: Path) -> Iterator[LocalFile]:
     with closing(LocalFile(path)) as file:
         yield file
-
-
-def patch_preadv(monkeypatch: pytest.MonkeyPatch, replacement: Callable[[Reader, memoryview, int], int]) -> None:
-    """Replace ``os.preadv``; the replacement gets the real read, the buffer and the offset."""
-    real = os.preadv
-
-    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return replacement(lambda buffer, start: real(descriptor, [buffer], start), buffers[0], offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
 
 
 def refusal(path: Path | str) -> SluiceError:
@@ -101,10 +89,7 @@ def test_special_files_are_refused_without_being_opened(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOENT])
 def test_a_file_that_cannot_be_opened(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(os, "open", failing(number))
     for direct in (False, True):
         with pytest.raises(ReadError, match=os.strerror(number)) as caught:
             source.read_into(0, memoryview(bytearray(4096)), direct=direct)
@@ -125,12 +110,8 @@ def test_a_directory_that_may_not_be_searched(path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EINVAL])
 def test_a_failed_read_names_the_offset(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail_after_100_bytes(read: Reader, buffer: memoryview, offset: int) -> int:
-        if offset >= 150:
-            raise OSError(number, os.strerror(number))
-        return read(buffer[:100], offset)
-
-    patch_preadv(monkeypatch, fail_after_100_bytes)
+    fail = failing(number)
+    Injection(monkeypatch, lambda read, buffer, offset: fail() if offset >= 150 else read(buffer[:100]))
     with pytest.raises(ReadError, match=os.strerror(number)) as caught:
         source.read_at(50, 1000)
     assert (caught.value.file, caught.value.offset) == (source.path, 150)
@@ -138,7 +119,7 @@ def test_a_failed_read_names_the_offset(source: LocalFile, monkeypatch: pytest.M
 
 
 def test_an_early_end_of_an_unchanged_file_is_truncation(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_preadv(monkeypatch, lambda read, buffer, offset: 0 if offset else read(buffer[:9], offset))
+    Injection(monkeypatch, lambda read, buffer, offset: 0 if offset else read(buffer[:9]))
     with pytest.raises(TruncatedError) as caught:
         source.read_at(0, 100)
     assert caught.value.found == "9 bytes"
@@ -245,12 +226,9 @@ def test_direct_io_that_is_refused(
             raise OSError(number, os.strerror(number))
         return real(path, flags & ~flag)  # on any file system
 
-    def refuse(read: Reader, buffer: memoryview, offset: int) -> int:
-        raise OSError(number, os.strerror(number))
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", opened)
-        patch_preadv(patch, refuse)
+        Injection(patch, failing(number))
         with pytest.raises(DirectIOUnavailable):
             source.read_into(0, aligned, direct=True)
     assert source.read_at(0, 4) == CONTENT[:4]
@@ -261,7 +239,7 @@ def test_direct_io_that_is_refused(
 def test_short_direct_reads_continue_on_blocks_only(
     source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch, most: int, usable: bool
 ) -> None:
-    patch_preadv(monkeypatch, lambda read, buffer, offset: read(buffer[:most], offset))
+    Injection(monkeypatch, short(most))
     if usable:
         assert source.read_into(0, aligned, direct=True) == len(CONTENT)
         assert aligned[: len(CONTENT)] == CONTENT

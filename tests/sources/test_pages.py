@@ -15,6 +15,7 @@ import pytest
 
 from sluice.benchmark.machine import make_cold
 from sluice.sources.pages import FileWatch, cached_bytes, resident_bytes
+from support.fault_injection import failing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks of open file descriptions are Linux's")
 
@@ -85,10 +86,7 @@ def test_a_lock_of_another_program_is_not_a_reader(path: Path, kind: str) -> Non
 def test_files_are_read_without_marks_where_locks_fail(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def refuse(*_: object) -> bytes:
-        raise OSError(number, "no locks")
-
-    monkeypatch.setattr("fcntl.fcntl", refuse)
+    monkeypatch.setattr("fcntl.fcntl", failing(number))
     watch = opened(path)
     assert not watch.others_read()
     watch.close()

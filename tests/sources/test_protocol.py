@@ -17,6 +17,7 @@ from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from sluice.sources.ranges import MemoryFile
 from sluice.sources.wrappers import ReadAhead, Section
+from support.fault_injection import Injection, failing
 from support.recorded_reads import RecordingSource
 from support.source_conformance import check_source
 from support.sources import FaultySource, MemorySource
@@ -34,12 +35,8 @@ def path(tmp_path: Path) -> Path:
 @contextmanager
 def failing_reads() -> Iterator[None]:
     """Make every read of the system fail."""
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", fail)
+        Injection(patch, failing(errno.EIO))
         yield
 
 

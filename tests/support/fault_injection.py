@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -38,10 +38,10 @@ class Injection:
         return self._fault(read, buffers[0], offset)
 
 
-def failing(number: int) -> Fault:
-    """Return the fault that raises an error of the operating system."""
+def failing(number: int) -> Callable[..., Any]:
+    """Return the fault, or a function of the system, that raises an error of the operating system."""
 
-    def fail(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
+    def fail(*_: object, **__: object) -> Any:
         raise OSError(number, os.strerror(number))
 
     return fail

@@ -15,10 +15,12 @@ import pytest
 from sluice import _defaults as defaults
 from sluice._errors import FormatError, SourceChangedError
 from sluice._threads import Workers
+from sluice.sources.descriptors import OwnedFile
 from sluice.sources.protocol import checks_with_data
 from sluice.sources.remote import cache_directory
 from sluice.sources.remote.caching import CachedFile, CompleteFile
 from support.cached_objects import PIECE, VersionedObject, content, entries, filled, loaded, opened, parts, read
+from support.fault_injection import failing
 from support.source_conformance import check_source
 
 CONTENT = content()
@@ -121,6 +123,23 @@ def test_readers_at_once_share_one_download(remote: VersionedObject, tmp_path: P
     assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
 
 
+def test_another_process_may_get_the_lock_of_a_part_that_is_being_published(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system drops the exclusive lock before it gives a shared one."""
+    lock, (first, *others) = cache_directory.flock, [opened(remote, tmp_path) for _ in range(2)]
+
+    def dropping(file: OwnedFile, kind: int) -> None:
+        if kind == fcntl.LOCK_SH and others:
+            lock(file, fcntl.LOCK_UN)
+            assert loaded(others.pop()) == CONTENT
+        lock(file, kind)
+
+    monkeypatch.setattr(cache_directory, "flock", dropping)
+    assert loaded(first) == CONTENT
+    assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
+
+
 def test_a_part_that_a_stopped_process_writes_is_not_waited_for(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,17 +204,15 @@ CALLS = ("open", "pwrite", "write", "pread", "fdatasync", "fsync", "utime", "sta
 def test_a_disk_that_fails_at_any_call_does_not_change_what_is_read(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
-    right = getattr(os, name)
+    right, fail = getattr(os, name), failing(number)
     for at in (0, 1, 2, 4, 7, 11):
         calls = iter(range(1 << 30))
 
-        def failing(*args: object, at: int = at, calls: Iterator[int] = calls, **more: object) -> object:
-            if next(calls) >= at:
-                raise OSError(number, os.strerror(number))
-            return right(*args, **more)
+        def limited(*args: object, at: int = at, calls: Iterator[int] = calls, **more: object) -> object:
+            return (fail if next(calls) >= at else right)(*args, **more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, failing)
+            patch.setattr(os, name, limited)
             source = opened(remote, tmp_path / str(at))
             filled(source)
             patch.setattr(os, name, right)

@@ -19,6 +19,7 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
+from sluice._threads import in_threads
 from sluice.sources.remote.fsspec_files import open_directory, open_source
 from sluice.sources.remote.location import Remote
 from support.memory_files import filesystem
@@ -68,16 +69,12 @@ def test_a_file_system_without_asyncio_takes_one_request_at_a_time(
     sources = [open_source(Remote("/f", store=filesystem)), open_source(Remote("memory://f"))]
     assert {source.access.parallel_requests for source in sources} == {1}
 
-    def read(source: Any) -> None:
+    def read(number: int) -> None:
         waiting.wait()
         for _ in range(200):
-            source.read_at(10, 10)
+            sources[number].read_at(10, 10)
 
-    threads = [threading.Thread(target=read, args=(source,)) for source in sources]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(read, 2, threads=2, name="reader")
     assert inside == [0, 1]
 
 

@@ -6,11 +6,9 @@ import gc
 import logging
 import os
 import random
-import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -355,17 +353,13 @@ def test_addresses_are_sent_as_they_are(server: RangeServer) -> None:
 
 
 def test_threads_share_connections(server: RangeServer) -> None:
-    found: list[bytes] = []
+    found = set[bytes]()
     with opened(server.url("/m.pth")) as one, opened(server.url("/m.pth")) as other:
-        work = [partial(file.read_at, FAR + at, 10_000) for at in range(0, 50_000, 10_000) for file in (one, other)]
-        threads = [threading.Thread(target=lambda each=each: found.append(each())) for each in work]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        read = lambda number: found.add((one, other)[number % 2].read_at(FAR + number // 2, 10_000))  # noqa: E731
+        in_threads(read, 10, threads=10, name="reader")
         one.close()
         assert other.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
-    assert len(set(found)) == 5
+    assert found == {CONTENT[FAR + at : FAR + at + 10_000] for at in range(5)}
     assert server.connections <= 11
 
 

@@ -184,7 +184,8 @@ class CacheFile(NamedTuple):
         os.ftruncate(self.file.fileno(), self.entry.file_bytes)
         os.fsync(self.file.fileno())
         flock(self.file, LOCK_SH)  # others may use it as soon as it has its name
-        os.rename(self.entry.part_path, self.entry.path)
+        with suppress(FileNotFoundError):  # the lock is dropped in between: another process may have published it
+            os.rename(self.entry.part_path, self.entry.path)
         os.utime(self.file.fileno(), ns=(time.time_ns(), _RIGHT_NS))
 
     def _crc(self, number: int) -> int:
