@@ -40,7 +40,7 @@ class VersionedObject:
     seconds_per_piece: float = 0.0
     failures: int = 0
     requests: list[tuple[int, int]] = field(default_factory=list)
-    now: float = 0.0
+    time: SkippedTime = field(default_factory=SkippedTime)
     closed: int = 0
 
     @property
@@ -62,20 +62,16 @@ class VersionedObject:
 
     def _pieces(self, content: bytes) -> Iterator[bytes]:
         for start in range(0, len(content), self.piece):
-            self.sleep(self.seconds_per_piece)
+            self.time.sleep(self.seconds_per_piece)
             yield content[start : start + self.piece]
 
     def close(self) -> None:
         self.closed += 1
 
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
 
 def opened(remote: VersionedObject, cache: Path, bound: int | str | None = None) -> Source:
     """Return the object as a source with a cache; the requests are counted from the next one on."""
-    time = SkippedTime()
-    file = RemoteFile(remote, sleep=time.sleep, clock=time)
+    file = RemoteFile(remote, sleep=remote.time.sleep, clock=remote.time)
     source = cached_source(file, Remote(remote.path, cache=str(cache), cache_bytes=bound))
     remote.requests.clear()
     return source

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 
 class SkippedTime:
-    """A clock that pauses move at once, and that runs besides."""
+    """A clock that only pauses move."""
 
     def __init__(self) -> None:
-        self._skipped = 0.0
+        self.now = 1000.0
+        self.pauses: list[float] = []
 
     def __call__(self) -> float:
-        return time.monotonic() + self._skipped
+        return self.now
 
     def sleep(self, seconds: float) -> None:
         """Move the clock."""
-        self._skipped += seconds
+        self.now += seconds
+        self.pauses.append(seconds)

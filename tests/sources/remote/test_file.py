@@ -26,7 +26,7 @@ def read(source: Source, offset: int, nbytes: int) -> bool:
 
 
 def opened(memory: VersionedObject) -> RemoteFile:
-    return RemoteFile(memory, sleep=memory.sleep, clock=lambda: memory.now)
+    return RemoteFile(memory, sleep=memory.time.sleep, clock=memory.time)
 
 
 def test_bodies_are_resumed_and_pieces_joined() -> None:
@@ -77,7 +77,7 @@ def test_the_opening_request_is_repeated() -> None:
 def test_the_other_connections_last_for_the_latency_of_the_opening(seconds: float, connections: int, mib: int) -> None:
     memory = VersionedObject(CONTENT)
     memory.seconds_per_piece = seconds
-    file = RemoteFile(memory, access=remote_access(connections), clock=lambda: memory.now)
+    file = RemoteFile(memory, access=remote_access(connections), clock=memory.time)
     assert file.access.request_bytes == mib << 20
 
 
@@ -102,7 +102,7 @@ def test_a_trickle_is_given_up_in_opening_and_in_reading() -> None:
     memory.seconds_per_piece = 1.0
     with pytest.raises(RemoteError, match=r"less than 4\.00 KiB/s"):
         file.read_at(100_000, 100_000)
-    assert memory.now <= defaults.REMOTE_PATIENCE_SECONDS + defaults.REMOTE_SLOW_SECONDS
+    assert memory.time.now - 1000 <= defaults.REMOTE_PATIENCE_SECONDS + defaults.REMOTE_SLOW_SECONDS
     with pytest.raises(RemoteError, match=r"less than 4\.00 KiB/s"):
         opened(memory)
 
@@ -152,7 +152,7 @@ def test_time_between_the_reads_of_a_request_is_not_that_of_the_server() -> None
     file = opened(memory)
     with file.request(100_000, 200_000) as shared:
         for start in range(100_000, 300_000, 1_000):
-            memory.now += 10 * defaults.REMOTE_SLOW_SECONDS
+            memory.time.now += 10 * defaults.REMOTE_SLOW_SECONDS
             assert read(shared, start, 1_000)
 
 

@@ -14,6 +14,7 @@ from sluice._errors import RemoteError
 from sluice._threads import stops_when
 from sluice.sources.remote.protocol import RequestFailedError, WrongResponseError
 from sluice.sources.remote.retries import Attempts, Server, Speed, TooSlowError, pause_seconds, server_of, wait
+from support.skipped_time import SkippedTime
 
 BUSY = RequestFailedError("busy", temporary=True, status=503)
 
@@ -63,21 +64,6 @@ def test_objects_of_one_server_share_it_while_they_are_in_use() -> None:
     assert not server_of("https://host:1/a").reached
 
 
-class Time:
-    """A clock that only pauses move."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.pauses: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.pauses.append(seconds)
-
-
 FAILED = RequestFailedError("it failed", temporary=True)
 
 
@@ -88,17 +74,17 @@ def repeat(attempt: Callable[[], None]) -> None:
 
 
 @pytest.fixture
-def time() -> Time:
-    return Time()
+def time() -> SkippedTime:
+    return SkippedTime()
 
 
 @pytest.fixture
-def attempts(time: Time) -> Attempts:
+def attempts(time: SkippedTime) -> Attempts:
     return Attempts("http://h/x", 7, sleep=time.sleep, clock=time, server=Server())
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_patience_is_two_minutes_unless_the_server_was_never_reached(time: Time, reached: bool) -> None:
+def test_patience_is_two_minutes_unless_the_server_was_never_reached(time: SkippedTime, reached: bool) -> None:
     server = Server()
     server.reached = reached
     attempts = Attempts("http://h/x", 7, sleep=time.sleep, clock=time, server=server)
@@ -109,7 +95,7 @@ def test_patience_is_two_minutes_unless_the_server_was_never_reached(time: Time,
     assert time.now - began == pytest.approx(120 if reached else 10)
 
 
-def test_bytes_begin_the_time_anew(attempts: Attempts, time: Time) -> None:
+def test_bytes_begin_the_time_anew(attempts: Attempts, time: SkippedTime) -> None:
     for _ in range(100):
         time.now += defaults.REMOTE_PATIENCE_SECONDS / 2
         attempts.failed(FAILED, defaults.REMOTE_PROGRESS_BYTES)
@@ -118,7 +104,7 @@ def test_bytes_begin_the_time_anew(attempts: Attempts, time: Time) -> None:
         attempts.failed(FAILED, 0)
 
 
-def test_slow_answers_are_not_progress(attempts: Attempts, time: Time) -> None:
+def test_slow_answers_are_not_progress(attempts: Attempts, time: SkippedTime) -> None:
     attempts.failed(TooSlowError(), defaults.REMOTE_PROGRESS_BYTES)
     time.now += defaults.REMOTE_PATIENCE_SECONDS
     with pytest.raises(RemoteError, match="after 2 tries"):
@@ -152,14 +138,14 @@ def test_a_call_that_has_ended_waits_for_no_server() -> None:
     assert len(failures) == 1
 
 
-def test_a_failure_that_stays_is_not_repeated(attempts: Attempts, time: Time) -> None:
+def test_a_failure_that_stays_is_not_repeated(attempts: Attempts, time: SkippedTime) -> None:
     error = RequestFailedError("no", temporary=False, advice="Ask someone.")
     with pytest.raises(RemoteError, match=r"byte 7: no\. Ask someone\.$"):
         attempts.failed(error, 0)
     assert not time.pauses
 
 
-def test_the_server_says_how_long_to_wait(attempts: Attempts, time: Time) -> None:
+def test_the_server_says_how_long_to_wait(attempts: Attempts, time: SkippedTime) -> None:
     attempts.failed(RequestFailedError("busy", temporary=True, retry_after=30.0), 0)
     assert time.pauses[0] >= 30
     with pytest.raises(RemoteError, match="it asks to wait 3600 s"):
@@ -174,7 +160,7 @@ def test_pauses_grow_to_a_limit_and_differ() -> None:
         assert 0 <= min(found) < longest / 2 < max(found) <= longest
 
 
-def test_an_answer_that_trickles_is_too_slow(time: Time) -> None:
+def test_an_answer_that_trickles_is_too_slow(time: SkippedTime) -> None:
     speed = Speed(time)
     for _ in range(100):  # fast enough, for a long time
         time.now += defaults.REMOTE_SLOW_SECONDS
