@@ -14,25 +14,15 @@ from sluice import FormatError
 from sluice.reading import sparse_indices as _sparse_indices
 from sluice.reading.sparse_indices import check_indices, pieces_of
 from sluice.records import Entry, Sparse, elements_of
-from sluice.records.geometry import contiguous_stride
+from support.plans import entry_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
-def entry_of(tensor: torch.Tensor) -> Entry:
-    shape = tuple(tensor.shape)
-    return Entry(
-        elements=elements_of(str(tensor.dtype).removeprefix("torch.")),
-        shape=shape,
-        stride=contiguous_stride(shape),
-        storage=0,
-    )
-
-
 def agrees(layout: str, shape: tuple[int, ...], indices: list[torch.Tensor], values: torch.Tensor) -> None:
     """Assert that torch and sluice both accept or both refuse a tensor."""
-    held = tuple(map(entry_of, indices))
-    made = Sparse(layout=layout, indices=held, values=entry_of(values), coalesced=False)
+    held = tuple(entry_of(each, 0) for each in indices)
+    made = Sparse(layout=layout, indices=held, values=entry_of(values, 0), coalesced=False)
     entry = Entry(elements=elements_of("float32"), shape=shape, stride=(), storage=0, composite=made)
     try:
         if layout == "sparse_coo":

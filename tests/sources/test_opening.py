@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from contextlib import closing
 from pathlib import Path
@@ -12,29 +11,13 @@ import pytest
 import sluice
 from sluice import CheckpointError, TruncatedError, UnsupportedError
 from sluice.sources.directory import LocalDirectory
-from sluice.sources.local import LocalFile
 from sluice.sources.opening import find_place, refuse_url
-from sluice.sources.ranges import MemoryFile
 
-URLS = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     "url",
     ["https://host/model.safetensors", "s3://bucket/key", "hf://org/model/", "file:///tmp/f", "gs://b/x.index.json"],
 )
-
-
-def test_file_objects_are_their_files_at_any_position(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"content")
-    with (tmp_path / "f").open("rb") as stream:
-        stream.seek(3)
-        source = find_place(stream).open_file()
-        assert isinstance(source, LocalFile)
-        assert source.read_at(0, 7) == b"content"
-        assert stream.tell() == 3
-    memory = io.BytesIO(b"content")
-    assert isinstance(find_place(memory).open_file(), MemoryFile)
-
-
-@URLS
 def test_urls_are_refused_where_a_path_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """The error does not claim that a file is missing, and it does not show credentials."""
     monkeypatch.chdir(tmp_path)
