@@ -187,13 +187,6 @@ def test_rules_keep_or_refuse_them(tmp_path: Path) -> None:
             sluice.load_state_dict(tmp_path / "f.pth", rules=[rule])
 
 
-def test_many_small_matrices_in_one_batch(tmp_path: Path) -> None:
-    batch = (torch.rand(20_000, 3, 4) > 2).float()
-    batch[:, 1, 2] = 1.0
-    value = {"w": batch.to_sparse_csr()}
-    check(tmp_path / "f.pth", value)
-
-
 # Invalid data
 
 
@@ -210,9 +203,6 @@ def test_coo_indices_outside_the_tensor(bad: int) -> None:
     sluice.load_state_dict(io.BytesIO(coo([[0, 3], [0, 4]], (4, 5))))
     refused(coo([[0, bad], [0, 4]], (4, 5)), "index of dimension 0 of a sparse tensor is out of range")
     refused(coo([[0, 3], [bad + 1 if bad == 4 else bad, 4]], (4, 5)), "index of dimension 1")
-
-
-def test_coo_indices_in_no_dimension() -> None:
     refused(coo([[0], [0]], (4, 0)), "is out of range")
 
 

@@ -71,10 +71,6 @@ def test_local_files_on_systems_with_fewer_features(path: Path, monkeypatch: pyt
     check_source(lambda: LocalFile(path), CONTENT, change=rewrite(path))
 
 
-def test_memory() -> None:
-    check_source(lambda: MemorySource(CONTENT), CONTENT)
-
-
 def test_sections() -> None:
     around = MemorySource(bytes(100) + CONTENT + bytes(9))
     check_source(lambda: Section(around, 100, len(CONTENT)), CONTENT)

@@ -62,13 +62,6 @@ def test_nothing_is_downloaded_before_it_is_asked_for(remote: VersionedObject, t
     source.close()
 
 
-def test_a_download_that_was_killed_continues(remote: VersionedObject, tmp_path: Path) -> None:
-    partly(remote, tmp_path, 6)
-    assert loaded(opened(remote, tmp_path)) == CONTENT
-    assert min(offset for offset, _ in remote.requests) == 6 * PIECE
-    assert isinstance(opened(remote, tmp_path), CompleteFile)
-
-
 @pytest.mark.parametrize("damage", ["flipped", "shortened", "missing"])
 def test_only_the_damaged_pieces_of_a_part_are_requested_again(
     remote: VersionedObject, tmp_path: Path, damage: str

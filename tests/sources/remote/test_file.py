@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice import _defaults as defaults
-from sluice._errors import FormatError, RemoteError, TruncatedError
+from sluice._errors import FormatError, RemoteError
 from sluice.records import AccessFacts
 from sluice.sources.protocol import Source
 from sluice.sources.remote.file import RemoteFile, remote_access
@@ -81,21 +81,6 @@ def test_the_other_connections_last_for_the_latency_of_the_opening(seconds: floa
     assert file.access.request_bytes == mib << 20
 
 
-def test_an_empty_object() -> None:
-    memory = VersionedObject(b"")
-    with pytest.raises(TruncatedError, match="empty"):
-        opened(memory)
-    assert memory.closed == 1
-
-
-def test_bodies_that_end_at_once_are_given_up() -> None:
-    memory = VersionedObject(CONTENT)
-    file = opened(memory)
-    memory.longest = 0
-    with pytest.raises(RemoteError, match=r"ended too early after \d+ tries in 120 s"):
-        file.read_at(0, len(CONTENT))
-
-
 def test_a_trickle_is_given_up_in_opening_and_in_reading() -> None:
     memory = VersionedObject(CONTENT, piece=100)
     file = opened(memory)
@@ -137,14 +122,6 @@ def test_what_is_not_in_order_takes_a_request_of_its_own() -> None:
         assert read(shared, 299_995, 10)
         assert read(shared, 250_010, 10)
     assert memory.requests == [(200_000, 100_000), (240_000, 10), (299_995, 10)]
-
-
-def test_the_first_bytes_take_no_shared_request() -> None:
-    memory = VersionedObject(CONTENT)
-    file = opened(memory)
-    with file.request(0, 60_000) as shared:
-        assert read(shared, 10, 50)
-    assert memory.requests == [(0, 65_536)]
 
 
 def test_time_between_the_reads_of_a_request_is_not_that_of_the_server() -> None:
@@ -238,13 +215,6 @@ def test_a_read_fails_if_the_check_does(offset: int, nbytes: int) -> None:
     file, _ = expecting(refuse)
     with pytest.raises(FormatError, match="no"):
         file.read_at(offset, nbytes)
-
-
-def test_the_check_at_the_end_fails_too() -> None:
-    file, _ = expecting(refuse)
-    file.read_at(300_000, 10)
-    with pytest.raises(FormatError, match="no"):
-        file.check_unchanged()
 
 
 @given(st.lists(st.tuples(st.integers(0, len(CONTENT)), st.integers(0, 90_000)), max_size=6))

@@ -11,7 +11,6 @@ from sluice._errors import RemoteError
 from sluice.sources.remote.http_addresses import (
     HttpAddress,
     Network,
-    is_signed,
     may_lead,
     network_of,
     next_address,
@@ -119,16 +118,3 @@ def test_a_name_that_does_not_resolve_is_public(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert resolved_network("host.example") == "public"
     assert resolved_network("10.0.0.1") == "private"
-
-
-@pytest.mark.parametrize(
-    ("url", "signed"),
-    [
-        ("https://h/x?X-Amz-Date=1&X-Amz-Signature=2", True),
-        ("https://h/x?sv=1&sig=2", True),
-        ("https://h/x?design=2", False),
-        ("https://h/signature=1", False),
-    ],
-)
-def test_signed_addresses(url: str, signed: bool) -> None:
-    assert is_signed(url.partition("?")[2]) == signed
