@@ -257,7 +257,7 @@ print(len(index.storages), peak() - before)
 def test_an_index_of_many_tensors_takes_a_kibibyte_for_each_and_no_torch(tmp_path: Path, suffix: str) -> None:
     names = [f"model.layers.{number // 10}.block.{number % 10}.weight" for number in range(30_000)]
     sluice.save({name: torch.ones(1 + len(name) % 10) for name in names}, tmp_path / f"many.{suffix}")
-    command = [sys.executable, "-c", MEASURE, tmp_path / f"many.{suffix}"]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / f"many.{suffix}")]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     count, grown_kib = map(int, result.stdout.split())
     assert count == len(names)

@@ -56,12 +56,12 @@ class Case(NamedTuple):
     content: bytes
     expected: Mapping[str, tuple[str, tuple[int, ...], bytes]]
 
-    def index(self, content: bytes | None = None, limits: Limits | None = None) -> Index:
+    def read_index(self, content: bytes | None = None, limits: Limits | None = None) -> Index:
         return self.format.read_index(MemorySource(self.content if content is None else content), limits or Limits())
 
     def located(self, content: bytes) -> tuple[Index, dict[int, int]]:
         """Return the index of a file and the data offset of every storage."""
-        index = self.index(content)
+        index = self.read_index(content)
         known = {number: storage.offset for number, storage in enumerate(index.storages) if storage.located}
         rest = [number for number in range(len(index.storages)) if number not in known]
         offsets = {**known, **self.format.locate(MemorySource(content), index, rest)}
@@ -76,7 +76,7 @@ class Case(NamedTuple):
             assert elements(content, index, offsets, entries[name]) == data, name
 
     def checksums(self, content: bytes) -> list[Checksum | CheckpointError]:
-        self.index(content)
+        self.read_index(content)
         return list(self.format.checksums(MemorySource(content), Limits()))
 
     def data_ranges(self) -> list[tuple[int, int]]:
@@ -237,7 +237,7 @@ def test_damaged_headers_raise_only_typed_errors_and_may_go_unnoticed(case: Case
 def test_limits_are_enforced(case: Case, name: str) -> None:
     limits: dict[str, Any] = {name: 0}
     with pytest.raises(LimitError) as caught:
-        case.index(limits=Limits(**limits))
+        case.read_index(limits=Limits(**limits))
     assert caught.value.file == MemorySource(b"").path
 
 
@@ -260,4 +260,4 @@ def test_a_read_that_the_system_fails_is_reported_as_that(case: Case) -> None:
 
 def test_one_format_object_indexes_files_in_several_threads(case: Case) -> None:
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: case.index(), range(4))) == [case.index()] * 4
+        assert list(pool.map(lambda _: case.read_index(), range(4))) == [case.read_index()] * 4

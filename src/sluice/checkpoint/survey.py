@@ -405,14 +405,14 @@ def _complete(parts: set[str], limits: Limits) -> set[str]:
 
 def _nothing_usable(directory: str, listing: _Listing) -> CheckpointError:
     more = f" and {listing.total - len(listing.first)} more" if listing.total > len(listing.first) else ""
-    hint = directory_hint(listing.hints)
-    error = (hint.error if hint else FormatError)(
+    kind, advice = directory_hint(listing.hints)
+    error = kind(
         "the directory holds no recognized checkpoint (subdirectories are not searched)",
         file=directory,
         expected=f"{', '.join(_PREFERENCE[:4])}, another *.index.json, *{_PARTS_SUFFIX}, or one *{PARAMETER_SUFFIX} "
         "file for each parameter",
         found="; ".join([", ".join(map(repr, sorted(listing.first))) + more or "nothing", *listing.notes]),
-        advice=hint.advice if hint else "Pass the path of a checkpoint file, or of the directory that holds its files.",
+        advice=advice,
     )
     error.foreign = not isinstance(error, IncompleteCheckpointError)
     return error

@@ -7,7 +7,7 @@ wrong guess costs only a misleading message. Marks that are too short or too com
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
@@ -157,7 +157,11 @@ _TEXT = re.compile(r"[^\x00-\x08\x0e-\x1f\x7f]+")
 
 def recognise_placeholder(data: bytes, file: str) -> CheckpointError | None:
     """Return the error for the placeholder of a file that was not downloaded, or None; see ``recognise``."""
-    return next(filter(None, (kind.error_for(data[:HEAD_BYTES], file) for kind in _PLACEHOLDERS)), None)
+    return _first(_PLACEHOLDERS, data[:HEAD_BYTES], file)
+
+
+def _first(kinds: Iterable[_Kind], head: bytes, file: str) -> CheckpointError | None:
+    return next(filter(None, (kind.error_for(head, file) for kind in kinds)), None)
 
 
 def recognise(head: bytes, file: str) -> CheckpointError | None:
@@ -167,13 +171,9 @@ def recognise(head: bytes, file: str) -> CheckpointError | None:
         head: Its first bytes, up to 4096.
         file: Its path, for the message.
     """
-    for kind in (*_PLACEHOLDERS, *_KINDS):
-        error = kind.error_for(head, file)
-        if error is not None:
-            return error
-    text = _text(head)
-    if text is None:
-        return None
+    text, error = _text(head), _first((*_PLACEHOLDERS, *_KINDS), head, file)
+    if text is None or error is not None:
+        return error
     line = text.strip()[:_SHOWN_CHARACTERS]
     return _foreign("this is text, not a checkpoint", file, repr(line), CheckpointError.advice)
 
@@ -194,6 +194,27 @@ def _text(head: bytes) -> str | None:
     return text if _TEXT.fullmatch(text) else None
 
 
+#: Zip archives of other writers: the pattern of a name in them, what they are, and advice.
+_ARCHIVES = (
+    (
+        r"serialized_exported_program\.json",
+        "an exported program of torch before 2.8 (torch.export.save)",
+        "Load it with torch.export.load, and save its state_dict with torch.save.",
+    ),
+    (
+        r"[^/]*/\.data/extern_modules",
+        "a package of torch.package",
+        "If you trust it, import it with torch.package, and save the state dict of the model inside.",
+    ),
+    (
+        r".*\.npy",
+        "a numpy .npz archive",
+        "Load it with numpy, and save its arrays with safetensors.numpy.save_file.",
+    ),
+    (r"(?:.*/)?model\.weights\.h5", "a Keras model", "Load it with Keras, and save its weights with safetensors."),
+)
+
+
 def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None:
     """Return the error for a zip archive that torch.save did not write, or None if it may have.
 
@@ -201,22 +222,13 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
         names: The names of its first members, verbatim.
         file: Its path, for the message.
     """
-    parts = [name.split("/") for name in names]
-    last = {part[-1] for part in parts}
-    below = {"/".join(part[1:]) for part in parts}
+    last = {name.rpartition("/")[2] for name in names}
+    below = {name.partition("/")[2] for name in names}
     if not names or {"data.pkl", "archive_format"} & below:
         return None
-    if "serialized_exported_program.json" in names:
-        what = "an exported program of torch before 2.8 (torch.export.save)"
-        return _unread_archive(what, file, "Load it with torch.export.load, and save its state_dict with torch.save.")
-    if ".data/extern_modules" in below:
-        advice = "If you trust it, import it with torch.package, and save the state dict of the model inside."
-        return _unread_archive("a package of torch.package", file, advice)
-    if any(name.endswith(".npy") for name in last):
-        advice = "Load it with numpy, and save its arrays with safetensors.numpy.save_file."
-        return _unread_archive("a numpy .npz archive", file, advice)
-    if "model.weights.h5" in last:
-        return _unread_archive("a Keras model", file, "Load it with Keras, and save its weights with safetensors.")
+    for pattern, what, advice in _ARCHIVES:
+        if any(re.fullmatch(pattern, name, re.DOTALL) for name in names):
+            return UnsupportedError(f"this is {what}, which sluice does not read", file=file, advice=advice)
     if "data.pkl" in last:
         problem = "the records of this torch.save file are not below exactly one directory: it was packed again"
         found = next(name for name in names if name.endswith("data.pkl"))
@@ -228,55 +240,38 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
     return _foreign(problem, file, found, _UNPACK if inside else CheckpointError.advice)
 
 
-def _unread_archive(what: str, file: str, advice: str) -> UnsupportedError:
-    return UnsupportedError(f"this is {what}, which sluice does not read", file=file, advice=advice)
-
-
-class DirectoryHint(NamedTuple):
-    """A hint from a name in a directory that holds no recognized checkpoint."""
-
-    error: type[CheckpointError]
-    #: Advice; ``{}`` is the name.
-    advice: str
-
-
-#: Patterns of names of files and directories with their hints; the first match decides.
-_HINTS = (
+#: Patterns of names of files and directories, each with the class of an error and advice, in which ``{}`` is the name;
+#: the first match decides.
+_HINTS: tuple[tuple[str, type[CheckpointError], str], ...] = (
     (
         r".+\.(?:incomplete|part|crdownload|aria2)",
-        DirectoryHint(IncompleteCheckpointError, "The download of {} was never completed: resume it."),
+        IncompleteCheckpointError,
+        "The download of {} was never completed: resume it.",
     ),
-    (r"snapshots", DirectoryHint(FormatError, "It is the cache of a model: pass a directory in {} instead.")),
-    (
-        r"model_index\.json",
-        DirectoryHint(FormatError, "{} belongs to a pipeline of models: pass the directory of one, such as unet."),
-    ),
+    (r"snapshots", FormatError, "It is the cache of a model: pass a directory in {} instead."),
+    (r"model_index\.json", FormatError, "{} belongs to a pipeline of models: pass the directory of one, such as unet."),
     (
         r"(?:checkpoint|epoch|step|global_step|iter)[-_]?\d+",
-        DirectoryHint(FormatError, "Pass the path of one of its checkpoints instead, such as {}."),
+        FormatError,
+        "Pass the path of one of its checkpoints instead, such as {}.",
     ),
-    (
-        r"data\.pkl",
-        DirectoryHint(FormatError, "{} belongs to an unpacked torch.save file: pack its directory with zip -0 -r."),
-    ),
-    (
-        r".+\.(?:pth|ckpt|pt|bin|tar|nemo|gguf)",
-        DirectoryHint(FormatError, "Pass the path of a file instead, such as {}."),
-    ),
+    (r"data\.pkl", FormatError, "{} belongs to an unpacked torch.save file: pack its directory with zip -0 -r."),
+    (r".+\.(?:pth|ckpt|pt|bin|tar|nemo|gguf)", FormatError, "Pass the path of a file instead, such as {}."),
     (
         r".+\.(?:onnx|h5|keras|msgpack|pb|tflite|npz|ot)",
-        DirectoryHint(UnsupportedError, "sluice does not read {}: convert it with the library that wrote it."),
+        UnsupportedError,
+        "sluice does not read {}: convert it with the library that wrote it.",
     ),
 )
 
 #: Names that match a hint.
-HINTING_NAME = re.compile("|".join(pattern for pattern, _ in _HINTS))
+HINTING_NAME = re.compile("|".join(pattern for pattern, *_ in _HINTS))
 
 
-def directory_hint(names: Sequence[str]) -> DirectoryHint | None:
-    """Return the hint that the names in a directory give, with the matching name in its advice."""
-    for pattern, hint in _HINTS:
+def directory_hint(names: Sequence[str]) -> tuple[type[CheckpointError], str]:
+    """Return the error for a directory that holds no recognized checkpoint, and advice from the names in it."""
+    for pattern, error, advice in _HINTS:
         for name in sorted(names):
             if re.fullmatch(pattern, name):
-                return hint._replace(advice=hint.advice.format(repr(name)))
-    return None
+                return error, advice.format(repr(name))
+    return FormatError, "Pass the path of a checkpoint file, or of the directory that holds its files."

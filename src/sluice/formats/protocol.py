@@ -66,12 +66,7 @@ class LocatedByIndex:
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
         return []
 
-    def locate(
-        self,
-        source: Source,  # noqa: ARG002 - required by the protocol
-        index: Index,  # noqa: ARG002 - as above
-        storages: Iterable[int],  # noqa: ARG002 - as above
-    ) -> Mapping[int, int]:
+    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:  # noqa: ARG002
         return {}
 
 

@@ -27,24 +27,10 @@ _GET = rb"(h.|j....)"
 _PUT = rb"(r....|\x94|)"
 _TUPLE = rb"(\)|I\x85|II\x86|III\x87|\(IIII+t)".replace(b"I", _INTEGER)
 
-_TENSOR = re.compile(
-    rb"\(\(" + _GET + _GET + rb"(X.\0\0\0|\x8c.)([0-9]+)" + _PUT + _GET + rb"(" + _INTEGER + rb")(N?)t" + _PUT + rb"Q"
-    rb"("
-    + _INTEGER
-    + rb")"
-    + _TUPLE
-    + _PUT
-    + _TUPLE
-    + _PUT
-    + rb"([\x88\x89])"
-    + _GET
-    + rb"\)R"
-    + _PUT
-    + rb"t"
-    + _PUT
-    + rb"R",
-    re.DOTALL,
-)
+_STORAGE = _GET + _GET + rb"(X.\0\0\0|\x8c.)([0-9]+)" + _PUT + _GET + rb"(" + _INTEGER + rb")(N?)t" + _PUT + rb"Q"
+_VIEW = rb"(" + _INTEGER + rb")" + _TUPLE + _PUT + _TUPLE + _PUT + rb"([\x88\x89])"
+_HOOKS = _GET + rb"\)R" + _PUT
+_TENSOR = re.compile(rb"\(\(" + _STORAGE + _VIEW + _HOOKS + rb"t" + _PUT + rb"R", re.DOTALL)
 
 _INTEGERS = re.compile(_INTEGER, re.DOTALL)
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -50,7 +50,7 @@ from sluice.formats.pickles.unpickler import Constructor, PendingObject
 from sluice.formats.strict_json import decode_json
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.plain_values import DTYPE_PREFIX
-from sluice.formats.torch_save.storages import storage_kinds
+from sluice.formats.torch_save.storages import StorageReference, storage_kinds
 from sluice.records import Entry, Opaque, TorchText, UnsupportedValue
 from sluice.sources.protocol import Source
 
@@ -210,8 +210,8 @@ class _Config(Struct):
 
 def read_exported(
     source: Source, directory: CentralDirectory, limits: Limits, *, big_endian: bool
-) -> tuple[object, TorchAllowlist, tuple[str, ...]]:
-    """Return the state dict of an exported program, what declares its storages, and notes.
+) -> tuple[object, Sequence[StorageReference], tuple[str, ...]]:
+    """Return the state dict of an exported program, its storages, and notes.
 
     Raises:
         UnsupportedError: The archive has no weights of a program.
@@ -235,7 +235,7 @@ def read_exported(
     tree = next(iter(models.values())) if len(models) == 1 else models
     constants = any(name.startswith("data/constants/tensor_") for name in directory.positions)
     notes = ("Tensors that only the program uses, its constants, are left out.",) if constants else ()
-    return tree, reader.allowlist, notes
+    return tree, reader.allowlist.storages, notes
 
 
 class _WeightsReader:

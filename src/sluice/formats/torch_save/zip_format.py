@@ -29,7 +29,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from sluice._dtypes import number_bytes
 from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, UnsupportedError
@@ -72,19 +72,11 @@ _MAX_CACHED_BYTES = 1024
 #: Names of the formats of programs.
 _SCRIPTED, _EXPORTED = "torch-script", "torch-export"
 
+#: The checked object of a file, its storages in the order of first use, and notes for reports.
+_ParsedObject: TypeAlias = tuple[object, Sequence[StorageReference], tuple[str, ...]]
+
 #: Immutable types, which files can share.
 _IMMUTABLE = frozenset({Entry, bool, int, float, str, type(None)})
-
-
-class _ParsedObject(NamedTuple):
-    """The checked object of one file."""
-
-    #: The object.
-    tree: object
-    #: Its storages, in the order of first use.
-    references: Sequence[StorageReference]
-    #: Notes for reports.
-    notes: tuple[str, ...]
 
 
 class TorchZipFormat:
@@ -114,11 +106,8 @@ class TorchZipFormat:
             raise recognise_archive(first_names(source, limits), source.path) or error from None
         big_endian = metadata["byteorder"] == "big"
         kind = _kind(directory)
-        if kind == _EXPORTED:
-            tree, allowlist, notes = read_exported(source, directory, limits, big_endian=big_endian)
-            references: Sequence[StorageReference] = allowlist.storages
-        else:
-            tree, references, notes = self._unpickle(source, directory, limits, kind, big_endian=big_endian)
+        read = read_exported if kind == _EXPORTED else self._unpickle
+        tree, references, notes = read(source, directory, limits, big_endian=big_endian)
         positions = _positions(references, directory, source.path)
         last = _records_before_unused_ones(references, positions, directory)
         if not checks_with_data(source):
@@ -157,7 +146,7 @@ class TorchZipFormat:
         return record_checksums(source, read_directory(source, limits).records(), limits)
 
     def _unpickle(
-        self, source: Source, directory: CentralDirectory, limits: Limits, kind: str, *, big_endian: bool
+        self, source: Source, directory: CentralDirectory, limits: Limits, *, big_endian: bool
     ) -> _ParsedObject:
         record = directory.record("data.pkl")
         assert record is not None  # checked by _read_metadata
@@ -165,7 +154,8 @@ class TorchZipFormat:
         cached = self._cache.get((data, big_endian)) if self._max_cached else None
         if cached is not None:
             return cached
-        allowlist = (ScriptAllowlist if kind == _SCRIPTED else TorchAllowlist)(limits, len(data), big_endian=big_endian)
+        of_kind = ScriptAllowlist if _kind(directory) == _SCRIPTED else TorchAllowlist
+        allowlist = of_kind(limits, len(data), big_endian=big_endian)
         unpickler = Unpickler(data, allowlist, limits=limits, file=source.path, offset=offset, encoding=self._encoding)
         tree = unpickler.load()
         if unpickler.end != len(data):
@@ -178,7 +168,7 @@ class TorchZipFormat:
             if not tree and any(name.startswith("constants/") for name in directory.positions):
                 problem = "this is a frozen TorchScript program: its weights are constants of its code"
                 raise UnsupportedError(problem, file=source.path, advice="Save it before torch.jit.freeze.")
-        parsed = _ParsedObject(tree, allowlist.storages, notes)
+        parsed = tree, allowlist.storages, notes
         if type(tree) in _IMMUTABLE and len(self._cache) < self._max_cached and len(data) <= _MAX_CACHED_BYTES:
             self._cache[data, big_endian] = parsed
         return parsed
