@@ -30,10 +30,9 @@ from sluice.matching.match import match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
-from sluice.modules.adapters import base_names, base_outline, through_wrappers
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
-from sluice.modules.following import follow_loading
+from sluice.modules.following import base_names, base_outline, follow_loading, through_wrappers
 from sluice.modules.fully_sharded import reshard
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
