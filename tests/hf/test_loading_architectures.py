@@ -1,16 +1,22 @@
-"""Every architecture in every saved form: sluice and transformers load equal models."""
+"""Every architecture in every saved form, whole and divided over ranks: sluice and transformers load equal models."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import sluice
+import sluice.hf
+from support.divided_models import locals_of
 from support.hf_architectures import CASES, Case
 from support.hf_comparing import assert_same, outputs, save_bin
+from support.ranks import Ranks
 
 _PARAMETERS = [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.long) for case in CASES]
 
@@ -58,3 +64,79 @@ def test_it_loads_as_transformers_does(transformers: Any, tmp_path: Path, case: 
 
 def test_there_are_at_least_forty() -> None:
     assert len({case.name for case in CASES}) >= 40
+
+
+def compared(folder: Path, options: dict[str, Any]) -> list[str]:
+    """Load a model with the library and with sluice on this rank; return what differs."""
+    import torch.distributed as dist
+
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "HF_DEACTIVATE_ASYNC_LOAD": "1"}
+    with mock.patch.dict(os.environ, launched):  # as torchrun sets them
+        return list(_compared(folder, options))
+
+
+def _compared(folder: Path, options: dict[str, Any]) -> Iterator[str]:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(**options), dtype=torch.float32
+    )
+    reports: list[Any] = []
+    if options.keys() == {"tp_plan"}:
+        found = sluice.hf.from_pretrained(folder, tp_plan=options["tp_plan"], report=reports.append)
+    else:
+        found = sluice.hf.from_pretrained(folder, distributed_config=options, report=reports.append)
+    own, truth = locals_of(found), locals_of(expected)
+    yield from (name for name in truth if not torch.equal(own[name], truth[name]))
+    yield from own.keys() ^ truth.keys()
+    tokens = torch.arange(8).reshape(2, 4)
+    with torch.no_grad():
+        if not torch.equal(found(tokens).logits, expected(tokens).logits):
+            yield "logits"
+    if not any(hasattr(parameter, "to_local") for parameter in found.parameters()):
+        yield "nothing is divided"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Phi3ForCausalLM",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("LlamaForCausalLM", "MixtralForCausalLM")),
+    ],
+)
+def test_each_rank_gets_the_weights_that_the_library_gives_it(
+    name: str, transformers: Any, tmp_path: Path, two_ranks: Ranks
+) -> None:
+    model_class = getattr(transformers, name)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+        "pad_token_id": 0,
+    }
+    model_class(model_class.config_class(**sizes)).save_pretrained(tmp_path, max_shard_size="10kB")
+    for options in ({"tp_plan": "auto"}, {"tp_size": 2}, {"fsdp_size": 2}):
+        assert two_ranks.run(compared, tmp_path, options) == [[]] * 2, options
+
+
+def refused(folder: Path) -> str:
+    try:
+        sluice.hf.from_pretrained(folder, distributed_config={"pp_size": 2})
+    except sluice.UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_pipelines_are_refused(transformers: Any, tmp_path: Path, two_ranks: Ranks) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert all("pp_size must be 1" in text for text in two_ranks.run(refused, tmp_path))

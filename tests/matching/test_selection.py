@@ -112,6 +112,9 @@ def test_one_part_of_a_larger_state_dict() -> None:
     assert found.entries == PLAIN
     assert found.prefix == "generator."
     assert "2 tensors" in found.notes[0]
+    averaged = {**prefixed("module."), **entries(["n_averaged"], 60)}  # of torch.optim.swa_utils
+    assert select({"swa": averaged}, MODULE).entries == PLAIN
+    assert select({"swa": averaged}, outline(*averaged)).entries == averaged
 
 
 def test_several_parts_that_fit_are_an_error_with_their_keys() -> None:

@@ -159,20 +159,6 @@ def test_a_lightning_checkpoint_fills_the_model_inside(tmp_path: Path) -> None:
     assert same(weights(net), weights(lit.model))
 
 
-def test_averaged_weights(tmp_path: Path) -> None:
-    net = Net()
-    average = torch.optim.swa_utils.AveragedModel(net)
-    average.update_parameters(net)
-    path = write(tmp_path / "run.pt", {"swa": average.state_dict(), "epoch": 3})
-    target = fresh()
-    report = sluice.load_into(target, path)
-    assert (report.key, report.prefix) == ("swa", "module.")
-    assert same(weights(target), weights(average.module))
-    whole = torch.optim.swa_utils.AveragedModel(Net())
-    sluice.load_into(whole, path)
-    assert same(weights(whole), weights(average))
-
-
 def two_models(net: nn.Module) -> dict[str, Any]:
     """Return a checkpoint of timm: weights and their average."""
     average = {name: tensor + 1 for name, tensor in net.state_dict().items()}
@@ -230,33 +216,6 @@ def test_the_keys_that_an_error_offers_can_be_used(tmp_path: Path, wrapper: str)
 
 def prefixed(prefix: str, module: nn.Module) -> dict[str, torch.Tensor]:
     return {prefix + name: tensor for name, tensor in module.state_dict().items()}
-
-
-def test_a_key_reaches_any_depth(tmp_path: Path) -> None:
-    nets = [Net() for _ in range(5)]
-    states = [net.state_dict() for net in nets]
-    content = {
-        "ema": {"model": states[0], "decay": 0.999},
-        "runs": [{"nets": (states[1], {"last.best": states[2]})}],
-        "callbacks": {"EMA{'decay': 0.99, 'path': 'a.b'}": {"weights": states[3]}},
-        "a.b": {"c": {3: states[4]}},
-    }
-    path = write(tmp_path / "f.pt", content)
-    keys = [
-        "ema.model",
-        "runs.0.nets.0",
-        "runs.0.nets.1.last.best",
-        "callbacks.EMA{'decay': 0.99, 'path': 'a.b'}.weights",
-        "a.b.c.3",
-    ]
-    for key, net in zip(keys, nets, strict=True):
-        target = fresh()
-        assert sluice.load_into(target, path, key=key).key == key
-        assert same(weights(target), weights(net)), key
-        assert same(dict(sluice.load_state_dict(path, key=key)), weights(net)), key
-        head = fresh(lambda: nn.Linear(32, 5))
-        sluice.load_into(head, path, key=f"{key}.head")
-        assert same(weights(head), weights(net.head)), key
 
 
 def test_an_optimizer_alone_is_not_a_state_dict_of_a_model(tmp_path: Path) -> None:
