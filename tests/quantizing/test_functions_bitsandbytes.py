@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.quantizing.inner_tensors import inner_bytes, inner_tensors
+from sluice.quantizing.inner_tensors import inner_bytes
+from support.hf_comparing import assert_same_tensor
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -63,24 +64,13 @@ def test_weights_are_those_of_a_model_that_was_moved(trained: tuple[Net, Path], 
         found = _net(kind)
     report = sluice.load_into(found, path, quantize="bitsandbytes", dtype=dtype)
     for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
-        assert (type(one), one.dtype, one.shape, one.requires_grad) == (
-            type(other),
-            other.dtype,
-            other.shape,
-            other.requires_grad,
-        ), name
-        for mine, theirs in zip(inner_tensors(one), inner_tensors(other), strict=True):
-            assert torch.equal(_bits(mine), _bits(theirs)), name
+        assert_same_tensor(name, one, other)
     assert report.loaded_bytes == sum(map(inner_bytes, found.parameters()))
     (note,) = [note for note in report.notes if "quantized" in note]
     assert ("pieces of rows" in note) == (kind != "nf4-nested")  # its scales have one mean
     x = torch.randn(3, 256, dtype=dtype)
     with torch.no_grad():
         assert torch.equal(found.eval()(x), expected.eval()(x))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def test_layer_and_weight_share_their_state(trained: tuple[Net, Path]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sluice
-from support.oracles import bits
+from support.hf_comparing import assert_same_tensor
 from support.quantized import CONFIGS, Scaled, plain_tensors, scale_modules
 
 
@@ -55,15 +55,10 @@ def saved(path: Path) -> Net:
     return model
 
 
-def same(ours: nn.Module, theirs: nn.Module) -> bool:
-    pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
-    return all(name == other and type(a) is type(b) and _bits(a) == _bits(b) for (name, a), (other, b) in pairs)
-
-
-def _bits(tensor: Any) -> list[bytes]:
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [bits(tensor)]
-    return [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, mine), (other, their) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert name == other
+        assert_same_tensor(name, mine, their)
 
 
 @pytest.mark.parametrize("name", ["q.safetensors", "q.pth", "q.bin"])
@@ -74,7 +69,7 @@ def test_the_plain_tensors_of_quantized_weights_are_filled(tmp_path: Path, name:
     assert type(model.up.weight.data) is Scaled
     assert model.up.weight.is_meta
     report = sluice.load_into(model, tmp_path / name)
-    assert same(model, expected)
+    assert_same(model, expected)
     assert report.final_bytes == planned.final_bytes == 128 * 64 + 128 * 32 + 4 * (128 + 32 + 3 * 128)
     assert isinstance(model.up.weight, nn.Parameter)
     assert not model.up.weight.requires_grad
@@ -88,7 +83,7 @@ def test_tied_quantized_weights_stay_tied(tmp_path: Path) -> None:
     tied: Any = model.up.weight
     twin.register_parameter("weight", tied)
     sluice.load_into(model, tmp_path / "q.safetensors")
-    assert _bits(twin.get_parameter("weight")) == _bits(model.up.weight)
+    assert_same_tensor("again", twin.get_parameter("weight"), model.up.weight)
     inner: Any = model.up.weight
     assert inner.integers.data_ptr() == twin.get_parameter("weight").integers.data_ptr()  # type: ignore[attr-defined]
 
@@ -144,12 +139,12 @@ def test_torchao_reads_what_is_saved_and_the_other_way_round(tmp_path: Path, tor
     with torch.device("meta"):
         theirs = Net()
     theirs.load_state_dict(state, assign=True)
-    assert same(theirs, model)
+    assert_same(theirs, model)
     tensors, described = layout.flatten_tensor_state_dict(model.state_dict())
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=described)
     ours = on_meta(torchao, CONFIGS[config](torchao))
     sluice.load_into(ours, tmp_path / "theirs.safetensors")
-    assert same(ours, model)
+    assert_same(ours, model)
     values = torch.randn(3, 64)
     assert torch.equal(ours(values), model(values))
 
@@ -162,7 +157,7 @@ def test_pickled_weights_of_torchao(tmp_path: Path, torchao: Any, config: str) -
     torch.save(model.state_dict(), tmp_path / "q.pth")
     ours = on_meta(torchao, CONFIGS[config](torchao))
     sluice.load_into(ours, tmp_path / "q.pth")
-    assert same(ours, model)
+    assert_same(ours, model)
     other = next(name for name in CONFIGS if name != config)
     refused = on_meta(torchao, CONFIGS[other](torchao))
     with pytest.raises(sluice.MismatchError, match=r"'up\.weight' is \w+ in the module, a different torchao"):

@@ -16,7 +16,8 @@ from torch import nn
 
 import sluice
 from sluice._errors import BudgetError, ReadError
-from sluice.quantizing.inner_tensors import inner_bytes, inner_tensors
+from sluice.quantizing.inner_tensors import inner_bytes
+from support.hf_comparing import assert_same_tensor
 from support.quantized import CONFIGS, Scaled, scale_modules
 from support.sources import FaultySource
 
@@ -59,10 +60,7 @@ def _empty(*, tied: bool = False) -> Net:
 
 def _assert_same(found: nn.Module, expected: nn.Module) -> None:
     for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
-        assert (type(one), type(one.data), one.dtype) == (type(other), type(other.data), other.dtype), name
-        assert one.requires_grad == other.requires_grad, name
-        for mine, theirs in zip(inner_tensors(one), inner_tensors(other), strict=True):
-            assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), name
+        assert_same_tensor(name, one, other)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

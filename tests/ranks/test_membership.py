@@ -5,45 +5,13 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
-from sluice.ranks.membership import group_of, local_rank_count
-from support.joint_loads import load_part, saved, sharded
+from sluice.ranks.membership import local_rank_count
+from support.joint_loads import load_part, saved
 from support.ranks import Ranks
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
-
-
-def members_of_slices() -> tuple[int, ...] | None:
-    """Return the ranks of a model of which this rank holds DTensors on one row of a mesh only."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    group = group_of([distribute_tensor(torch.zeros(3), mesh["tp"], [Replicate()])])
-    return None if group is None else group.ranks
-
-
-def members_of_plain_tensors() -> object:
-    return group_of([torch.zeros(3)])
-
-
-def members_of_all() -> tuple[int, ...] | None:
-    group = group_of(sharded("meta").parameters())
-    return None if group is None else group.ranks
-
-
-def test_ranks_of_a_mesh(two_ranks: Ranks) -> None:
-    assert two_ranks.run(members_of_all) == [(0, 1)] * 2
-
-
-def test_ranks_of_slices_of_a_mesh_load_together(four_ranks: Ranks) -> None:
-    assert four_ranks.run(members_of_slices) == [(0, 1, 2, 3)] * 4
-
-
-def test_plain_tensors(two_ranks: Ranks) -> None:
-    assert two_ranks.run(members_of_plain_tensors) == [None, None]
 
 
 def test_ranks_outside_of_the_mesh_do_not_take_part(four_ranks: Ranks, tmp_path: object) -> None:

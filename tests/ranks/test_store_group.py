@@ -102,13 +102,6 @@ def both(groups: list[StoreGroup], step: str, *, last: bool = False) -> list[Ste
         return [each.result() for each in done]
 
 
-def test_every_rank_gets_the_decision() -> None:
-    store = FakeStore()
-    groups = [group(store, rank) for rank in (0, 1)]
-    assert both(groups, "meet") == [StepOutcome(value=b"0,1")] * 2
-    assert both(groups, "done", last=True) == [StepOutcome(value=b"0,1")] * 2
-
-
 def test_keys_of_past_calls_are_deleted() -> None:
     """A job that loads for weeks does not fill the store."""
     store, sizes = FakeStore(), []
@@ -144,15 +137,6 @@ def test_a_process_that_is_gone(leads: bool) -> None:
     group(store, 1 if leads else 0)  # joined, then killed
     own = group(store, 0 if leads else 1, state="gone")
     assert set(own.decide("read", b"", joined).failed) == {1 if leads else 0}
-
-
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_rank_without_a_sign_of_life(leads: bool) -> None:
-    store, rank = FakeStore(), 0 if leads else 1
-    own = group(store, rank, clock=Clock())
-    (failure,) = own.decide("read", b"", joined).failed.items()
-    assert failure[0] == 1 - rank
-    assert "did not call this function for 300 seconds" in failure[1]
 
 
 def test_a_sign_of_life_is_enough() -> None:

@@ -1,72 +1,16 @@
-"""Descriptions of DTensors, compared with the local tensors that torch made of numbered elements."""
+"""DTensors that cannot be described, and those of new memory; loads and saves compare the others with torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 
-from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, sharding_of, with_local
-from sluice.sharding.regions import Region
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, with_local
 from support.ranks import Ranks
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
-
-
-def numbered(shape: Sequence[int]) -> torch.Tensor:
-    return torch.arange(math.prod(shape)).reshape(tuple(shape))
-
-
-def selected(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    for dim, intervals in enumerate(region):
-        positions = [position for start, stop in intervals for position in range(start, stop)]
-        tensor = tensor.index_select(dim, torch.tensor(positions, dtype=torch.int64))
-    return tensor
-
-
-def described(mesh_shape: tuple[int, ...], shape: tuple[int, ...], placements: str) -> bool:
-    """Divide a tensor with torch; return whether the region of this rank selects its local tensor."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    kinds = [Replicate() if mark == "R" else Shard(int(mark)) for mark in placements]
-    tensor = distribute_tensor(numbered(shape), init_device_mesh("cpu", mesh_shape), kinds)
-    return torch.equal(selected(numbered(shape), region_held(tensor)), local_of(tensor))
-
-
-@pytest.mark.parametrize(
-    ("mesh", "shape", "placements"),
-    [
-        ((4,), (10, 3), "0"),
-        ((4,), (2, 3), "0"),
-        ((4,), (3, 7), "1"),
-        ((2, 2), (5, 3), "00"),
-        ((2, 2), (5, 3), "R1"),
-        ((4,), (), "R"),
-    ],
-)
-def test_local_tensors_of_torch(
-    four_ranks: Ranks, mesh: tuple[int, ...], shape: tuple[int, ...], placements: str
-) -> None:
-    assert four_ranks.run(described, mesh, shape, placements) == [True] * 4
-
-
-def of_part_of_the_ranks() -> tuple[tuple[int, ...] | None, tuple[int, ...], bool]:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    tensor = distribute_tensor(numbered((5, 3)), DeviceMesh("cpu", [1, 3]), [Shard(0)])
-    region = region_held(tensor)
-    return sharding_of(tensor).coordinate, region[0][0] if region[0] else (), local_of(tensor).numel() == 0
-
-
-def test_ranks_outside_of_the_mesh_hold_nothing(four_ranks: Ranks) -> None:
-    nothing = (None, (), True)
-    assert four_ranks.run(of_part_of_the_ranks) == [nothing, ((0,), (0, 3), False), nothing, ((1,), (3, 5), False)]
 
 
 def refusals() -> list[str]:
@@ -104,7 +48,7 @@ def made_of_new_memory() -> list[object]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    tensor = distribute_tensor(numbered((5, 3)).float(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    tensor = distribute_tensor(torch.arange(15.0).reshape(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
     local = torch.ones(local_of(tensor).shape, dtype=torch.bfloat16)
     made: Any = with_local(tensor, local)
     return [

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sluice.sharding.dtensors import region_held
-from sluice.sharding.layouts import Mesh, divided_dim, mesh_of, sharding_on
+from sluice.sharding.layouts import divided_dim, mesh_of, sharding_on
 from sluice.sharding.regions import Region, region_of
 from support.ranks import Ranks
 
@@ -59,13 +59,6 @@ def test_divisions_by_name_are_those_of_torch(
             tp_dim = divided_dim(style, parts.get(name, "")) if style and "tp" in names else None
             sharding = sharding_on(mesh, coordinate, dimensions=len(shape), tp_dim=tp_dim)
             assert region_of(shape, sharding) == region, name
-
-
-def test_ranks_are_numbered_along_the_last_dimension_first() -> None:
-    mesh = mesh_of({"dp": 2, "tp": 2})
-    assert mesh == Mesh(names=("dp", "tp"), sizes=(2, 2))
-    assert list(mesh.coordinates()) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert mesh.ranks == 4
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""Files are replaced atomically: commits, modes, other writers."""
+"""Files are replaced atomically: hidden names, commits, other writers."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 import sluice
+from sluice.writing.durable.partial_files import hidden_path, hidden_stem
 from sluice.writing.durable.replacement import Replacement
 
 NEW = b"new" * 1000
@@ -46,3 +48,23 @@ def test_a_live_hidden_file_is_left_and_a_dead_one_removed(tmp_path: Path) -> No
         slow.commit()
     assert (tmp_path / "f").read_bytes() == b"slow"
     assert names(tmp_path) == [".fg.0123456789abcdef.sluice-partial", "f"]
+
+
+@pytest.mark.parametrize("name", ["model.pt", ".hidden", "a b\n.c", "ü.safetensors"])
+@pytest.mark.parametrize("in_set", [False, True])
+def test_a_hidden_path_contains_its_final_name(tmp_path: Path, name: str, *, in_set: bool) -> None:
+    path = hidden_path(str(tmp_path), name, in_set=in_set)
+    assert os.path.dirname(path) == str(tmp_path)
+    assert path != hidden_path(str(tmp_path), name, in_set=in_set)
+    assert hidden_stem(os.path.basename(path), in_set=in_set) == name
+    assert hidden_stem(os.path.basename(path), in_set=not in_set) is None
+    assert hidden_stem(name, in_set=in_set) is None
+
+
+def test_a_long_name_is_shortened_to_what_file_systems_take(tmp_path: Path) -> None:
+    name = "ü" * 127
+    path = hidden_path(str(tmp_path), name, in_set=True)
+    Path(path).touch()
+    stem = hidden_stem(os.path.basename(path), in_set=True)
+    assert stem
+    assert name.startswith(stem)

@@ -19,15 +19,15 @@ from support.ranks import Ranks
 FORMATS = {"model.safetensors": None, "model": "huggingface", "dcp": "dcp"}
 
 
-def saved(path: Path, seed: int, *, rank: int = -1, write: int = -1, fault: str = "") -> str:
-    """Save a divided model; with ``fault``, one write of one rank fails. Return the error, or nothing."""
+def saved(path: Path, seed: int, rank: int = -1, write: int = -1, fault: str = "error") -> str:
+    """Save a divided model; one write of one rank fails, or the rank is killed. Return the error, or nothing."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(seed)
     model = Net()
     fully_shard(model)
-    written = 0
+    written, shards = 0, 200 if path.name == "model" else None
     write_all = direct.write_all
 
     def counted(descriptor: int, offset: int, view: memoryview) -> None:
@@ -44,14 +44,10 @@ def saved(path: Path, seed: int, *, rank: int = -1, write: int = -1, fault: str 
         patch("sluice.writing.durable.replacement.write_all", counted),
     ):
         try:
-            sluice.save(model, path, format=FORMATS[path.name], max_shard_size=_shards(path), overwrite=True)  # type: ignore[arg-type]
+            sluice.save(model, path, format=FORMATS[path.name], max_shard_size=shards, overwrite=True)  # type: ignore[arg-type]
         except sluice.SluiceError as error:
             return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _shards(path: Path) -> int | None:
-    return 200 if path.name == "model" else None
 
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
@@ -74,17 +70,13 @@ def test_a_failed_write_on_one_rank_fails_every_rank(four_ranks: Ranks, tmp_path
     path = tmp_path / name
     assert four_ranks.run(saved, path, 1) == [""] * 4
     for write in (1, 2, 5):
-        (text,) = set(four_ranks.run(_faulty, path, rank, write))
+        (text,) = set(four_ranks.run(saved, path, 2, rank, write))
         assert text.startswith(f"RankError: save failed on 1 of 4 ranks, and existing files are intact; rank {rank}")
         assert "No space left" in text
         assert same(loaded(path), 1)
         assert hidden(tmp_path) == []
     assert four_ranks.run(saved, path, 3) == [""] * 4  # the group is usable
     assert same(loaded(path), 3)
-
-
-def _faulty(path: Path, rank: int, write: int) -> str:
-    return saved(path, 2, rank=rank, write=write, fault="error")
 
 
 def unpublished(path: Path) -> str:
@@ -127,7 +119,7 @@ def test_a_killed_rank_fails_the_other(tmp_path: Path, name: str, rank: int) -> 
     path = tmp_path / name
     with Ranks(2) as ranks:
         assert ranks.run(saved, path, 1) == ["", ""]
-        outcomes = ranks.outcomes(_killed, path, rank)
+        outcomes = ranks.outcomes(saved, path, 2, rank, 3, "kill")
     assert outcomes[rank] == (False, "the process ended with exit code -9")
     assert f"rank {rank}: ended" in outcomes[1 - rank][1]
     assert same(loaded(path), 1)
@@ -135,10 +127,6 @@ def test_a_killed_rank_fails_the_other(tmp_path: Path, name: str, rank: int) -> 
     assert len(hidden(tmp_path)) == (rank == 0 and name == "model")
     assert sluice.save(loaded(path), path, format=FORMATS[name], overwrite=True)  # type: ignore[arg-type]
     assert hidden(tmp_path) == []
-
-
-def _killed(path: Path, rank: int) -> str:
-    return saved(path, 2, rank=rank, write=3, fault="kill")
 
 
 _MIB = 1 << 20
