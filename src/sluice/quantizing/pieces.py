@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
-from msgspec import Struct
 from torch import nn
 
 from sluice._threads import Workers
@@ -34,15 +34,12 @@ _TRANSIENT = 6
 #: Rows of each of the two pieces with which it is tried; the rows of a piece are a multiple.
 _ROWS = 64
 
+#: How the inner tensors of a weight are divided: size of the first dimension of each for ``_ROWS`` rows; 0 if every
+#: piece has the same.
+Pieces: TypeAlias = tuple[int, ...]
+
 #: How much larger the values of the second piece are, so that a shared exponent of both would be seen too.
 _SCALE = 37
-
-
-class Pieces(Struct, frozen=True):
-    """How the inner tensors of a weight are divided."""
-
-    #: Size of the first dimension of each for ``_ROWS`` rows; 0 if every piece has the same.
-    steps: tuple[int, ...]
 
 
 def find_pieces(
@@ -79,7 +76,7 @@ def find_pieces(
         if full.shape != size + whole[position].shape[1:]:
             return None
         steps.append(step)
-    return Pieces(tuple(steps))
+    return tuple(steps)
 
 
 def _inner(single: SingleWeight, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -132,7 +129,7 @@ def _fill_piece(
     with torch.inference_mode(mode=False), torch.no_grad():
         # A copy: a function may keep rows that need no change as a view of the weight.
         found = inner_tensors(single.quantized(whole[first : first + rows].clone()))
-        for target, part, step in zip(inner, found, pieces.steps, strict=True):
+        for target, part, step in zip(inner, found, pieces, strict=True):
             if step:
                 target[first // _ROWS * step :][: len(part)].copy_(part)
             elif first == 0:

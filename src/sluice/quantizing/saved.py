@@ -28,7 +28,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.quantizing.inner_tensors import assemble, inner_tensors, is_assembled
 from sluice.records import Entry, Opaque, UnsupportedValue
 
-__all__ = ["OpenedWeight", "check_described", "flattened", "opened_model", "opened_weights"]
+__all__ = ["OpenedWeight", "flattened", "opened_model"]
 
 #: Key of the metadata that lists the names of all tensors.
 _NAMES = "tensor_names"
@@ -68,13 +68,13 @@ def opened_model(
         raise ValueError(f"dtype={dtype!r} would cast the scales of quantized weights: leave it out")
     with opening as checkpoint:
         plain, wrapped = _with_inner_tensors(checkpoint)
-        check_described(model, checkpoint.metadata, wrapped, checkpoint.path)
-        with opened_weights(model, finish=finish) as weights:
+        _check_described(model, checkpoint.metadata, wrapped, checkpoint.path)
+        with _opened_weights(model, finish=finish) as weights:
             yield nullcontext(plain), weights
 
 
 @contextmanager
-def opened_weights(model: nn.Module, *, finish: bool = True) -> Iterator[tuple[OpenedWeight, ...]]:
+def _opened_weights(model: nn.Module, *, finish: bool) -> Iterator[tuple[OpenedWeight, ...]]:
     """Replace quantized weights on the meta device by parameters for their plain tensors, during the block.
 
     Args:
@@ -152,13 +152,13 @@ def _set_parameters(part: nn.Module, parameters: Mapping[str, nn.Parameter | Non
     held.update(parameters)
 
 
-def check_described(
+def _check_described(
     model: nn.Module, metadata: Mapping[str, str], wrapped: Mapping[str, Sequence[UnsupportedValue]], file: str
 ) -> None:
     """Refuse a checkpoint that describes other quantized weights than the model has.
 
     Args:
-        model: The model, before ``opened_weights``.
+        model: The model, before ``_opened_weights``.
         metadata: Metadata of the checkpoint; weights that it does not describe are not compared.
         wrapped: Weights that a pickle describes, by their names.
         file: The checkpoint, for messages.

@@ -61,7 +61,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, RankError):
-            self.group.warn(describe(error))
+            self.group.warn(_describe(error))
         self.group.leave()
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         except BaseException as error:  # noqa: BLE001  raised by the next ``settle``, when every rank knows
             self._failure = error
         if not _follows_from_another(self._failure):
-            self.group.warn(describe(self._failure))
+            self.group.warn(_describe(self._failure))
         return None
 
     def look(self) -> None:
@@ -104,7 +104,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         self,
         step: str,
         own: bytes = b"",
-        judge: Judge | None = None,
+        judge: Judge = lambda _: StepOutcome(),
         *,
         last: bool = False,
         after: Callable[[Mapping[int, str]], str] | None = None,
@@ -130,7 +130,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         """
         failure = self._failure
         cause = changed() if failure is None or isinstance(failure, OtherRankError) else failure
-        verdict = self.group.decide(step, own, judge or _accept, last=last, state=state or _state_of(cause))
+        verdict = self.group.decide(step, own, judge, last=last, state=state or _state_of(cause))
         if not verdict.failed:
             if last and self.group.interrupted:
                 raise KeyboardInterrupt
@@ -140,7 +140,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             failure = KeyboardInterrupt()
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        raise rank_error(self._verb, verdict, self.group.ranks, after and after(verdict.failed)) from cause
+        raise _rank_error(self._verb, verdict, self.group.ranks, after and after(verdict.failed)) from cause
 
 
 def _state_of(error: BaseException | None) -> State:
@@ -155,14 +155,14 @@ def _follows_from_another(error: BaseException) -> bool:
     return isinstance(error, OtherRankError) or isinstance(error.__cause__, OtherRankError)
 
 
-def describe(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Return an error as one line: its class and its text, and those of its cause."""
     text = str(error)
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return f"{line} (because of {describe(error.__cause__)})" if error.__cause__ is not None else line
+    return f"{line} (because of {_describe(error.__cause__)})" if error.__cause__ is not None else line
 
 
-def rank_error(verb: str, verdict: StepOutcome, ranks: tuple[int, ...], after: str | None = None) -> RankError:
+def _rank_error(verb: str, verdict: StepOutcome, ranks: tuple[int, ...], after: str | None = None) -> RankError:
     """Return the error that every rank raises.
 
     Args:
@@ -200,10 +200,6 @@ def _states(verdict: StepOutcome, ranks: tuple[int, ...]) -> str:
 
 def _listed(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
-
-
-def _accept(_: Mapping[int, bytes]) -> StepOutcome:
-    return StepOutcome()
 
 
 def _judge_calls(answers: Mapping[int, bytes]) -> StepOutcome:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from sluice._units import format_bytes
 
-__all__ = ["Judge", "Proposal", "State", "StepOutcome", "hosts_of", "judge_proposals"]
+__all__ = ["Judge", "Proposal", "State", "StepOutcome", "judge_proposals"]
 
 #: State of the model on a rank: as before, filled in part, or filled.
 State = Literal["untouched", "torn", "changed"]
@@ -70,7 +70,7 @@ def judge_proposals(proposals: Mapping[int, Proposal]) -> dict[int, str]:
         proposals: The proposal of each rank.
     """
     found: dict[int, str] = {}
-    for members in models_of(proposals):
+    for members in _models_of(proposals):
         for rank in members[1:]:
             problem = _difference(proposals[rank], proposals[members[0]], members[0])
             if problem:
@@ -78,7 +78,7 @@ def judge_proposals(proposals: Mapping[int, Proposal]) -> dict[int, str]:
     return found or _shortages(proposals)
 
 
-def models_of(proposals: Mapping[int, Proposal]) -> list[list[int]]:
+def _models_of(proposals: Mapping[int, Proposal]) -> list[list[int]]:
     """Return the ranks that hold each model: those that meshes connect."""
     groups: list[set[int]] = [{rank} for rank in proposals]
     for rank, proposal in proposals.items():
@@ -88,7 +88,7 @@ def models_of(proposals: Mapping[int, Proposal]) -> list[list[int]]:
     return sorted(sorted(group) for group in groups)
 
 
-def hosts_of(proposals: Mapping[int, Proposal]) -> dict[str, tuple[int, ...]]:
+def _hosts_of(proposals: Mapping[int, Proposal]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each host."""
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for rank, proposal in sorted(proposals.items()):
@@ -120,7 +120,7 @@ def _difference(own: Proposal, other: Proposal, rank: int) -> str:
 def _shortages(proposals: Mapping[int, Proposal]) -> dict[int, str]:
     """Return a failure for each rank of a host whose ranks together need more than the smallest of their limits."""
     found: dict[int, str] = {}
-    for members in hosts_of(proposals).values():
+    for members in _hosts_of(proposals).values():
         own = [proposals[rank] for rank in members]
         growth = sum(proposal.growth_bytes for proposal in own)
         tightest = min(own, key=lambda proposal: proposal.limit_bytes)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from sluice.writing.contents import Contents, WrittenItem, write_items
 from sluice.writing.durable.replacement import Replacement
-from sluice.writing.safetensors import SafetensorsLayout, TensorOutline
+from sluice.writing.safetensors import SafetensorsLayout
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model, plan_model_directory, write_model_directory
@@ -42,7 +42,16 @@ def _write_torch(job: SaveJob, contents: Contents) -> SavedFiles:
     replaced = job.existing()
     if not job.dry_run:
         with out, job.counting(writer.nbytes) as wrote:
-            _fill_torch(job, contents, file, writer, wrote, out)
+            out.reserve(writer.records_bytes, job.staging.pool)
+            if job.manifest:
+                _hash_storages(job, contents, file)
+            put = partial(writer.write, out.write_at)
+            items = (
+                WrittenItem(source=source, dtype=dtype, first=writer.offset(n), put=partial(put, n), stored=n)
+                for n, (source, dtype) in enumerate(file.storages)
+            )
+            with write_queue(0 if job.in_order else writer.records_bytes, job.staging, wrote) as queue:
+                write_items(queue, contents, items, job.manifest)
             out.commit(nbytes=writer.finish(out.write_at))
     return SavedFiles(
         files={str(job.destination): writer.file_bytes},
@@ -58,7 +67,20 @@ def _write_flat(job: SaveJob, contents: Contents, save_format: SaveFormat) -> Sa
     outlines = contents.outlines(tensors)
     model = Model(tensors=outlines, ties=ties, metadata=job.header(), limit_bytes=job.limit_bytes)
     with job.counting(model.nbytes) as wrote:
-        fill = partial(_fill_safetensors, job, contents, tensors, outlines, wrote)
+
+        def fill(layout: SafetensorsLayout, out: _Out) -> None:
+            def items() -> Iterator[WrittenItem]:
+                for name, dtype, first in layout.tensors:
+                    if job.manifest:
+                        job.manifest.expect(name, outlines[name])
+                    put = partial(_put, out, first)
+                    yield WrittenItem(source=tensors[name], dtype=dtype, first=first, put=put, stored=name)
+
+            out.reserve(layout.nbytes, job.staging.pool)
+            out.write_at(0, layout.header)
+            with write_queue(0 if job.in_order else layout.nbytes, job.staging, wrote) as queue:
+                write_items(queue, contents, items(), job.manifest)
+
         files, replaced = write_model(job, save_format, model, fill)
     return SavedFiles(
         files=files,
@@ -99,7 +121,7 @@ def write_model(
     planned = plan_model_directory(destination, model)
     names = list(planned.sizes)
     if not job.dry_run:
-        names = write_model_directory(destination, model, overwrite=job.overwrite, write=write)
+        names = write_model_directory(destination, model, planned, overwrite=job.overwrite, write=write)
     paths = [_inside(destination, name) for name in names]
     old = tuple(_inside(destination, name) for name in planned.old)
     return dict(zip(paths, planned.sizes.values(), strict=True)), old
@@ -109,54 +131,8 @@ def _inside(destination: Path | Upload, name: str) -> str:
     return destination.url_of(name) if isinstance(destination, Upload) else str(destination / name)
 
 
-def _fill_safetensors(
-    job: SaveJob,
-    contents: Contents,
-    tensors: Mapping[str, Any],
-    outlines: Mapping[str, TensorOutline],
-    wrote: Callable[[int], None],
-    layout: SafetensorsLayout,
-    out: _Out,
-) -> None:
-    """Write header and tensors of one file, which the caller commits."""
-
-    def items() -> Iterator[WrittenItem]:
-        for name, dtype, first in layout.tensors:
-            if job.manifest:
-                job.manifest.expect(name, outlines[name])
-            yield WrittenItem(
-                source=tensors[name], dtype=dtype, first=first, put=partial(_put, out, first), stored=name
-            )
-
-    out.reserve(layout.nbytes, job.staging.pool)
-    out.write_at(0, layout.header)
-    with write_queue(0 if job.in_order else layout.nbytes, job.staging, wrote) as queue:
-        write_items(queue, contents, items(), job.manifest)
-
-
 def _put(out: _Out, first: int, at: int, piece: memoryview) -> None:
     out.write_at(first + at, piece)
-
-
-def _fill_torch(
-    job: SaveJob,
-    contents: Contents,
-    file: TorchFile,
-    writer: TorchZipWriter,
-    wrote: Callable[[int], None],
-    out: _Out,
-) -> None:
-    """Write the storages of a file, which the caller finishes and commits."""
-    out.reserve(writer.records_bytes, job.staging.pool)
-    if job.manifest:
-        _hash_storages(job, contents, file)
-    put = partial(writer.write, out.write_at)
-    items = (
-        WrittenItem(source=source, dtype=dtype, first=writer.offset(n), put=partial(put, n), stored=n)
-        for n, (source, dtype) in enumerate(file.storages)
-    )
-    with write_queue(0 if job.in_order else writer.records_bytes, job.staging, wrote) as queue:
-        write_items(queue, contents, items, job.manifest)
 
 
 def _hash_storages(job: SaveJob, contents: Contents, file: TorchFile) -> None:

@@ -138,6 +138,7 @@ def plan_model_directory(directory: Path | Upload, model: Model) -> ModelFiles:
 def write_model_directory(
     directory: Path | Upload,
     model: Model,
+    planned: ModelFiles,
     *,
     overwrite: bool,
     write: Callable[[SafetensorsLayout, Replacement | UploadedFile], None],
@@ -147,15 +148,15 @@ def write_model_directory(
     Args:
         directory: The destination; created if it does not exist.
         model: The model.
+        planned: Its plan, which is made again once the directory is locked.
         overwrite: Whether an existing model may be replaced.
         write: Writes the content of one file, without committing it.
 
     Raises:
         SaveError: The model was not written; an existing model is intact.
     """
-    first = plan_model_directory(directory, model)  # fails before the directory is created
     if isinstance(directory, Upload):
-        return _upload(directory, first, overwrite=overwrite, write=write)
+        return _upload(directory, planned, overwrite=overwrite, write=write)
     with locked_directory(str(directory)):
         _remove_leftovers(directory)
         files = plan_model_directory(directory, model)

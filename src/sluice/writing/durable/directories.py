@@ -68,7 +68,10 @@ def _make(directory: str, saved: str, created: list[str]) -> None:
     while not os.path.lexists(directory):
         missing.append(directory)
         directory = os.path.dirname(directory)
-    _check_directory(directory, saved)
+    with saving(saved), suppress(FileNotFoundError):
+        mode = os.lstat(directory).st_mode
+        if not stat.S_ISDIR(mode):
+            raise SaveError("not a directory", file=saved, found=kind_of_file(mode))
     for each in reversed(missing):
         with syncing(os.path.dirname(each), saved), saving(saved):
             try:
@@ -76,17 +79,6 @@ def _make(directory: str, saved: str, created: list[str]) -> None:
             except FileExistsError:
                 continue  # another process created it; if it is not a directory, the next step fails
             created.append(each)
-
-
-def _check_directory(path: str, saved: str) -> None:
-    """Raise ``SaveError`` if the path exists and is not a directory."""
-    with saving(saved):
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            return
-    if not stat.S_ISDIR(status.st_mode):
-        raise SaveError("not a directory", file=saved, found=kind_of_file(status.st_mode))
 
 
 @contextmanager

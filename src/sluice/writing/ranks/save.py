@@ -80,10 +80,6 @@ class _Division(Struct, frozen=True, kw_only=True):
     #: The messages of all ranks.
     ranks: list[_Contribution]
 
-    def outlines(self) -> dict[str, TensorOutline]:
-        """Return dtype and shape of each stored tensor."""
-        return {name: TensorOutline(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
-
     @property
     def destination(self) -> Path:
         assert isinstance(self.job.destination, Path)  # ranks save to file systems
@@ -140,8 +136,15 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
 
 
 def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
-    held, division = _flat(job, state, group)
-    model = Model(tensors=division.outlines(), ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
+    held: dict[str, torch.Tensor] = {}
+
+    def describe() -> dict[str, HeldTensor]:
+        held.update(tensor_items(state))
+        return held_tensors(held, job.dtype)
+
+    division = _divided(job, describe, group)
+    outlines = {name: TensorOutline(tensor.dtype, tensor.shape) for name, tensor in division.tensors.items()}
+    model = Model(tensors=outlines, ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
     files: Iterable[str] = ()
     with _rank_writer(division, held, group) as ranks:
         if group.position == LEAD:
@@ -184,17 +187,6 @@ _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] =
     "huggingface": partial(_save_flat, "huggingface"),
     "dcp": _save_distributed,
 }
-
-
-def _flat(job: SaveJob, state: object, group: RankGroup) -> tuple[dict[str, torch.Tensor], _Division]:
-    """Return the tensors of a flat state dict, and what all ranks hold."""
-    held: dict[str, torch.Tensor] = {}
-
-    def describe() -> dict[str, HeldTensor]:
-        held.update(tensor_items(state))
-        return held_tensors(held, job.dtype)
-
-    return held, _divided(job, describe, group)
 
 
 def _divided(
