@@ -124,9 +124,11 @@ def test_a_model_directory_is_replaced_and_nothing_stale_stays(
     old = {f"old.{i}": torch.randn(10, 10) for i in range(5)}
     new = {f"new.{i}": torch.randn(10, 10) for i in range(5)}
     sluice.save(old, tmp_path / "m", format="huggingface", max_shard_size=first)
+    before = {str(path) for path in (tmp_path / "m").iterdir()}
     (tmp_path / "m" / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "m" / "link").symlink_to("config.json")
     report = sluice.save(new, tmp_path / "m", format="huggingface", max_shard_size=second, overwrite=True)
+    assert set(report.replaced) == before
     assert set(sluice.load_state_dict(tmp_path / "m")) == set(new)
     assert {path.name for path in (tmp_path / "m").iterdir()} == {
         "config.json",

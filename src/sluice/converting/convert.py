@@ -91,7 +91,6 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
         started=started,
         destination=str(job.destination),
         format=save_format,
-        replaced=saved.replaced,
         source=checkpoint.path,
         source_format=checkpoint.format,
         key=contents.key or None,

@@ -70,6 +70,7 @@ class SaveReport(Report):
             nbytes=saved.nbytes,
             tied=saved.tied,
             written_by_rank=saved.ranks,
+            replaced=saved.replaced,
             casts=saved.casts,
             seconds=time.perf_counter() - started,
             **fields,

@@ -58,7 +58,8 @@ def check_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 def test_every_layout_in_every_format(
     four_ranks: Ranks, tmp_path: Path, layout: str, dtype: torch.dtype | None
 ) -> None:
-    reports = four_ranks.run(saved_everywhere, layout, tmp_path, {"dtype": dtype})
+    (tmp_path / "model.safetensors").touch()
+    reports = four_ranks.run(saved_everywhere, layout, tmp_path, {"dtype": dtype, "overwrite": True})
     expected = expected_state(dtype)
     check_equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected, but="head.weight")
     shards: dict[str, torch.Tensor] = {}
@@ -69,8 +70,9 @@ def test_every_layout_in_every_format(
     for path in FORMATS:
         check_equal(sluice.load_state_dict(tmp_path / path), expected)
     for own in zip(*reports, strict=True):
-        assert len({(report.files, report.file_bytes, report.written_by_rank) for report in own}) == 1
+        assert len({(report.files, report.file_bytes, report.written_by_rank, report.replaced) for report in own}) == 1
         assert sum(own[0].written_by_rank) == own[0].nbytes
+    assert reports[1][0].replaced == (str(tmp_path / "model.safetensors"),)
     assert list(tmp_path.rglob(".*")) == [tmp_path / "dcp" / ".metadata"]
 
 
@@ -108,7 +110,8 @@ def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
     assert (report.format, report.written_by_rank) == ("dcp", (report.nbytes,))
     with pytest.raises(sluice.SaveError, match="already contains a checkpoint"):
         sluice.save({}, tmp_path / "dcp", format="dcp")
-    sluice.save({"w": torch.ones(2, 0)}, tmp_path / "dcp", format="dcp", overwrite=True)
+    again = sluice.save({"w": torch.ones(2, 0)}, tmp_path / "dcp", format="dcp", overwrite=True)
+    assert set(again.replaced) == set(report.files)
     assert torch_loaded(tmp_path / "dcp")["w"].shape == (2, 0)
     assert len(list((tmp_path / "dcp").iterdir())) == 2
 

@@ -52,8 +52,8 @@ def write_item_files(
     directory: Path,
     *,
     overwrite: bool,
-) -> list[Path]:
-    """Write a checkpoint; return its files on the lead.
+) -> tuple[list[str], tuple[str, ...]]:
+    """Write a checkpoint; return its files and those of the old one, on the lead.
 
     Args:
         ranks: The part of this rank.
@@ -85,7 +85,7 @@ def write_item_files(
     if rank == LEAD:
         return _write_directory(directory, layout.sizes, overwrite=overwrite, write=write)
     write_all({})
-    return []
+    return [], ()
 
 
 def _write_chunk(ranks: RankWriter, file: SharedFile, queue: WriteQueue, chunk: OwnChunk) -> Callable[[], object]:
@@ -110,8 +110,8 @@ def _write_directory(
     *,
     overwrite: bool,
     write: Callable[[Mapping[int, str], Mapping[int, str]], bytes],
-) -> list[Path]:
-    """Write a checkpoint and return its files, ``.metadata`` last.
+) -> tuple[list[str], tuple[str, ...]]:
+    """Write a checkpoint and return its files, ``.metadata`` last, and those of the old one.
 
     Args:
         directory: The destination; created if it does not exist.
@@ -142,9 +142,11 @@ def _write_directory(
             metadata.write_at(0, content)
             metadata.seal(nbytes=len(content))
             publish_set(str(directory), list(files.values()), metadata.publish, lambda: metadata.is_published)
-        if overwrite:
-            remove_files(directory, [name for name in existing if _DATA.fullmatch(name)])
-    return [directory / name for name in (*names.values(), METADATA_FILE)]
+        old = [name for name in existing if overwrite and _DATA.fullmatch(name)]
+        remove_files(directory, old)
+    old += [METADATA_FILE] if METADATA_FILE in existing else []
+    written = [str(directory / name) for name in (*names.values(), METADATA_FILE)]
+    return written, tuple(str(directory / name) for name in old)
 
 
 def _names(ranks: Mapping[int, int], existing: list[str]) -> dict[int, str]:

@@ -38,7 +38,7 @@ from sluice.writing.ranks.distributed_directory import write_item_files
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide, dtensors_in, held_tensors
 from sluice.writing.ranks.group import LEAD, RankGroup, together
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
-from sluice.writing.ranks.shared_writes import RankWriter, check_equal, disagreement
+from sluice.writing.ranks.shared_writes import RankWriter
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.save_job import SavedFiles, SaveJob
@@ -80,15 +80,16 @@ class _Division(Struct, frozen=True, kw_only=True):
     #: The messages of all ranks.
     ranks: list[_Contribution]
 
-    @property
-    def destination(self) -> Path:
-        assert isinstance(self.job.destination, Path)  # ranks save to file systems
-        return self.job.destination
-
-    def saved(self, files: Iterable[str | Path], tensors: int) -> SavedFiles:
+    def saved(self, files: Iterable[str], replaced: tuple[str, ...], tensors: int) -> SavedFiles:
         """Return what was written; the sizes of the files are not known yet."""
-        sizes = {str(file): 0 for file in files}
-        return SavedFiles(files=sizes, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
+        return SavedFiles(
+            files=dict.fromkeys(files, 0),
+            tensors=tensors,
+            nbytes=sum(self.written),
+            tied=self.ties,
+            replaced=replaced,
+            ranks=self.written,
+        )
 
 
 def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
@@ -128,11 +129,11 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
 
     def work() -> bytes:
         saved.append(_WRITERS[save_format](job, state, group))
-        is_lead = group.position == LEAD
-        return msgspec.json.encode({file: os.path.getsize(file) for file in saved[0].files} if is_lead else {})
+        sizes = {file: os.path.getsize(file) for file in saved[0].files}  # none but on the lead
+        return msgspec.json.encode((sizes, saved[0].replaced))
 
-    files = msgspec.json.decode(together(group, work), type=dict[str, int])
-    return replace(saved[0], files=files)
+    files, replaced = msgspec.json.decode(together(group, work), type=tuple[dict[str, int], tuple[str, ...]])
+    return replace(saved[0], files=files, replaced=replaced)
 
 
 def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
@@ -146,16 +147,18 @@ def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: Rank
     outlines = {name: TensorOutline(tensor.dtype, tensor.shape) for name, tensor in division.tensors.items()}
     model = Model(tensors=outlines, ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
     files: Iterable[str] = ()
+    replaced: tuple[str, ...] = ()
     with _rank_writer(division, held, group) as ranks:
         if group.position == LEAD:
-            files, _ = write_model(job, save_format, model, ranks.write)
+            files, replaced = write_model(job, save_format, model, ranks.write)
         else:
             for layout in model.layouts():
                 ranks.write(layout, None)
-    return division.saved(files, len(division.tensors) + len(division.ties))
+    return division.saved(files, replaced, len(division.tensors) + len(division.ties))
 
 
 def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+    assert isinstance(job.destination, Path)  # ranks save to file systems
     flat, paths = flatten(state)
     held = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     values = {name: value_item(value, name) for name, value in flat.items() if name not in held}
@@ -163,8 +166,8 @@ def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFil
     layout = lay_out_items(division.tensors, _agreed_values(division))
     every_path = {name: path for rank in division.ranks for name, path in rank.paths.items()}
     with _rank_writer(division, held, group) as ranks:
-        files = write_item_files(ranks, layout, values, every_path, division.destination, overwrite=job.overwrite)
-    return division.saved(files, len(division.tensors))
+        files, replaced = write_item_files(ranks, layout, values, every_path, job.destination, overwrite=job.overwrite)
+    return division.saved(files, replaced, len(division.tensors))
 
 
 def _agreed_values(division: _Division) -> dict[str, tuple[int, int]]:
@@ -178,8 +181,18 @@ def _agreed_values(division: _Division) -> dict[str, tuple[int, int]]:
         for name, (digest, nbytes) in each.values.items():
             first, _ = found.setdefault(name, (rank, nbytes))
             if name in division.tensors or division.ranks[first].values[name][0] != digest:
-                raise disagreement(first, rank, "have different values in the object", name)
+                raise _disagreement(first, rank, "have different values in the object", name)
     return found
+
+
+def _disagreement(rank: int, other: int, problem: str, name: str | None = None) -> SaveError:
+    """Return the error of two ranks whose objects do not fit together; ``name`` is that of a value in them."""
+    return SaveError(
+        f"ranks {rank} and {other} {problem}",
+        tensor=name,
+        advice="Existing files are intact. Call save with the same arguments on every rank, and keep values that "
+        "differ between ranks, such as random states, in files of their own.",
+    )
 
 
 _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] = {
@@ -226,10 +239,11 @@ def _divided(
 
     decode = msgspec.msgpack.Decoder(_Contribution).decode
     ranks = [decode(zlib.decompress(each)) for each in group.exchange(contribute)]
-    for name in ranks[0].arguments:
-        given = [rank.arguments[name] for rank in ranks]
-        other = next((value for value in given if value != given[0]), "")
-        check_equal(given, f"were called with different arguments: {name}={given[0]} and {name}={other}")
+    for other, rank in enumerate(ranks):
+        for name, value in rank.arguments.items():
+            if (first := ranks[0].arguments[name]) != value:
+                problem = f"were called with different arguments: {name}={first} and {name}={value}"
+                raise _disagreement(0, other, problem)
     held = [rank.held for rank in ranks]
     ties = agreed_ties(held) if tied else {}
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]

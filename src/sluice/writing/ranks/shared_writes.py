@@ -39,7 +39,7 @@ from sluice.writing.safetensors import SafetensorsLayout
 from sluice.writing.uploads import UploadedFile
 from sluice.writing.write_queue import Staging, WriteQueue, write_queue
 
-__all__ = ["Fill", "RankWriter", "Runs", "SharedFile", "check_equal", "disagreement"]
+__all__ = ["Fill", "RankWriter", "Runs", "SharedFile"]
 
 _Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -251,24 +251,3 @@ class _Part:
             nbytes = int(sizes.sum())
             self._file.write_runs((offsets + self._start).tolist(), sizes.tolist(), piece[done : done + nbytes])
             done += nbytes
-
-
-def check_equal(values: Sequence[object], problem: str) -> None:
-    """Refuse values of ranks that differ; every rank has all of them, and raises the same error.
-
-    Raises:
-        SaveError: The first rank and another one have different values.
-    """
-    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-    if other is not None:
-        raise disagreement(0, other, problem)
-
-
-def disagreement(rank: int, other: int, problem: str, name: str | None = None) -> SaveError:
-    """Return the error of two ranks whose objects do not fit together; ``name`` is that of a value in them."""
-    return SaveError(
-        f"ranks {rank} and {other} {problem}",
-        tensor=name,
-        advice="Existing files are intact. Call save with the same arguments on every rank, and keep values that "
-        "differ between ranks, such as random states, in files of their own.",
-    )
