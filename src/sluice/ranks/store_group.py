@@ -112,11 +112,6 @@ class StoreGroup:
         #: Whether an interrupt arrived while this rank waited, which a successful verdict does not show.
         self.interrupted = False
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank writes the verdicts."""
-        return self.rank == self.ranks[0]
-
     def join(self, verb: str) -> None:
         """Begin a call, or join the one that other ranks began; every call ends with ``leave``.
 
@@ -162,7 +157,8 @@ class StoreGroup:
                 if not self._store.check([self._key(f"{step}/{self.rank}")]):
                     contribution = _Contribution(value=own, state=state)
                     self._set(f"{step}/{self.rank}", msgspec.msgpack.encode(contribution))
-                verdict = self._lead(step, judge, last=last) if self.leads else self._follow(step, state)
+                leads = self.rank == self.ranks[0]  # this rank writes the verdicts
+                verdict = self._lead(step, judge, last=last) if leads else self._follow(step, state)
             except KeyboardInterrupt:
                 # A value from here on: the verdict may have been written with this rank's contribution.
                 if interrupted:
@@ -301,7 +297,8 @@ class StoreGroup:
             return "has not called sluice yet"
         if place.name == self._name and place.call == self._call:
             return f"works (process {place.process.pid} of {place.process.hostname})"
-        return f"is in {place}" if self._is_open(place) else f"has not called sluice.{self._verb} yet"
+        is_open = int(self._store.add(f"{place.name}/calls", 0)) <= place.call
+        return f"is in {place}" if is_open else f"has not called sluice.{self._verb} yet"
 
     def _pulse(self, now: float) -> None:
         if now - self._pulsed >= defaults.RANK_PULSE_SECONDS:
@@ -338,10 +335,6 @@ class StoreGroup:
         elif now - self._stopped.setdefault(rank, now) >= defaults.RANK_STOPPED_SECONDS:
             return f"is stopped: process {process.pid} of {process.hostname}"
         return ""
-
-    def _is_open(self, place: _Place) -> bool:
-        """Return whether a call has not ended."""
-        return int(self._store.add(f"{place.name}/calls", 0)) <= place.call
 
     def _silence(self, rank: int, now: float) -> str:
         """Return a description if a rank has given no sign of life for long."""

@@ -63,15 +63,16 @@ def region_of(shape: Sequence[int], sharding: Sharding) -> Region:
         sharding: How it is divided. A rank that is not part of the mesh holds nothing.
 
     Raises:
-        ValueError: The mesh, the coordinate and the placements contradict each other or the shape.
+        ValueError: A placement divides a dimension that the tensor lacks.
     """
-    _check(shape, sharding)
     if sharding.coordinate is None:
         return tuple(() for _ in shape)
     held: list[tuple[tuple[int, int], ...]] = [((0, size),) if size else () for size in shape]
     for axis in _order(sharding):
         split = sharding.placements[axis]
         if split is not None:
+            if split.dim >= len(shape):
+                raise ValueError(f"{split} does not divide a tensor of {len(shape)} dimensions")
             ranks, rank = sharding.mesh[axis], sharding.coordinate[axis]
             pieces = 1 if _comes_last(axis, sharding) else split.pieces
             held[split.dim] = _part(held[split.dim], pieces, ranks, rank)
@@ -83,7 +84,7 @@ def shape_of(region: Region) -> tuple[int, ...]:
     return tuple(sum(stop - start for start, stop in intervals) for intervals in region)
 
 
-def select_region(entry: Entry, region: Sequence[Sequence[tuple[int, int]]]) -> Entry:
+def select_region(entry: Entry, region: Region) -> Entry:
     """Return the entry that holds the positions of every interval, in their order.
 
     It equals ``tensor[numpy.ix_(positions of dimension 0, positions of dimension 1, ...)]``. Only the bytes of these
@@ -91,41 +92,16 @@ def select_region(entry: Entry, region: Sequence[Sequence[tuple[int, int]]]) -> 
 
     Args:
         entry: The whole tensor.
-        region: For each dimension ascending intervals ``(start, stop)``, as indices; they may be empty.
+        region: A region of a tensor of this shape.
 
     Raises:
         UnsupportedError: The tensor is sparse or quantized.
-        ValueError: The intervals overlap, leave the tensor, or are not one list per dimension.
     """
-    if len(region) != len(entry.shape):
-        raise ValueError(f"{len(region)} lists of intervals for a tensor of {len(entry.shape)} dimensions")
     for dim, intervals in enumerate(region):
-        end = 0
-        for start, stop in intervals:
-            if not end <= start <= stop <= entry.shape[dim]:
-                raise ValueError(
-                    f"interval ({start}, {stop}) leaves dimension {dim} of {entry.shape[dim]} positions, "
-                    "or overlaps another interval"
-                )
-            end = stop
         held = [(start, stop) for start, stop in intervals if start < stop] or [(0, 0)]
         parts = [narrow(entry, dim, start, stop - start) for start, stop in held]
         entry = parts[0] if len(parts) == 1 else join(parts, dim)
     return entry
-
-
-def _check(shape: Sequence[int], sharding: Sharding) -> None:
-    mesh, coordinate, placements = sharding.mesh, sharding.coordinate, sharding.placements
-    if len(placements) != len(mesh):
-        raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh)} dimensions")
-    inside = coordinate is None or (
-        len(coordinate) == len(mesh) and all(0 <= at < size for at, size in zip(coordinate, mesh, strict=True))
-    )
-    if not inside:
-        raise ValueError(f"coordinate {coordinate} is not in a mesh of shape {mesh}")
-    for split in placements:
-        if split is not None and not (0 <= split.dim < len(shape) and split.pieces >= 1):
-            raise ValueError(f"{split} does not divide a tensor of {len(shape)} dimensions")
 
 
 def _order(sharding: Sharding) -> list[int]:

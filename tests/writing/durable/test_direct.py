@@ -166,16 +166,6 @@ def test_saves_hold_what_they_should(
     assert direct
 
 
-@pytest.mark.parametrize("names", [("a.pth", "b.safetensors"), ("a.safetensors", "b.pth")])
-def test_conversions_hold_what_they_should(tmp_path: Path, direct: Calls, names: tuple[str, str]) -> None:
-    sluice.save(STATE, tmp_path / names[0])
-    direct.clear()
-    sluice.convert(tmp_path / names[0], tmp_path / names[1])
-    assert sluice.diff(tmp_path / names[0], tmp_path / names[1]).same
-    assert sluice.verify(tmp_path / names[1]).ok
-    assert direct
-
-
 def test_everything_is_written_before_the_file_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: Calls
 ) -> None:
