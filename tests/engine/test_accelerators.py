@@ -22,36 +22,30 @@ from sluice.engine.host_copies import StridedBytes
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import Targets
 from sluice.planning.budget import shortages
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import DeviceFacts, LoadPlan, View
+from sluice.records import DeviceFacts, LoadPlan, Request
 from support import fake_accelerator as _accelerator
 from support.fake_accelerator import FakeAccelerator
-from support.plans import MIB, Stored, entry_of, facts, index_of, request
+from support.loaded_requests import load
+from support.plans import MIB, Stored, entry_of, facts, planned, request
 from support.running import execute
 
 FAKE = "fake:0"
 
 
-def plan_for(
-    stored: Stored, *, dtype: torch.dtype | None = None, cores: int = 2, staging: int = MIB, **changes: Any
-) -> tuple[LoadPlan, tuple[View, ...]]:
-    """Return the plan that loads all tensors onto the fake, and their views."""
-    requests = [
+def requests_of(tensors: list[torch.Tensor], dtype: torch.dtype | None = None, **changes: Any) -> list[Request]:
+    """Return the requests that load tensors onto the fake."""
+    return [
         request(f"t{i}", entry_of(tensor, i), device=FAKE, dtype=dtype_name(dtype or tensor.dtype), **changes)
-        for i, tensor in enumerate(stored.tensors)
+        for i, tensor in enumerate(tensors)
     ]
-    return stored.plan_of(requests, facts(cached=True, cores=cores), staging=staging)
 
 
-def check_load(stored: Stored, *, dtype: torch.dtype | None = None, seed: int = 0, **options: int) -> None:
+def check_load(
+    path: Path, tensors: list[torch.Tensor], *, dtype: torch.dtype | None = None, seed: int = 0, **options: Any
+) -> None:
     """Load all tensors onto the fake, and check that each byte arrived once."""
-    fake = FakeAccelerator(seed=seed)
-    plan, views = plan_for(stored, dtype=dtype, **options)
-    targets = Targets(plan, accelerators={FAKE: fake})
-    execute(plan, [stored.source], targets)
-    fake.assert_filled_once()
-    for ours, expected in zip(targets.tensors(views), stored.tensors, strict=True):
+    loaded = load(path, tensors, requests_of(tensors, dtype), fake=FakeAccelerator(seed=seed), **options)
+    for ours, expected in zip(loaded, tensors, strict=True):
         assert torch.equal(ours, expected.to(dtype or expected.dtype))
 
 
@@ -76,9 +70,8 @@ def test_every_byte_arrives_once_while_copies_are_late_and_out_of_order(
     tmp_path: Path, dtype: torch.dtype | None, cores: int, shift: int
 ) -> None:
     tensors = [t for t in tensors_of_all_kinds() if dtype is None or t.dtype == torch.float32]
-    with Stored(tmp_path / "f", tensors, shift=shift) as stored:
-        for seed in range(3):
-            check_load(stored, dtype=dtype, cores=cores, seed=seed)
+    for seed in range(3):
+        check_load(tmp_path / "f", tensors, dtype=dtype, cores=cores, seed=seed, shift=shift)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
@@ -91,8 +84,8 @@ def test_every_byte_arrives_once_while_copies_are_late_and_out_of_order(
 def test_any_sizes_through_any_gate(
     tmp_path: Path, sizes: list[int], staging: int, seed: int, to: torch.dtype | None
 ) -> None:
-    with Stored(tmp_path / "f", [torch.arange(size, dtype=torch.float32) for size in sizes]) as stored:
-        check_load(stored, dtype=to, staging=staging, seed=seed, cores=8)
+    tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
+    check_load(tmp_path / "f", tensors, dtype=to, staging=staging, seed=seed, cores=8)
 
 
 def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +97,8 @@ def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monk
 
     monkeypatch.setattr(StagingPool, "give_back", forgetful)
     monkeypatch.setattr(_accelerator, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.02)))  # later than the reads
-    with (
-        Stored(tmp_path / "f", [torch.randn(4 * MIB)]) as stored,
-        pytest.raises(AssertionError, match="staging buffer was overwritten before"),
-    ):
-        check_load(stored)
+    with pytest.raises(AssertionError, match="staging buffer was overwritten before"):
+        check_load(tmp_path / "f", [torch.randn(4 * MIB)])
 
 
 def test_the_fake_notices_what_arrives_twice_or_never() -> None:
@@ -127,7 +117,7 @@ def test_the_fake_notices_what_arrives_twice_or_never() -> None:
 
 def test_a_failing_read_waits_for_the_copies_in_flight(tmp_path: Path) -> None:
     with Stored(tmp_path / "f", [torch.randn(4 * MIB)]) as stored:
-        plan, _ = plan_for(stored)
+        plan, _ = stored.plan_of(requests_of(stored.tensors), staging=MIB)
         os.truncate(tmp_path / "f", 8 * MIB)
         with pytest.raises(sluice.SourceChangedError):
             execute(plan, [stored.source], Targets(plan, accelerators={FAKE: FakeAccelerator()}))
@@ -137,18 +127,16 @@ def test_a_failing_read_waits_for_the_copies_in_flight(tmp_path: Path) -> None:
 def test_one_block_is_reserved_unless_live_tensors_are_replaced(tmp_path: Path) -> None:
     with Stored(tmp_path / "f", [torch.randn(4 * MIB)]) as stored:
         for replaces, blocks in ((False, [16 * MIB]), (True, [])):
-            plan, _ = plan_for(stored, replaces=replaces)
+            plan, _ = stored.plan_of(requests_of(stored.tensors, replaces=replaces), staging=MIB)
             fake = FakeAccelerator()
             execute(plan, [stored.source], Targets(plan, accelerators={FAKE: fake}))
             assert fake.reserved_bytes == blocks
 
 
 def device_plan(free_bytes: int | None) -> LoadPlan:
-    tensor = torch.empty(16 * MIB)
     known = DeviceFacts(device=FAKE, free_bytes=free_bytes, cached_bytes=MIB)
     machine = replace(facts(cached=True), devices=(known,))
-    targets, _ = single_targets([request("t", entry_of(tensor, 0), device=FAKE)], index_of([(0, 64 * MIB)]), {})
-    return plan_load(targets, index_of([]).files, machine, staging_bytes=64 * MIB)
+    return planned(requests_of([torch.empty(16 * MIB)]), [(0, 64 * MIB)], machine)
 
 
 def test_the_device_budget_is_free_and_cached_memory_or_the_callers_limit() -> None:

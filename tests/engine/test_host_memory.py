@@ -106,12 +106,13 @@ class Recorded(HostMemory):
         super().use_small_pages(pages)
 
 
-def fill(memory: HostMemory, ranges: int) -> None:
+def fill(memory: HostMemory, ranges: int, *, written: bool = True) -> None:
     """Choose and fill ranges of 8 MiB in order."""
     pages = PageSizes()
     for number in range(ranges):
         pages.choose(memory, number * 8 * MIB, 8 * MIB)
-        memory.view()[number * 8 * MIB : (number + 1) * 8 * MIB : 4096] = bytes(2048)
+        if written:
+            memory.view()[number * 8 * MIB : (number + 1) * 8 * MIB : 4096] = bytes(2048)
 
 
 def test_fast_pages_are_touched_and_stay_huge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +126,7 @@ def test_slow_pages_end_huge_pages_for_longer_and_longer(monkeypatch: pytest.Mon
     """After 1, 2, 4, 8, 16, 32, 64 and again 64 ranges of four pages without a touch one is tried."""
     monkeypatch.setattr(HostMemory, "populate_page", lambda *_: None)
     memory = Recorded(220 * 8 * MIB, lambda _: 0.005, monkeypatch)
-    pages = PageSizes()
-    for number in range(220):
-        pages.choose(memory, number * 8 * MIB, 8 * MIB)
+    fill(memory, 220, written=False)
     assert [page // 4 for page in memory.touched] == [0, 2, 5, 10, 19, 36, 69, 134, 199]
     assert sorted(memory.touched + memory.small) == list(range(880))
 
@@ -144,9 +143,7 @@ def test_fast_pages_shorten_the_pause_again(monkeypatch: pytest.MonkeyPatch) -> 
     """Ranges 0, 2 and 5 are slow, 10 and 11 fast: after 12, two ranges are left out, not the eight of four in a row."""
     monkeypatch.setattr(HostMemory, "populate_page", lambda *_: None)
     memory = Recorded(20 * 8 * MIB, lambda page: 0.005 if page // 4 in {0, 2, 5, 12} else 0.0, monkeypatch)
-    pages = PageSizes()
-    for number in range(20):
-        pages.choose(memory, number * 8 * MIB, 8 * MIB)
+    fill(memory, 20, written=False)
     assert sorted({page // 4 for page in memory.touched}) == [0, 2, 5, 10, 11, 12, 15, 16, 17, 18, 19]
 
 

@@ -19,6 +19,7 @@ from sluice.engine.targets import Targets
 from sluice.records import Finisher, LoadPlan, View
 from sluice.sources.local import LocalFile
 from support.plans import MIB, Stored, entry_of, request
+from support.running import execute
 from support.waiting import wait_until
 
 
@@ -132,8 +133,7 @@ def test_a_finisher_replaces_the_weight_and_releases_its_memory(weights: Weights
         return whole.sum(1)
 
     targets = Targets(plan, finishers={"halve": halve})
-    with closing(Session([weights.source])) as session:
-        session.start(plan, targets).wait()
+    execute(plan, [weights.source], targets)
     for tensor, whole in zip(targets.tensors(views), weights.tensors, strict=True):
         assert torch.equal(tensor, whole.view(1024, -1).sum(1))
     assert shapes == [finisher.shape] * 6
@@ -164,8 +164,7 @@ def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.Monkey
         finished += 1
         return whole[:0].clone()
 
-    with closing(Session([weights.source])) as session:
-        session.start(plan, Targets(plan, finishers={"slow": slow})).wait()
+    execute(plan, [weights.source], Targets(plan, finishers={"slow": slow}))
     assert taken == len(plan.reads)
     assert max(under_way) <= 3  # two permits, and one that is released when its result was taken
 
@@ -177,8 +176,8 @@ def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
     def fails(_: torch.Tensor) -> torch.Tensor:
         raise ValueError("this weight cannot be quantized")
 
-    with pytest.raises(ValueError, match="cannot be quantized"), closing(Session([weights.source])) as session:
-        session.start(plan, Targets(plan, finishers={"fails": fails})).wait()
+    with pytest.raises(ValueError, match="cannot be quantized"):
+        execute(plan, [weights.source], Targets(plan, finishers={"fails": fails}))
 
 
 def test_finishers_are_for_new_tensors(weights: Weights) -> None:
@@ -224,8 +223,7 @@ def test_without_threads_finishers_still_keep_up(weights: Weights) -> None:
         return whole[:0].clone()
 
     targets = Targets(plan, finishers={"note": note})
-    with closing(Session([weights.source])) as session:
-        session.start(plan, targets).wait()
+    execute(plan, [weights.source], targets)
     assert held == [0] * 6  # the weight that is being finished has left the list
 
 
@@ -246,8 +244,7 @@ def test_a_finisher_gets_a_transposed_weight_row_major_and_an_empty_one(weights:
         return whole.clone()
 
     targets = Targets(plan, finishers={"copy": copy})
-    with closing(Session([weights.source])) as session:
-        session.start(plan, targets).wait()
+    execute(plan, [weights.source], targets)
     assert torch.equal(targets.tensors(views)[0], weights.tensors[0].view(1024, 512).T)
     assert [tuple(each.shape) for each in seen] == [(512, 1024), (0,)]
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import sluice
+from sluice.machine.peaks import read_memory
 from support import fresh_process
 from support.oracles import bits
 from support.trained_net import empty
@@ -150,11 +151,6 @@ def test_it_compiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("width", [2048, 96])
 def test_deleting_a_part_releases_its_memory(width: int, tmp_path: Path) -> None:
@@ -168,7 +164,7 @@ def test_deleting_a_part_releases_its_memory(width: int, tmp_path: Path) -> None
     sluice.load_into(model, tmp_path / "f.pth")
     final = sum(parameter.nbytes for parameter in model.parameters())
     gc.collect()
-    before = resident_bytes()
+    before = read_memory().total_bytes
     del model[: count // 2]
     gc.collect()
-    assert before - resident_bytes() >= 0.9 * final / 2
+    assert before - read_memory().total_bytes >= 0.9 * final / 2

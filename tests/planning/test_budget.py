@@ -12,10 +12,8 @@ from torch import nn
 
 import sluice
 from sluice.planning.budget import HOST, find_limits, growth_of_copies, shortages
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
 from sluice.records import LoadPlan, MachineFacts
-from support.plans import FILE, entry, facts, index_of, request
+from support.plans import entry, facts, planned, request
 
 MIB = 1 << 20
 
@@ -23,8 +21,7 @@ MIB = 1 << 20
 def plan(mib: int, machine: MachineFacts | None = None, **options: Any) -> LoadPlan:
     """Return the plan for one fp32 tensor."""
     wanted = request("w", entry((mib * MIB // 4,)))
-    targets, _ = single_targets([wanted], index_of([(0, mib * MIB)]), {})
-    return plan_load(targets, (FILE,), machine or facts(cached=False), **{"staging_bytes": 64 * MIB, **options})
+    return planned([wanted], [(0, mib * MIB)], machine or facts(cached=False), **options)
 
 
 def test_the_tightest_of_free_memory_and_control_group_is_the_limit_of_the_host() -> None:

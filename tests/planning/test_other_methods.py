@@ -156,6 +156,8 @@ def test_a_method_that_takes_less_is_named_with_the_reason_why_it_is_not_recomme
     _, reason = recommend([verdict("naive", 200, 900), verdict(COPY, 110, 900)])
     assert "the leanest other method that reads this file, naive, takes 200 MiB" in reason
     assert "takes less" not in reason
+    _, reason = recommend([verdict("naive", 66, 900, needs="needs one torch.save file"), verdict(COPY, 110, 900)])
+    assert "no other method supports this load" in reason
 
 
 def _error_mib(size: str, folder: Path, method: str, dtype: Precision) -> tuple[float, float]:

@@ -5,23 +5,12 @@ from msgspec.structs import replace
 
 import sluice
 from sluice._dtypes import ITEM_BYTES
-from sluice.planning.memory_layout import shared_targets, single_targets
+from sluice.planning.memory_layout import shared_targets
 from sluice.planning.planner import plan_load
 from sluice.planning.threads import reader_count
-from sluice.records import Elements, Fill, LoadPlan, MachineFacts, Request, Target
+from sluice.records import Elements, Fill, MachineFacts, Request, Target
 from support.plans import FILE, MIB, entry, facts, index_of, request
-
-
-def plan(
-    requests: list[Request],
-    storages: list[tuple[int, int]],
-    machine: MachineFacts,
-    *,
-    staging: int = 64 * MIB,
-    page_cache: str = "auto",
-) -> LoadPlan:
-    targets, _ = single_targets(requests, index_of(storages), {})
-    return plan_load(targets, (FILE,), machine, staging_bytes=staging, page_cache=page_cache)  # type: ignore[arg-type]
+from support.plans import planned as plan
 
 
 def big(name: str = "w", *, storage: int = 0, mib: int = 20, **changes: object) -> Request:

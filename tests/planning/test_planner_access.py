@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from sluice.planning.planner import plan_load
 from sluice.records import AccessFacts, LoadPlan, MachineFacts, Request, largest_access, local_access
 from sluice.sources.protocol import Source
 from sluice.sources.wrappers import ReadAhead, Section
-from support.plans import FILE, MIB, entry, entry_of, facts, index_of, request
+from support.plans import FILE, MIB, entry, entry_of, facts, index_of, planned, request
 from support.recorded_reads import RecordingSource, record_reads
 from support.ring_model import use_of_ring
 from support.sources import MemorySource
@@ -28,9 +28,7 @@ STORE = AccessFacts(request_bytes=16 * MIB, gap_bytes=4 * MIB, parallel_requests
 SLOW = AccessFacts(request_bytes=MIB, gap_bytes=0, parallel_requests=1)
 
 
-def plan(requests: list[Request], storages: list[tuple[int, int]], machine: MachineFacts) -> LoadPlan:
-    targets, _ = single_targets(requests, index_of(storages), {})
-    return plan_load(targets, (FILE,) * len(machine.files), machine, staging_bytes=1024 * MIB)
+plan = partial(planned, staging=1024 * MIB)
 
 
 def with_access(machine: MachineFacts, *accesses: AccessFacts) -> MachineFacts:
@@ -125,9 +123,8 @@ def device_plan(*, cached: bool, cores: int, staging: int, dtype: str = "float32
     """Return the plan of 120 tensors of 36 MiB, for a device."""
     tensor = torch.empty(9 * MIB, device="meta")
     requests = [request(f"t{i}", entry_of(tensor, i), device="fake:0", dtype=dtype) for i in range(120)]
-    index = index_of([(i * 36 * MIB, 36 * MIB) for i in range(120)])
-    targets, _ = single_targets(requests, index, {})
-    return plan_load(targets, index.files, facts(cached=cached, cores=cores), staging_bytes=staging)
+    storages = [(i * 36 * MIB, 36 * MIB) for i in range(120)]
+    return planned(requests, storages, facts(cached=cached, cores=cores), staging=staging)
 
 
 @pytest.mark.parametrize(("read_rate", "copy_rate"), [(1, 1), (1, 4), (4, 1)], ids=["1:1", "1:4", "4:1"])

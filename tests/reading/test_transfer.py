@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,10 @@ from hypothesis import strategies as st
 
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice.engine.targets import Targets
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import FileRecord
-from sluice.sources.local import LocalFile
 from support.dtypes import TORCH_DTYPES
 from support.loaded_requests import load
 from support.oracles import bits
-from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.plans import MIB, Stored, entry_of, request
 from support.running import execute
 
 DTYPES = [torch_dtype(name) for name in TORCH_DTYPES]
@@ -111,15 +106,11 @@ def test_live_tensors_of_any_strides_are_filled_in_place(tmp_path: Path, cached:
 
 def test_progress_and_completion_reach_the_caller(tmp_path: Path) -> None:
     tensors = [torch.randn(MIB), torch.randn(100), torch.randn(50)]
-    places = write_storages(tmp_path / "f", tensors)
     done: list[int] = []
     completed: list[int] = []
-    with closing(LocalFile(tmp_path / "f")) as source:
-        index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-        requests = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
-        targets, _ = single_targets(requests, index, {})
-        plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
-        execute(plan, [source], Targets(plan), progress=done.append, completed=completed.append)
+    with Stored(tmp_path / "f", tensors) as stored:
+        plan, _ = stored.plan(0, 1, 2)
+        execute(plan, [stored.source], Targets(plan), progress=done.append, completed=completed.append)
     assert done[-1] == plan.read_bytes
     assert done == sorted(done)
     assert sorted(completed) == [0, 1, 2]

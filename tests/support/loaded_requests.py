@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
 
 from sluice.engine.targets import Targets
-from sluice.planning.memory_layout import shared_targets, single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, Request
-from sluice.sources.local import LocalFile
+from sluice.records import Request
 from support.fake_accelerator import FakeAccelerator
-from support.plans import MIB, facts, index_of, write_storages
+from support.plans import MIB, Stored, facts
 from support.running import execute
 
 
@@ -31,6 +27,7 @@ def load(
     existing: dict[int, torch.Tensor] | None = None,
     fake: FakeAccelerator | None = None,
     cores: int = 2,
+    staging: int = MIB,
 ) -> list[torch.Tensor]:
     """Write the storages of tensors to a file, and return the tensors of requests for them.
 
@@ -45,17 +42,16 @@ def load(
         existing: Memory of some requests.
         fake: The device ``fake:0``; each of its bytes was filled once.
         cores: Processors of the machine.
+        staging: Bytes of all staging buffers.
     """
-    places = write_storages(path, list(tensors), shift=shift)
-    with closing(LocalFile(path)) as source:
-        index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
+    with Stored(path, list(tensors), shift=shift) as stored:
         if swap_bytes:
-            swapped = zip(index.storages, swap_bytes, strict=True)
-            index = replace(index, storages=tuple(replace(each, swap_bytes=nbytes) for each, nbytes in swapped))
-        targets, views = (shared_targets if share else single_targets)(requests, index, {})
-        plan = plan_load(targets, index.files, facts(cached=cached, cores=cores), staging_bytes=MIB)
+            swapped = zip(stored.index.storages, swap_bytes, strict=True)
+            storages = tuple(replace(each, swap_bytes=nbytes) for each, nbytes in swapped)
+            stored.index = replace(stored.index, storages=storages)
+        plan, views = stored.plan_of(requests, facts(cached=cached, cores=cores), staging=staging, share=share)
         memory = Targets(plan, existing, accelerators={"fake:0": fake} if fake else {})
-        execute(plan, [source], memory)
+        execute(plan, [stored.source], memory)
     if fake:
         fake.assert_filled_once()
     return memory.tensors(views)

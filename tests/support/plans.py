@@ -9,7 +9,7 @@ import torch
 
 from sluice._dtypes import dtype_name
 from sluice._options import PageCache
-from sluice.planning.memory_layout import single_targets
+from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import (
     Entry,
@@ -103,6 +103,20 @@ def entry_of(tensor: torch.Tensor, storage: int) -> Entry:
     )
 
 
+def planned(
+    requests: list[Request],
+    storages: list[tuple[int, int]],
+    machine: MachineFacts,
+    *,
+    staging: int = 64 * MIB,
+    page_cache: PageCache = "auto",
+) -> LoadPlan:
+    """Return the plan for requests of ``(offset, nbytes)`` storages of the first file."""
+    targets, _ = single_targets(requests, index_of(storages), {})
+    files = (FILE,) * len(machine.files)
+    return plan_load(targets, files, machine, staging_bytes=staging, page_cache=page_cache)
+
+
 class Stored:
     """Tensors in a file, each with a storage of its own, and plans that load some of them."""
 
@@ -130,8 +144,9 @@ class Stored:
         *,
         staging: int = 8 * MIB,
         page_cache: PageCache = "auto",
+        share: bool = False,
     ) -> tuple[LoadPlan, tuple[View, ...]]:
-        targets, views = single_targets(wanted, self.index, {})
+        targets, views = (shared_targets if share else single_targets)(wanted, self.index, {})
         machine = machine or facts(cached=False)
         plan = plan_load(targets, self.index.files, machine, staging_bytes=staging, page_cache=page_cache)
         return plan, views

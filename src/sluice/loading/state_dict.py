@@ -46,6 +46,7 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
     def job(self, checkpoint: OpenCheckpoint) -> StateDictJob:
         """See ``LoadRequest.job``."""
         device = device_name(self.device)
+        tree: Any
         tree, key = (checkpoint.index.tree, "") if self.whole else _find_state_dict(checkpoint, self.key)
         trees.refuse_opaques(tree, checkpoint.path)
         if self.rules:
