@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from bench import construction, index, merge, ranks, refresh, shared, small, startup
+from bench import _stream_nested, construction, index, merge, ranks, refresh, save, shared, small, startup, stream
+from sluice.benchmark.gpt2 import random_state_dict
+from sluice.benchmark.records import Outcome
+from sluice.measuring import memory_limit_refusal
 
 
 @pytest.mark.long
@@ -91,3 +95,70 @@ def test_when_a_goal_is_kept() -> None:
     large = replace(file, megabytes=50.0)
     slower = (replace(file, ours=(1.3, 0.5)), replace(file, ours=(0.5, 1.3)), large, replace(large, ours=(0.9, 0.8)))
     assert [each.kept for each in (file, *slower)] == [True, False, False, False, True]
+
+
+@pytest.mark.long
+def test_saves_are_made_by_processes_of_their_own_and_removed(tmp_path: Path) -> None:
+    chosen = ["transposed: sluice.save .safetensors"]
+    options = ["--size", "tiny", "--runs", "1", "--directory", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(save.main, [*options, *(f"--method={name}" for name in chosen)])
+    assert done.exit_code == 0, done.output
+    seconds = json.loads((tmp_path / "out" / "save.json").read_text(encoding="utf-8"))["seconds"]
+    assert list(seconds) == chosen
+    assert all(each > 0 for runs in seconds.values() for each in runs)
+    assert list((tmp_path / "in").iterdir()) == []
+    assert f"| {chosen[0]} |" in (tmp_path / "out" / "save.md").read_text(encoding="utf-8")
+
+
+def test_every_way_to_save_writes_the_weights(tmp_path: Path) -> None:
+    state = dict(random_state_dict("tiny", torch.float32))
+    sizes = {}
+    for name, method in save.METHODS.items():
+        path = tmp_path / f"f{method.suffix}"
+        method.save(state, path)
+        sizes[name] = path.stat().st_size
+        path.unlink()
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    for name, size in sizes.items():
+        expected = nbytes // 2 if "bf16" in name else nbytes
+        assert expected <= size < expected + (1 << 20), name
+
+
+def _run(seconds: float, read: float) -> Outcome:
+    calls = [{"seconds": 99.0, "read": 0}, {"seconds": seconds, "read": read}]  # the first one is not counted
+    return Outcome(status="ok", group_bytes=1 << 20, facts={"calls": calls, "logits": "x"})
+
+
+def test_a_ratio_is_to_the_longer_of_reading_and_computing() -> None:
+    loaded = [_run(0.5, 0)]
+    rows = [stream.row("a", [_run(2.0, read)], loaded, 2e9) for read in (4e9, 0)]
+    assert [row[2] for row in rows] == ["1.00", "4.00"]
+    assert rows[0][-2:] == ("1.00 MiB", "yes")
+    killed = Outcome(status="killed", reason="out of memory")
+    assert stream.row("a", [killed], loaded, 2e9) == ("a", "-", "-", "-", "-", "out of memory")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", [[], ["--train"]])
+def test_the_command_on_a_small_model(tmp_path: Path, more: list[str]) -> None:
+    if reason := memory_limit_refusal():
+        pytest.skip(reason)
+    options = ["--size", "small", "--share", "50", "--runs", "1", "--method", "sluice", "--method", "mmap", *more]
+    done = CliRunner().invoke(stream.main, [*options, "--directory", str(tmp_path / "in"), "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "stream.md").read_text().count("| yes |") == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("more", "count"), [("--models", 3), ("--generate", 2)])
+def test_the_tables_of_nested_models_and_of_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, count: int
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    if reason := memory_limit_refusal():
+        pytest.skip(reason)
+    monkeypatch.setattr("bench._stream_nested.NESTED", {"Swin": _stream_nested.NESTED["Swin"]})
+    monkeypatch.setattr("bench._stream_generation.BATCHES", (1, 2))
+    done = CliRunner().invoke(stream.main, [more, "--size", "small", "--share", "50", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "stream.md").read_text().count("| yes |") == count

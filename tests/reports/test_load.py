@@ -1,13 +1,26 @@
-"""The report of a load, as text and as JSON."""
+"""The report of a load as text and as JSON, and its table: how each tensor was filled."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
-from sluice.records import DeviceMemory, Peaks
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+from torch import nn
+
+import sluice
+from sluice.cli import main
+from sluice.records import DeviceMemory, Entry, Index, Part, Peaks, elements_of
+from sluice.reports.document import Grid
 from sluice.reports.load import LoadReport
+from sluice.reports.table import Decided, TensorRow, TensorTable, _SourceNames, tensor_rows
 
 _PREDICTED = Peaks(anon_bytes=5 << 20, file_bytes=0, shmem_bytes=0, total_bytes=5 << 20)
 _REPORT = LoadReport(
@@ -97,3 +110,186 @@ def test_accelerators_are_reported_with_the_host() -> None:
     assert "mps:0, reserved 1 B not available" in words(report)
     plain = json.loads(json.dumps(report.to_json()))
     assert plain["device_memory"][0]["reserved_bytes"] == 8 << 20
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(600, 600)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(600, 600, bias=False)
+        self.head.weight = self.embed.weight
+        self.extra = nn.Linear(2, 2)
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("angles", torch.ones(5), persistent=False)
+
+
+def empty() -> Net:
+    with sluice.empty_init():
+        return Net()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    state = {f"module.{name}": tensor for name, tensor in Net().state_dict().items() if "extra" not in name}
+    torch.save({"model": state, "epoch": 3}, tmp_path / "f.pth")
+    return tmp_path / "f.pth"
+
+
+def rows(report: sluice.LoadReport) -> dict[str, TensorRow]:
+    return {row.name: row for row in report.table()}
+
+
+def how(report: sluice.LoadReport) -> dict[str, str]:
+    return {name: row.how for name, row in rows(report).items()}
+
+
+def test_a_row_describes_how_each_name_was_filled(file: Path) -> None:
+    report = sluice.load_into(empty(), file, strict=False, page_cache="keep")
+    assert how(report) == {
+        "embed.weight": "direct into place",
+        "head.weight": "tied to embed.weight",
+        "norm.weight": "through staging",
+        "norm.bias": "through staging",
+        "norm.running_mean": "through staging",
+        "norm.running_var": "through staging",
+        "norm.num_batches_tracked": "through staging",
+        "extra.weight": "initialised",
+        "extra.bias": "initialised",
+        "nothing": "empty",
+        "angles": "computed",
+    }
+    assert rows(report)["embed.weight"] == TensorRow(
+        name="embed.weight",
+        file_dtype="float32",
+        dtype="float32",
+        shape=(600, 600),
+        nbytes=1_440_000,
+        device="cpu",
+        how="direct into place",
+        source_names=("model.module.embed.weight",),
+    )
+    held = [row.nbytes for row in report.table() if row.how != "computed" and "tied" not in row.how]
+    assert sum(held) == report.final_bytes
+
+
+def test_casts_live_tensors_and_mapped_ones(file: Path) -> None:
+    cast = rows(sluice.load_into(empty(), file, strict=False, dtype=torch.bfloat16))
+    row = cast["embed.weight"]
+    assert (row.how, row.file_dtype, row.dtype) == ("cast", "float32", "bfloat16")
+    assert cast["extra.weight"].dtype == "bfloat16"
+    live = how(sluice.load_into(Net(), file, strict=False))
+    assert live["extra.weight"] == "kept"
+    assert live["embed.weight"] in {"direct into place", "through staging"}
+    report = sluice.load_into(empty(), file, strict=False, place="map")
+    mapped = how(report)
+    assert mapped["embed.weight"] == mapped["norm.bias"] == "mapped"
+    assert mapped["extra.weight"] == "initialised"
+    assert not any("are copied" in note for note in report.notes)
+
+
+def test_parts_are_traced_to_the_entries_that_hold_them() -> None:
+    fused = Entry(elements=elements_of("float32"), shape=(6, 2), stride=(2, 1), storage=0)
+    other = Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=1)
+    index = Index(format="test", files=(), storages=(), tree={"qkv": fused, "rest": [other]})
+    names = {
+        "q": Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=0),
+        "both": Entry(
+            elements=elements_of("float32"),
+            shape=(4, 2),
+            stride=(2, 1),
+            storage=-1,
+            parts=(Part(entry=other, start=(0, 0)), Part(entry=fused, start=(2, 0))),
+        ),
+        "unknown": Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=7),
+    }
+    found = _SourceNames(index)
+    assert {name: found.of(entry) for name, entry in names.items()} == {
+        "q": ("qkv",),
+        "both": ("rest.0", "qkv"),
+        "unknown": (),
+    }
+
+
+def test_tensors_of_rules_are_described_by_the_rules(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, tmp_path / "f.pth")
+    with sluice.empty_init():
+        model = nn.Linear(2, 3)
+    table = sluice.load_into(model, tmp_path / "f.pth", rules=[sluice.rules.transpose("weight")]).table()
+    assert (table[0].source_names, table[1].source_names) == (("weight",), ("bias",))
+    assert (table[0].origin, table[1].origin) == ("weight transposed", "")
+    assert "weight transposed" in str(table)
+
+
+def test_text_is_aligned_and_safe_for_terminals() -> None:
+    row = TensorRow(
+        name="w\x1b[31m[red]",
+        file_dtype="float32",
+        dtype="bfloat16",
+        shape=(3, 4),
+        nbytes=24,
+        device="cpu",
+        how="cast",
+        source_names=("a\nb",),
+    )
+    text = str(TensorTable([row, row]))
+    header, first, second = text.splitlines()
+    assert first == second
+    assert first.startswith("w\\x1b[31m[red]  float32 -> bfloat16  [3, 4]   24 B")
+    assert header.index("how") == first.index("cast")
+    assert header.endswith("from")
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(TensorTable([row]))
+    assert "w\\x1b[31m[red]" in captured.get()
+    assert "a\\nb" in captured.get()
+
+
+def test_one_long_name_does_not_push_every_row_to_the_right() -> None:
+    lines = list(Grid(("name", "how"), [["x" * 4096, "cast"], ["y", "cast"]]).lines())
+    assert [len(line) for line in lines] == [105, 4102, 106]
+
+
+def test_rows_can_be_sliced_and_an_empty_table_prints(file: Path) -> None:
+    table = sluice.load_into(empty(), file, strict=False).table()
+    assert isinstance(table[:2], TensorTable)
+    assert len(table[:2]) == 2
+    assert repr(table) == "<TensorTable of 11 rows>"
+    assert str(TensorTable([])) == "name  dtype  shape  bytes  device  how  from"
+
+
+def test_a_report_makes_its_rows_when_asked_and_can_be_pickled(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Decided] = []
+
+    def spy(decided: Decided) -> tuple[TensorRow, ...]:
+        asked.append(decided)
+        return tensor_rows(decided)
+
+    monkeypatch.setattr("sluice.loading.module_job.tensor_rows", spy)
+    report = sluice.load_into(empty(), file, strict=False)
+    str(report), report.to_json()
+    assert not asked
+    assert len(report.table()) == 11
+    monkeypatch.undo()
+    report = sluice.load_into(empty(), file, strict=False)
+    assert list(pickle.loads(pickle.dumps(report)).table()) == list(report.table())
+
+
+def test_a_module_without_tensors_has_no_rows(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"unused": torch.ones(1)}, tmp_path / "f.safetensors")
+    report = sluice.load_into(nn.Identity(), tmp_path / "f.safetensors", strict=False)
+    assert len(report.table()) == 0
+
+
+def test_the_command_prints_it(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "f.pth")
+    command = ["load", str(tmp_path / "f.pth"), "--model", "torch.nn:Linear", "--model-args", "[2, 3]", "--table"]
+    printed = CliRunner().invoke(main, command)
+    assert printed.exit_code == 0, printed.output
+    assert "weight  float32  [3, 2]   24 B  cpu     through staging  weight" in printed.output
+    found = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["table"]
+    assert [(row["name"], row["how"], row["source_names"]) for row in found] == [
+        ("weight", "through staging", ["weight"]),
+        ("bias", "through staging", ["bias"]),
+    ]
+    assert "table" not in json.loads(CliRunner().invoke(main, [*command[:-1], "--json"]).stdout)

@@ -1,4 +1,4 @@
-"""The command line: ``commands`` parse options and call the API, ``views`` print what it returns.
+"""The command line: ``commands`` parse options, call the API, and print what it returns.
 
 Every failure is one paragraph on stderr and an exit code; ``--debug`` adds the traceback.
 """

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 
 import click
 
@@ -10,10 +13,15 @@ import sluice
 from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.output import print_sections
 from sluice.cli.remote_options import remote_options
-from sluice.cli.views.outline import print_outline
-from sluice.cli.views.summary import path_and_key, summarise, to_json
+from sluice.cli.summary import children, describe, is_plain_list, path_and_key, summarise, to_json
+from sluice.reports.document import printable, shorten
 
-__all__ = ["inspect_command"]
+__all__ = ["inspect_command", "outline"]
+
+#: Shown without ``--all``: children of one container, lines, and characters of a name.
+_CHILDREN_SHOWN = 40
+_LINES_SHOWN = 2000
+_NAME_SHOWN = 200
 
 
 @click.command("inspect")
@@ -66,10 +74,36 @@ def inspect_command(
     with sluice.open(source_of(paths), key=key, encoding=encoding) as checkpoint:
         path = checkpoint.path
         if as_tree:  # does not need dotted names, which can be ambiguous
-            print_outline(path_and_key(path, key), checkpoint.index.tree, everything=everything)
+            _print_outline(path_and_key(path, key), checkpoint.index.tree, everything=everything)
             return
         summary = summarise(path, key, checkpoint.index, checkpoint.entries)
         if as_json:
             click.echo(json.dumps(to_json(summary, checkpoint.limits)))
             return
     print_sections(summary.sections(everything=everything))
+
+
+def _print_outline(heading: str, tree: object, *, everything: bool) -> None:
+    """Print a tree under a heading; without ``everything`` long containers and long outlines are cut.
+
+    Lines are generated while they are printed: a file of a kilobyte can describe a tree with millions of leaves.
+    """
+    lines = outline(tree, None if everything else _CHILDREN_SHOWN)
+    shown = islice(lines, None if everything else _LINES_SHOWN)
+    sys.stdout.writelines(f"{line}\n" for line in chain([f"{printable(heading)}: {describe(tree)}"], shown))
+    if next(lines, None) is not None:
+        sys.stdout.write("... more lines follow; --all shows them\n")
+
+
+def outline(tree: object, shown: int | None, indent: str = "") -> Iterator[str]:
+    """Yield a line for each value of a tree; at most ``shown`` children of each container."""
+    if not isinstance(tree, (Mapping, list, tuple)) or (shown is not None and is_plain_list(tree)):
+        return
+    last = len(tree) - 1 if shown is None else min(len(tree) - 1, shown)
+    for number, (label, child) in enumerate(children(tree)):
+        if number == shown:
+            yield f"{indent}└── ... {len(tree) - number:,} more; --all shows them"
+            return
+        name = label if shown is None else shorten(label, _NAME_SHOWN)
+        yield f"{indent}{'└──' if number == last else '├──'} {name}: {describe(child)}"
+        yield from outline(child, shown, indent + ("    " if number == last else "│   "))

@@ -1,4 +1,4 @@
-"""The result of ``sluice inspect``: a summary of a checkpoint as a record, as lines and tables, and as JSON."""
+"""The summary that ``sluice inspect`` shows of a checkpoint: a record, lines and tables, JSON; values as lines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from sluice._errors import LimitError
 from sluice._messages import first_names, listed
 from sluice._options import Limits
 from sluice._units import counted, format_bytes
-from sluice.cli.views.outline import children, describe, describe_dtype
 from sluice.entries import tree as trees
 from sluice.matching.candidates import likely_state_dicts
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
-from sluice.reports.document import Grid, Section, Strong, printable_value, shorten
+from sluice.reports.document import Grid, Section, Strong, printable, printable_name, printable_value, shorten
 
-__all__ = ["Summary", "path_and_key", "summarise", "to_json"]
+__all__ = ["Summary", "children", "describe", "describe_dtype", "is_plain_list", "path_and_key", "summarise", "to_json"]
 
 #: Most JSON readers cannot represent larger integers; they are written as text.
 _JSON_INTEGER_BITS = 64
@@ -276,3 +275,42 @@ def _value(value: object) -> dict[str, object]:
         or (isinstance(value, float) and isfinite(value))
     )
     return {"value": value} if exact else {"text": printable_value(value)}
+
+
+def children(container: Mapping[object, object] | list[object] | tuple[object, ...]) -> Iterator[tuple[str, object]]:
+    """Yield the label, safe for terminals, and the value of each child of a container."""
+    if isinstance(container, Mapping):
+        for key, child in container.items():
+            yield printable_name(key) if isinstance(key, str) else printable_value(key), child
+    else:
+        for number, child in enumerate(container):
+            yield f"[{number}]", child
+
+
+def describe(value: object) -> str:
+    """Return a value as one line, safe for terminals; for a container its type and length."""
+    if isinstance(value, Entry):
+        kind = "Parameter " if value.parameter else "storage " if value.bare else ""
+        return f"{kind}{describe_dtype(value)} {list(value.shape)}, {format_bytes(value.nbytes)}"
+    if isinstance(value, UnsupportedValue):
+        return f"{printable(value.reason)}, {printable(value.qualified_name)} (not loaded)"
+    if isinstance(value, Opaque):
+        return f"{printable(value.qualified_name)} (not loaded)"
+    if isinstance(value, (Mapping, list, tuple)):
+        values = f": {printable_value(value)}" if is_plain_list(value) else ""
+        return f"{type(value).__name__} of {len(value):,}{values}"
+    return printable_value(value)
+
+
+def describe_dtype(entry: Entry) -> str:
+    """Return the dtype of an entry and its other properties: sparse, quantized, packed, conjugated or negated."""
+    layout = () if entry.composite is None else (entry.layout,)
+    packing = () if entry.elements.packing is None else (entry.elements.packing.name, "as")
+    return " ".join((*layout, *packing, *entry.math_bits, entry.dtype))
+
+
+def is_plain_list(value: object) -> bool:
+    """Return whether one line is enough: parameter numbers of an optimizer, betas, a shape."""
+    return isinstance(value, (list, tuple)) and not any(
+        isinstance(child, (Entry, Opaque, Mapping, list, tuple)) for child in value
+    )

@@ -7,9 +7,9 @@ import json
 import pytest
 
 import sluice
+from sluice.cli.commands.inspect import outline
 from sluice.cli.output import print_sections
-from sluice.cli.views.outline import outline
-from sluice.cli.views.summary import Summary, summarise, to_json
+from sluice.cli.summary import Summary, summarise, to_json
 from sluice.entries.tree import flatten
 from sluice.records import Entry, Index, Storage, elements_of
 from support.command_line import index_of_three

@@ -1,1 +1,0 @@
-"""Output of commands. A command imports a view with tables only when it prints them."""
