@@ -50,16 +50,17 @@ def interrupted(folder: Path, *arguments: str, ignored: bool = False) -> subproc
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def test_while_the_command_line_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text(_WAITS)
-    done = interrupted(tmp_path, "inspect", "x.pth")
-    assert (done.returncode, done.stderr) == (130, "Error: interrupted\n")
-
-
-@pytest.mark.parametrize("source", [_WAITS, _WAITS_AND_REPLACES])
-def test_while_a_command_imports(tmp_path: Path, source: str) -> None:
-    (tmp_path / "net.py").write_text(f"{source}\nNet = None")
-    done = interrupted(tmp_path, "load", "x.pth", "--model", "net:Net")
+@pytest.mark.parametrize(
+    ("module", "source", "arguments"),
+    [
+        ("click.py", _WAITS, ("inspect", "x.pth")),  # while the command line is imported
+        ("net.py", _WAITS, ("load", "x.pth", "--model", "net:Net")),  # while a command imports
+        ("net.py", _WAITS_AND_REPLACES, ("load", "x.pth", "--model", "net:Net")),
+    ],
+)
+def test_during_imports(tmp_path: Path, module: str, source: str, arguments: tuple[str, ...]) -> None:
+    (tmp_path / module).write_text(f"{source}\nNet = None")
+    done = interrupted(tmp_path, *arguments)
     assert (done.returncode, done.stderr) == (130, "Error: interrupted\n")
 
 

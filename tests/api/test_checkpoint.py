@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner
 
 import sluice
-from sluice.cli import main
+from support.command_line import printed
 from support.distributed import item
 from support.distributed_metadata import chunk_metadata, distributed_metadata, index_key, place, tensor_metadata
 
@@ -184,13 +183,13 @@ def test_distributed(tmp_path: Path) -> None:
 def test_inspect_lists_it(tmp_path: Path) -> None:
     value = {**state(nested()), "turned": torch.ones(2, dtype=torch.complex64).conj()}
     path = str(saved(tmp_path / "x.pt", value))
-    shown = CliRunner().invoke(main, ["inspect", path]).output
+    shown = printed("inspect", path)
     assert re.search(r"odd +a nested tensor +torch\._utils\._rebuild_nested_tensor", shown)
     assert "contents" not in shown  # all other values at the top are tensors
     assert re.search(r"turned +conj complex64 ", shown)
-    tree = CliRunner().invoke(main, ["inspect", path, "--tree"]).output
+    tree = printed("inspect", path, "--tree")
     assert "odd: a nested tensor, torch._utils._rebuild_nested_tensor (not loaded)" in tree
-    described = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).output)
+    described = json.loads(printed("inspect", path, "--json"))
     assert described["unsupported"] == [
         {"name": "odd", "reason": "a nested tensor", "found": "torch._utils._rebuild_nested_tensor", "file": path}
     ]

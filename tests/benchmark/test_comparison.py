@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 
 import sluice
 from sluice.benchmark import comparison as _comparison
-from sluice.benchmark.comparison import ComparedModel, checkpoint_for, default_methods, fitting_size, own_model
+from sluice.benchmark.comparison import checkpoint_for, default_methods, fitting_size, own_model
 from sluice.benchmark.gpt2 import (
     CheckpointFormat,
     GPTConfig,
@@ -123,17 +122,6 @@ def test_a_method_that_does_not_read_the_checkpoint_is_refused(own: Path, tmp_pa
     for method in ("safetensors-load-file", "accelerate", "per-parameter"):  # a format, a key, and one file for each
         with pytest.raises(sluice.UnsupportedError, match=f"{method} does not read this checkpoint.*sluice convert"):
             checkpoint_for(method, subject, tmp_path)
-
-
-def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    subject = ComparedModel(model="tiny")
-    with pytest.raises(OSError, match=r"a checkpoint of .* does not fit: 100 B are free") as caught:
-        checkpoint_for("per-parameter", subject, tmp_path)
-    assert caught.value.errno == errno.ENOSPC
-    assert not (tmp_path / "parameters").exists()
 
 
 def test_what_only_sluice_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,14 +62,6 @@ def test_text_and_rich_show_the_same_lines_and_escape_names() -> None:
     assert f"{SHOWN}   1,000" in screen.getvalue()
 
 
-def test_a_strong_line_is_bold_in_rich() -> None:
-    screen = io.StringIO()
-    Console(file=screen, force_terminal=True, width=40, color_system="standard").print(Example(name="x"))
-    bold = [line for line in screen.getvalue().splitlines() if "\x1b[1m" in line]
-    assert any("title of x" in line for line in bold)
-    assert not any("note: x" in line for line in bold)
-
-
 def test_a_table_of_thousands_of_rows_is_lines() -> None:
     screen = io.StringIO()
     grid = Grid(("name", ">bytes"), [(f"layer.{number}", "4 B") for number in range(1001)])

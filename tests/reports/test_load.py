@@ -11,16 +11,14 @@ from types import MappingProxyType
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner
-from rich.console import Console
 from torch import nn
 
 import sluice
-from sluice.cli import main
 from sluice.records import DeviceMemory, Entry, Index, Part, Peaks, elements_of
 from sluice.reports.document import Grid
 from sluice.reports.load import LoadReport
 from sluice.reports.table import Decided, TensorRow, TensorTable, _SourceNames, tensor_rows
+from support.command_line import printed
 
 _PREDICTED = Peaks(anon_bytes=5 << 20, file_bytes=0, shmem_bytes=0, total_bytes=5 << 20)
 _REPORT = LoadReport(
@@ -221,30 +219,6 @@ def test_tensors_of_rules_are_described_by_the_rules(tmp_path: Path) -> None:
     assert "weight transposed" in str(table)
 
 
-def test_text_is_aligned_and_safe_for_terminals() -> None:
-    row = TensorRow(
-        name="w\x1b[31m[red]",
-        file_dtype="float32",
-        dtype="bfloat16",
-        shape=(3, 4),
-        nbytes=24,
-        device="cpu",
-        how="cast",
-        source_names=("a\nb",),
-    )
-    text = str(TensorTable([row, row]))
-    header, first, second = text.splitlines()
-    assert first == second
-    assert first.startswith("w\\x1b[31m[red]  float32 -> bfloat16  [3, 4]   24 B")
-    assert header.index("how") == first.index("cast")
-    assert header.endswith("from")
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(TensorTable([row]))
-    assert "w\\x1b[31m[red]" in captured.get()
-    assert "a\\nb" in captured.get()
-
-
 def test_one_long_name_does_not_push_every_row_to_the_right() -> None:
     lines = list(Grid(("name", "how"), [["x" * 4096, "cast"], ["y", "cast"]]).lines())
     assert [len(line) for line in lines] == [105, 4102, 106]
@@ -283,13 +257,11 @@ def test_a_module_without_tensors_has_no_rows(tmp_path: Path) -> None:
 
 def test_the_command_prints_it(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "f.pth")
-    command = ["load", str(tmp_path / "f.pth"), "--model", "torch.nn:Linear", "--model-args", "[2, 3]", "--table"]
-    printed = CliRunner().invoke(main, command)
-    assert printed.exit_code == 0, printed.output
-    assert "weight  float32  [3, 2]   24 B  cpu     through staging  weight" in printed.output
-    found = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["table"]
+    command = ["load", tmp_path / "f.pth", "--model", "torch.nn:Linear", "--model-args", "[2, 3]"]
+    assert "weight  float32  [3, 2]   24 B  cpu     through staging  weight" in printed(*command, "--table")
+    found = json.loads(printed(*command, "--table", "--json"))["table"]
     assert [(row["name"], row["how"], row["source_names"]) for row in found] == [
         ("weight", "through staging", ["weight"]),
         ("bias", "through staging", ["bias"]),
     ]
-    assert "table" not in json.loads(CliRunner().invoke(main, [*command[:-1], "--json"]).stdout)
+    assert "table" not in json.loads(printed(*command, "--json"))
