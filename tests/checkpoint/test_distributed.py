@@ -168,13 +168,13 @@ def test_a_slice_reads_only_the_chunks_that_it_touches(tmp_path: Path) -> None:
 
 def test_chunks_of_one_kind_are_parsed_once_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    parse = ItemReader._parse
+    parse = ItemReader.parse
 
     def recording(reader: ItemReader, source: Source, item: Item, *arguments: Any) -> Any:
         parsed.append(item.name)
         return parse(reader, source, item, *arguments)
 
-    monkeypatch.setattr(ItemReader, "_parse", recording)
+    monkeypatch.setattr(ItemReader, "parse", recording)
     write(tmp_path / "d", {"a": rows(torch.randn(40, 3), 20), "b": rows(torch.randn(40, 3), 20)})
     with sluice.open(tmp_path / "d") as checkpoint:
         assert parsed == ["a[0, 0]"]

@@ -123,7 +123,7 @@ class DataFiles:
     def _read_value(self, source: Source, item: Item, data: bytes | None) -> None:
         with self._parsing:  # the limit is that of all values together
             limits = dataclasses.replace(self._limits, header_bytes=self._header_bytes_left)
-            index = self.reader.value(source, item, limits, data)
+            _, index = self.reader.parse(source, item, limits, [] if data is None else [(0, data)])
             rest = item.nbytes - sum(storage.nbytes for storage in index.storages) - _RECORDS_BYTES
             self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
             self.values[item.name] = index

@@ -48,15 +48,10 @@ def whole_contents(
     """
     tree = checkpoint.index.tree
     if rename is None and not rules:
-        chosen = subtree(tree, key or "")
+        path = key or ""
+        chosen = subtree(tree, path)
         trees.refuse_opaques(chosen, checkpoint.path)
-        return ConvertedContents(
-            tree=chosen,
-            key=key or "",
-            notes=tuple(_left_out(tree, chosen, key or "")),
-            taken=_count(chosen),
-            total=_count(tree),
-        )
+        return _converted(tree, chosen, path, chosen, _count(chosen))
     chosen, path = _state_dict(checkpoint, tree, key)
     renaming = Renaming(rename)
     entries, taken = _entries(checkpoint, chosen, renaming, rules)
@@ -70,8 +65,7 @@ def whole_contents(
         renamed[name] = value
     state_dict = OrderedDict(renamed)
     state_dict.__dict__.update(getattr(chosen, "__dict__", {}))
-    notes = tuple(_left_out(tree, chosen, path))
-    return ConvertedContents(tree=state_dict, key=path, notes=notes, taken=taken, total=_count(tree))
+    return _converted(tree, chosen, path, state_dict, taken)
 
 
 def flat_contents(
@@ -87,7 +81,7 @@ def flat_contents(
     """
     tree = checkpoint.index.tree
     chosen, path = _state_dict(checkpoint, tree, key)
-    notes = list(_left_out(tree, chosen, path))
+    notes = []
     values = [name for name, value in trees.leaves(chosen) if not isinstance(value, Entry) or value.bare]
     if values:
         notes.append(listed("values that are not tensors were left out", list(map(repr, values))))
@@ -97,7 +91,7 @@ def flat_contents(
     entries, taken = _entries(checkpoint, chosen, Renaming(rename), rules)
     tensors = {name: entry for name, entry in entries.items() if not entry.bare}
     taken -= len(entries) - len(tensors)
-    return ConvertedContents(tree=tensors, key=path, notes=tuple(notes), taken=taken, total=_count(tree))
+    return _converted(tree, chosen, path, tensors, taken, notes)
 
 
 def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> None:
@@ -162,6 +156,14 @@ def _used(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> int:
 
 def _count(tree: object) -> int:
     return sum(1 for _ in trees.walk(tree))
+
+
+def _converted(
+    tree: object, chosen: object, key: str, made: object, taken: int, more: Iterable[str] = ()
+) -> ConvertedContents:
+    """Return what was made of the part of a tree at a key, with notes on the rest of the tree and ``more``."""
+    notes = (*_left_out(tree, chosen, key), *more)
+    return ConvertedContents(tree=made, key=key, notes=notes, taken=taken, total=_count(tree))
 
 
 def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:

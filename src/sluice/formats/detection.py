@@ -86,23 +86,19 @@ class KnownFormat(NamedTuple):
     matches: Callable[[bytes], bool]
     #: Module and name of its class, below ``sluice.formats``.
     where: str
-    #: Whether its files may hold text of Python 2, whose encoding the class takes.
-    has_encoding: bool = False
 
     def load(self, encoding: str) -> Format:
         """Return the format for an encoding of text that Python 2 wrote."""
         module, _, name = self.where.rpartition(".")
-        made: Format = getattr(import_module(f"sluice.formats.{module}"), name)(
-            **{"encoding": encoding} if self.has_encoding else {}
-        )
+        made: Format = getattr(import_module(f"sluice.formats.{module}"), name)(encoding=encoding)
         return made
 
 
 #: The formats that sluice reads.
 FORMATS = (
-    KnownFormat("torch-zip", is_torch_zip, "torch_save.zip_format.TorchZipFormat", has_encoding=True),
+    KnownFormat("torch-zip", is_torch_zip, "torch_save.zip_format.TorchZipFormat"),
     KnownFormat("safetensors", is_safetensors, "safetensors.reader.SafetensorsFormat"),
-    KnownFormat("torch-legacy", _is_torch_legacy, "torch_save.legacy_format.TorchLegacyFormat", has_encoding=True),
+    KnownFormat("torch-legacy", _is_torch_legacy, "torch_save.legacy_format.TorchLegacyFormat"),
     KnownFormat("gguf", is_gguf, "gguf.reader.GgufFormat"),
 )
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from sluice._errors import CheckpointError
 from sluice._messages import check_limit
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.records import Index
 from sluice.sources.protocol import Source
 
@@ -62,6 +62,10 @@ class Format(Locator, Protocol):
 
 class LocatedByIndex:
     """Base class of formats whose indexes locate every storage and whose files have no checksums."""
+
+    def __init__(self, *, encoding: str = TEXT_ENCODING) -> None:
+        """Keep the encoding of text that Python 2 wrote, for the formats that can contain it."""
+        self._encoding = encoding
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
         return []

@@ -157,21 +157,6 @@ class ItemReader:
         self._format = TorchZipFormat(max_cached=_MAX_CACHED, whole_objects=True)
         self._chunks: dict[bytes, ChunkHeader] = {}
 
-    def value(self, source: Source, item: Item, limits: Limits, data: bytes | None) -> Index:
-        """Return the index of an item that holds a value: any object, or the inert leaf of one.
-
-        Args:
-            source: File of the item.
-            item: The item.
-            limits: Bounds for hostile files.
-            data: The bytes of the item; None if they were not read.
-
-        Raises:
-            CheckpointError: The item is not a ``torch.save`` file that sluice reads.
-        """
-        _, index = self._parse(source, item, limits, [] if data is None else [(0, data)])
-        return index
-
     def located(self, source: Source, items: Sequence[Item]) -> list[ChunkHeader]:
         """Parse the items of chunks in full.
 
@@ -187,7 +172,7 @@ class ItemReader:
         headers: list[ChunkHeader] = []
         for batch in _batches(items):
             for item, known in zip(batch, _read_ends(source, batch), strict=True):
-                section, index = self._parse(source, item, self._limits, known)
+                section, index = self.parse(source, item, self._limits, known)
                 entry = _tensor(index, source, item)
                 if isinstance(entry, UnsupportedValue):
                     headers.append(ChunkHeader(entry, 0, None))
@@ -232,7 +217,7 @@ class ItemReader:
             known = [(0, head)]
             if item.offset in ends:
                 known.append((item.nbytes - len(ends[item.offset]), ends[item.offset]))
-            _, index = self._parse(source, item, self._limits, known)
+            _, index = self.parse(source, item, self._limits, known)
             entry = _tensor(index, source, item)
             if isinstance(entry, UnsupportedValue):
                 return ChunkHeader(entry, 0, None)
@@ -255,7 +240,7 @@ class ItemReader:
         Raises:
             CheckpointError: The item is damaged, or differs from ``expected``.
         """
-        section, index = self._parse(source, item, self._limits, known)
+        section, index = self.parse(source, item, self._limits, known)
         for storage in expected:
             if storage.entry is not None and _tensor(index, source, item) != storage.entry:
                 raise _error("the tensor of an item does not match its first bytes", source, item)
@@ -267,9 +252,20 @@ class ItemReader:
             offsets = self._format.locate(section, index, [storage.position for storage in expected])
         return [section.start + offsets[storage.position] for storage in expected]
 
-    def _parse(
+    def parse(
         self, source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]]
     ) -> tuple[Section, Index]:
+        """Return an item, which may hold any object or the inert leaf of one, and its index.
+
+        Args:
+            source: File of the item.
+            item: The item.
+            limits: Bounds for hostile files.
+            known: Offsets in the item and bytes of ranges already read.
+
+        Raises:
+            CheckpointError: The item is not a ``torch.save`` file that sluice reads.
+        """
         section = Section(source, item.offset, item.nbytes, known=known)
         with _errors_in_file(item):
             start = section.read_at(0, _MIN_ITEM_BYTES)

@@ -20,7 +20,7 @@ from sluice._options import Limits
 from sluice.formats.gguf.types import TYPES, TensorType
 from sluice.sources.protocol import Source
 
-__all__ = ["ALIGNMENT_KEY", "Header", "Metadata", "TensorDescription"]
+__all__ = ["ALIGNMENT_KEY", "Header", "TensorDescription"]
 
 #: Metadata key of the alignment of tensors.
 ALIGNMENT_KEY = "general.alignment"
@@ -62,15 +62,6 @@ class TensorDescription(Struct, frozen=True):
     where: int
 
 
-class Metadata(Struct, frozen=True):
-    """The metadata of a header."""
-
-    #: Values as text, by their keys: numbers, texts, and short arrays of numbers; otherwise what they are.
-    texts: dict[str, str]
-    #: Multiple of bytes, from the first of the data, at which tensors begin.
-    alignment: int
-
-
 class Header:
     """A position in a header; each method moves it on."""
 
@@ -82,6 +73,8 @@ class Header:
         self._data = b""
         self._start = begin
         self._next = 0
+        #: Multiple of bytes, from the first of the data, at which tensors begin.
+        self.alignment = 32
 
     @property
     def position(self) -> int:
@@ -96,8 +89,8 @@ class Header:
         """Return the next number of 8 bytes."""
         return int(_U64.unpack(self._take(8))[0])
 
-    def metadata(self, count: int) -> Metadata:
-        """Return the metadata: ``count`` entries.
+    def metadata(self, count: int) -> dict[str, str]:
+        """Return ``count`` metadata entries as text: numbers, texts, short arrays of numbers; otherwise what they are.
 
         Raises:
             FormatError: A key is duplicated or not UTF-8, a type is unknown, or the alignment is not a power of two.
@@ -107,7 +100,6 @@ class Header:
         self._check_count(count, _SMALLEST_ENTRY_BYTES, "metadata entries")
         self._check_limit("entries", count)
         texts: dict[str, str] = {}
-        alignment = 32
         for _ in range(count):
             where = self.position
             key = self._text("a metadata key")
@@ -116,14 +108,14 @@ class Header:
             kind = self.u32()
             texts[key] = self._value(kind)
             if key == ALIGNMENT_KEY:
-                alignment = int(texts[key]) if kind == _UINT32 else 0
-                if alignment == 0 or alignment & (alignment - 1):
+                self.alignment = int(texts[key]) if kind == _UINT32 else 0
+                if self.alignment == 0 or self.alignment & (self.alignment - 1):
                     found = f"{texts[key]} of metadata type {kind}"
                     expected = f"a power of two of type {_UINT32}"
                     raise self.error(FormatError, "the alignment is invalid", where, expected=expected, found=found)
-        return Metadata(texts, alignment)
+        return texts
 
-    def descriptions(self, count: int, alignment: int) -> list[TensorDescription]:
+    def descriptions(self, count: int) -> list[TensorDescription]:
         """Return the descriptions of ``count`` tensors.
 
         Raises:
@@ -136,13 +128,13 @@ class Header:
         names: set[str] = set()
         found = []
         for _ in range(count):
-            found.append(self._description(alignment))
+            found.append(self._description())
             if found[-1].name in names:
                 raise self.error(FormatError, "the name is duplicated", found[-1].where, tensor=found[-1].name)
             names.add(found[-1].name)
         return found
 
-    def _description(self, alignment: int) -> TensorDescription:
+    def _description(self) -> TensorDescription:
         where = self.position
         name = self._text("the name of a tensor")
         rank = self.u32()
@@ -167,8 +159,8 @@ class Header:
                     found=f"rows of {row}",
                 )
             nbytes = prod(sizes) // kind.elements * kind.nbytes
-        if begin % alignment:
-            expected = f"a multiple of {alignment} bytes"
+        if begin % self.alignment:
+            expected = f"a multiple of {self.alignment} bytes"
             raise self.error(
                 FormatError, "the offset is not aligned", where, tensor=name, expected=expected, found=begin
             )

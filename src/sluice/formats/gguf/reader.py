@@ -63,9 +63,9 @@ class GgufFormat(LocatedByIndex):
             header = Header(source, limits, len(GGUF_MAGIC) + 4)
             tensors, entries = header.u64(), header.u64()
             metadata = header.metadata(entries)
-            descriptions = header.descriptions(tensors, metadata.alignment)
+            descriptions = header.descriptions(tensors)
             descriptions.sort(key=lambda each: (each.begin, each.nbytes))
-            data_start = round_up(header.position, metadata.alignment)
+            data_start = round_up(header.position, header.alignment)
             _check_data(header, descriptions, data_start, source.identity.nbytes)
             tree, storages = _tensors(descriptions, data_start, source.path)
             return Index(
@@ -73,7 +73,7 @@ class GgufFormat(LocatedByIndex):
                 files=(FileRecord(path=source.path, identity=source.identity),),
                 storages=storages,
                 tree=tree,
-                metadata={"version": str(version), **metadata.texts},
+                metadata={"version": str(version), **metadata},
             )
 
 

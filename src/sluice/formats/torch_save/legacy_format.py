@@ -55,7 +55,7 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._messages import check_limit
-from sluice._options import TEXT_ENCODING, Limits
+from sluice._options import Limits
 from sluice.formats.detection import LEGACY_MAGIC
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject, unpickle_at
 from sluice.formats.protocol import LocatedByIndex
@@ -99,14 +99,6 @@ class TorchLegacyFormat(LocatedByIndex):
     """The legacy format of ``torch.save``; see ``Format``."""
 
     name = "torch-legacy"
-
-    def __init__(self, *, encoding: str = TEXT_ENCODING) -> None:
-        """Prepare to read files.
-
-        Args:
-            encoding: Encoding of text that Python 2 wrote; see ``Unpickler``.
-        """
-        self._encoding = encoding
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():
@@ -236,10 +228,9 @@ def _read_plain(source: Source, start: int, limits: Limits) -> tuple[object, int
 
 def _check_preamble(source: Source, limits: Limits) -> tuple[int, bool]:
     """Check the three pickles before the object; return its offset and whether a little-endian machine wrote it."""
-    magic, end = _read_plain(source, 0, limits)
+    magic, start = _read_plain(source, 0, limits)
     if type(magic) is not int or magic != LEGACY_MAGIC:
         raise FormatError("the magic number is wrong", file=source.path, offset=0, expected=f"{LEGACY_MAGIC:#x}")
-    start = end
     version, end = _read_plain(source, start, limits)
     if type(version) is not int or version != _PROTOCOL_VERSION:
         raise FormatError("unknown protocol version", file=source.path, offset=start, expected=_PROTOCOL_VERSION)
