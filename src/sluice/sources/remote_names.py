@@ -43,7 +43,10 @@ _HUB_URL = re.compile(
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w-]*")
 
 #: Suffixes of files: with one of these, a name is not an identifier of the hub.
-_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".json", ".index", ".tar", ".zip", ".gz", ".gguf")
+_FILE_SUFFIXES = (
+    *(".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack"),
+    *(".json", ".index", ".txt", ".tar", ".zip", ".gz"),
+)
 
 #: Most names of a directory that are compared with a misspelled one.
 _COMPARED = 1000

@@ -25,8 +25,8 @@ from msgspec import Struct
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
 from sluice.formats.protocol import Checksum
-from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import CheckingSource, Source
+from sluice.sources.ranges import read_ranges
 
 __all__ = [
     "DEFLATED",

@@ -31,8 +31,8 @@ from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
-from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
+from sluice.sources.ranges import read_ranges
 from sluice.sources.wrappers import Section
 
 __all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items", "small_items"]

@@ -64,8 +64,8 @@ from sluice.formats.torch_save.plain_values import from_bytes
 from sluice.formats.torch_save.storages import StorageKind, StorageReference
 from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, FileRecord, Index, Opaque, Storage, collector_paused
-from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source, checks_with_data
+from sluice.sources.ranges import read_ranges
 
 __all__ = ["TorchLegacyFormat"]
 

@@ -35,6 +35,7 @@ from sluice.sources.remote.http_responses import ResponseHead, check_status
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RequestFailedError
 from sluice.sources.remote.retries import Attempts, server_of, wait
+from sluice.sources.remote_names import names_a_file
 
 __all__ = ["HubAddress", "open_commit", "open_directory", "open_place", "open_source", "parse_address"]
 
@@ -44,9 +45,6 @@ _MOST_INFORMATION_BYTES = 64 << 20
 _LOGIN = "A private or gated model needs a token: `hf auth login`, or the variable HF_TOKEN."
 
 _FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
-
-#: Suffixes that tell a file from the name of a model: ``hf://gpt2/model.safetensors`` has no owner.
-_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".h5", ".gguf", ".msgpack", ".txt")
 
 #: Revisions with a slash in their names that are common: pull requests and converted files.
 _SLASHED = re.compile(r"(refs/(?:pr|convert)/[^/]+)(?:/|$)")
@@ -83,7 +81,8 @@ def parse_address(url: str) -> HubAddress:
         problem = "only models of the hub are checkpoints, not datasets and spaces"
         raise UnsupportedError(problem, file=url, advice="Download the file and pass its path.")
     parts = rest.split("/")
-    alone = "@" in parts[0] or len(parts) == 1 or (len(parts) == 2 and parts[1].endswith(_FILES))
+    # A name without owner is alone, also before a file: ``hf://gpt2/model.safetensors``.
+    alone = "@" in parts[0] or len(parts) == 1 or (len(parts) == 2 and names_a_file(parts[1]))
     count = 1 if alone else 2
     name, at, revision = "/".join(parts[:count]).partition("@")
     path = "/".join(parts[count:])
@@ -132,7 +131,7 @@ def open_commit(remote: Remote) -> tuple[str, RemoteDirectory]:
 def open_directory(remote: Remote) -> RemoteDirectory | None:
     """Return a model or a directory in it; None if the address names a file, or nothing; raises as ``open_source``."""
     address = parse_address(remote.url)
-    return None if address.path.endswith(_FILES) else _Commit.of(address, remote).directory()
+    return None if names_a_file(address.path) else _Commit.of(address, remote).directory()
 
 
 def open_place(remote: Remote) -> RemoteDirectory | Source:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice._errors import TruncatedError
-from sluice.sources.coalesced import read_ranges
+from sluice.sources.ranges import read_ranges
 from support.recorded_reads import RecordingSource
 from support.sources import MemorySource
 
