@@ -1,17 +1,196 @@
-"""Paths, URLs and file objects become sources in one place; local paths that look like URLs stay paths."""
+"""Paths, URLs and file objects become sources in one place; local paths that look like URLs stay paths.
+
+File objects are read from their current position, as by ``torch.load(f)``.
+"""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import os
+import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
+import safetensors.torch
+import torch
 
 import sluice
-from sluice import CheckpointError, TruncatedError, UnsupportedError
+from sluice import CheckpointError, FormatError, SourceChangedError, TruncatedError, UnsupportedError
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.opening import find_place, refuse_url
+from support.oracles import same
+
+Opener = Callable[[Path], BinaryIO]
+
+
+def memory(path: Path) -> BinaryIO:
+    return io.BytesIO(path.read_bytes())
+
+
+OPENERS = pytest.mark.parametrize(
+    "opener",
+    [lambda path: path.open("rb"), lambda path: path.open("rb", buffering=0), lambda path: path.open("r+b"), memory],
+    ids=["buffered", "raw", "read and write", "memory"],
+)
+
+
+def objects() -> list[Any]:
+    base = torch.randn(300, 40)
+    return [
+        {"a": base, "b": base[3:9]},
+        {"step": 3},
+        {"w": torch.nn.Parameter(torch.randn(400_000)), "coo": torch.eye(3).to_sparse()},
+        {"last": torch.arange(5)},
+    ]
+
+
+def save_all(path: Path, values: list[Any], *, before: bytes = b"") -> None:
+    with path.open("wb") as file:
+        file.write(before)
+        for value in values:
+            torch.save(value, file, _use_new_zipfile_serialization=False)
+
+
+@OPENERS
+def test_several_objects_one_after_the_other(tmp_path: Path, opener: Opener) -> None:
+    path = tmp_path / "many.pth"
+    save_all(path, objects())
+    with opener(path) as ours, path.open("rb") as theirs:
+        for _ in objects():
+            expected = torch.load(theirs, weights_only=True)
+            if "step" in expected:  # without tensors: not a state dict, but a checkpoint
+                with sluice.open(ours) as checkpoint:
+                    assert checkpoint.tree == expected
+            else:
+                assert same(dict(sluice.load_state_dict(ours)), expected)
+            assert ours.tell() == theirs.tell()
+        assert ours.tell() == path.stat().st_size
+        with pytest.raises(TruncatedError, match="where a checkpoint should start") as caught:
+            sluice.open(ours)
+        assert caught.value.offset == path.stat().st_size
+
+
+@OPENERS
+@pytest.mark.parametrize("start", [0, 1, 4096, 5003])
+def test_every_format_at_an_offset_in_the_file(tmp_path: Path, opener: Opener, start: int) -> None:
+    value = {"a": torch.randn(70, 30), "b": torch.arange(400_000), "c": torch.randn(30, 70).t()}
+    path = tmp_path / "f"
+    writers: list[Callable[[BinaryIO], object]] = [
+        lambda file: torch.save(value, file),
+        lambda file: torch.save(value, file, _use_new_zipfile_serialization=False),
+        lambda file: file.write(safetensors.torch.save({name: one.contiguous() for name, one in value.items()})),
+    ]
+    for write in writers:
+        with path.open("wb") as file:
+            file.write(os.urandom(start))
+            inner = io.BytesIO()
+            write(inner)
+            file.write(inner.getvalue())
+        with opener(path) as stream:
+            stream.seek(start)
+            with sluice.open(stream) as checkpoint:
+                assert torch.equal(checkpoint["a"][3:9].read(), value["a"][3:9])
+            assert stream.tell() == path.stat().st_size
+            stream.seek(start)
+            ours = sluice.load_state_dict(stream)
+            assert all(torch.equal(ours[name], one) for name, one in value.items())
+            stream.seek(start)
+            model = torch.nn.Linear(30, 70, bias=False)
+            sluice.load_into(model, stream, rename={"a": "weight"}, strict=False)
+            assert torch.equal(model.weight, value["a"])
+
+
+def test_direct_reads_at_an_offset_in_the_file(tmp_path: Path) -> None:
+    value = {"w": torch.randn(20 << 20)}  # large enough for direct reads
+    save_all(tmp_path / "f", [value], before=b"x" * 777)
+    with (tmp_path / "f").open("rb") as stream:
+        stream.seek(777)
+        ours = sluice.load_state_dict(stream, page_cache="bypass")
+    assert torch.equal(ours["w"], value["w"])
+
+
+def test_errors_name_the_position_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    save_all(path, [{"a": torch.ones(3)}], before=b"x" * 1000)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with path.open("rb") as stream:
+        stream.seek(1000)
+        with pytest.raises(TruncatedError, match="before the end of its last storage") as caught:
+            sluice.open(stream)
+        assert caught.value.offset == len(content) - 1
+        assert caught.value.file == str(path)
+        assert stream.tell() == 1000
+        stream.seek(5)
+        with pytest.raises(FormatError, match="not a recognized checkpoint"):
+            sluice.open(stream)
+
+
+def test_two_zip_files_in_one(tmp_path: Path) -> None:
+    """torch uses the directory of the second archive for the first."""
+    path = tmp_path / "f"
+    with path.open("wb") as file:
+        torch.save({"a": torch.ones(3)}, file)
+        first = file.tell()
+        torch.save({"b": torch.ones(2000)}, file)
+    with path.open("rb") as stream:
+        with pytest.raises(FormatError):
+            sluice.open(stream)
+        stream.seek(first)
+        assert same(dict(sluice.load_state_dict(stream)), {"b": torch.ones(2000)})
+
+
+def test_temporary_files() -> None:
+    with tempfile.NamedTemporaryFile() as named, tempfile.TemporaryFile() as nameless:
+        for file in (named, nameless):
+            torch.save({"a": torch.ones(3)}, file)  # still in the buffer of the object
+            file.seek(0)
+            assert torch.equal(sluice.load_state_dict(file)["a"], torch.ones(3))
+
+
+def test_a_file_that_was_replaced_since_it_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    torch.save({"a": torch.ones(3)}, path)
+    with path.open("rb") as stream:
+        path.unlink()
+        torch.save({"a": torch.zeros(3)}, path)
+        assert torch.equal(sluice.load_state_dict(stream)["a"], torch.ones(3))
+
+
+def test_bytes_that_change_while_they_are_open() -> None:
+    stream = io.BytesIO()
+    torch.save({"a": torch.ones(3)}, stream)
+    stream.seek(0)
+    with sluice.open(stream) as checkpoint:
+        stream.write(b"more")
+        with pytest.raises(SourceChangedError, match="stream changed"):
+            checkpoint["a"].read()
+    with pytest.raises(TruncatedError, match="empty"):
+        sluice.open(io.BytesIO())
+
+
+def test_objects_that_decode_or_cannot_be_positioned(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    torch.save({"a": torch.ones(3)}, path)
+    (tmp_path / "gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "bz").write_bytes(bz2.compress(path.read_bytes()))
+    reader, writer = os.pipe()
+    os.close(writer)
+    with (
+        gzip.open(tmp_path / "gz", "rb") as zipped,
+        bz2.open(tmp_path / "bz", "rb") as packed,
+        path.open("rt") as text,
+    ):
+        for stream in (zipped, packed, text, 5, None, object()):
+            with pytest.raises(TypeError, match=r"io\.BytesIO\(stream\.read\(\)\)"):
+                sluice.open(stream)  # type: ignore[arg-type]
+    with open(reader, "rb") as pipe, pytest.raises(UnsupportedError, match="this is a FIFO"):
+        sluice.open(pipe)
 
 
 @pytest.mark.parametrize(

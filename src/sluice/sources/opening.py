@@ -71,16 +71,14 @@ class Place(Struct, frozen=True, kw_only=True):
             RemoteError: A server does not answer.
         """
         if self.kind == "remote":
-            there: Source | Directory = _remote().open_remote_place(self.location)
-            return there
+            return cast("Source | Directory", _remote().open_remote_place(self.location))
         return (self.directory() if self.kind == "local" else None) or self.open_file()
 
     def directory(self) -> Directory | None:
         """Return the directory that is there; None if there is anything else, or nothing; raises as ``open`` does."""
         if self.kind == "local":
             return LocalDirectory(self.title) if os.path.isdir(self.title) else None
-        directory: Directory | None = _remote().open_remote_directory(self.location)
-        return directory
+        return cast("Directory | None", _remote().open_remote_directory(self.location))
 
     def open_file(self, commits: dict[Any, Any] | None = None) -> Source:
         """Return the file that is there; raises as ``open`` does, and ``UnsupportedError`` for a directory.
@@ -89,8 +87,7 @@ class Place(Struct, frozen=True, kw_only=True):
             commits: Empty at first; the files of one checkpoint that share it are of one commit of the hub.
         """
         if self.kind == "remote":
-            file: Source = _remote().open_remote(self.location, commits)
-            return file
+            return cast("Source", _remote().open_remote(self.location, commits))
         if self.stream is not None:
             return _stream_source(self.stream)
         if not self.location:
@@ -105,15 +102,13 @@ class Place(Struct, frozen=True, kw_only=True):
         """Return the directory that holds the file."""
         if self.kind == "local":
             return LocalDirectory(os.path.dirname(str(self.location)))
-        parent: Directory = _remote().remote_parent(self.location)
-        return parent
+        return cast("Directory", _remote().remote_parent(self.location))
 
     def below(self, name: str) -> Location:
         """Return the location of a file in the directory that is there."""
         if self.kind == "local":
             return os.path.join(str(self.location), name)
-        location: Location = _remote().below(self.location, name)
-        return location
+        return cast("Location", _remote().below(self.location, name))
 
 
 def _remote() -> Any:
@@ -201,8 +196,7 @@ def _stream_source(stream: BinaryIO) -> Source:
     if hasattr(stream, "fs"):
         remote = _remote().remote_location(stream)
         if remote is not None:
-            file: Source = _remote().open_remote(remote)
-            return file
+            return cast("Source", _remote().open_remote(remote))
     path = _local_path(stream)
     if stream.writable():
         stream.flush()

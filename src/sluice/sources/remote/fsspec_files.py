@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from fsspec.core import url_to_fs
@@ -231,8 +231,7 @@ def _fresh_info(filesystem: Any, path: str) -> dict[str, Any]:
     """Return what a file system says about a file, not what it remembers of a listing."""
     parent = path.rstrip("/").rpartition("/")[0]
     filesystem.invalidate_cache(parent)
-    info: dict[str, Any] = filesystem.info(path)
-    return info
+    return cast("dict[str, Any]", filesystem.info(path))
 
 
 def _failure(error: Exception) -> RequestFailedError:

@@ -68,8 +68,7 @@ def open_remote(where: str | Remote, commits: dict[Any, Any] | None = None) -> S
 def open_commit(url: str) -> tuple[str, Directory]:
     """Return the URL of a model of the hub at the commit that its revision has now, and its files; raises as above."""
     remote = Remote(url)
-    found: tuple[str, Directory] = _module(remote).open_commit(remote)
-    return found
+    return cast("tuple[str, Directory]", _module(remote).open_commit(remote))
 
 
 def open_remote_directory(where: str | Remote) -> Directory | None:
