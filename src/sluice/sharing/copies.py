@@ -131,11 +131,7 @@ class SharedCopy:
         """Keep the copy as long as an object lives."""
         if self._lock is None:
             raise ValueError("the shared copy is closed")
-        weakref.finalize(user, _let_go, self._lock).atexit = False
-
-
-def _let_go(_: OwnedFile) -> None:
-    """Drop the last reference to a lock."""
+        weakref.finalize(user, lambda _: None, self._lock).atexit = False  # which drops a reference to the lock
 
 
 def builder() -> ModuleType:
