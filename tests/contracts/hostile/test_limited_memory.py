@@ -43,7 +43,7 @@ for path in sys.stdin.read().splitlines():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on virtual memory")
 @pytest.mark.parametrize("verb", ["open", pytest.param("load", marks=pytest.mark.long)])
 def test_small_files_take_little_memory_and_time(tmp_path: Path, verb: str) -> None:
-    files = {name: (content, error.__name__) for name, (content, error, _) in CASES.items()}
+    files = {name: (case.content, case.kind.__name__) for name, case in CASES.items()}
     files |= {name: (content, "LimitError") for name, content in BOMBS.items()}
     expected = {}
     for number, (content, error) in enumerate(files.values()):

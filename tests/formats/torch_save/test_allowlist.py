@@ -36,6 +36,7 @@ def test_a_tensor_and_its_storage() -> None:
 
 FLOATS = storage("0", 10)
 HOOKS = Call(Global("collections", "OrderedDict"))
+PLAIN, FROM_TYPE = Global("torch._utils", "_rebuild_tensor_v2"), Global("torch._tensor", "_rebuild_from_type_v2")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,8 @@ HOOKS = Call(Global("collections", "OrderedDict"))
         (tensor_call(FLOATS, shape=(1,), extra=({"conj": True},)), "a tensor of float32 is marked as conjugated"),
         (tensor_call(FLOATS, shape=(1,), extra=("float32",), function="_rebuild_tensor_v3"), "not a torch.dtype"),
         (Call(Global("torch._utils", "_rebuild_tensor_v2"), ()), "wrong number"),
+        (Call(FROM_TYPE, (PLAIN, Global("torch", "Tensor"), (1, 2), {})), "wrong number of arguments"),
+        (Call(Global("torch._utils", "_rebuild_parameter"), (3, True, HOOKS)), "data of a parameter is not a tensor"),
         (tensor_call(Persistent(("storage",))), "persistent id"),
         (tensor_call(Persistent("storage")), "persistent id"),
         (tensor_call(Persistent(("module", Global("torch", "FloatStorage"), "0", "cpu", 1))), "persistent id"),
@@ -169,8 +172,7 @@ def test_attributes_that_are_none(state: object, problem: str) -> None:
     tensor = tensor_call(FLOATS, shape=(10,))
     parameter = Call(Global("torch._utils", "_rebuild_parameter_with_state"), (tensor, True, HOOKS, state))
     inner = (FLOATS, 0, (10,), (1,), False, HOOKS)
-    rebuild = Global("torch._utils", "_rebuild_tensor_v2")
-    typed = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, Global("torch", "Tensor"), inner, state))
+    typed = Call(FROM_TYPE, (PLAIN, Global("torch", "Tensor"), inner, state))
     for value in (parameter, typed):
         with pytest.raises(FormatError, match=problem) as caught:
             load({"w": value})
@@ -178,10 +180,9 @@ def test_attributes_that_are_none(state: object, problem: str) -> None:
 
 
 def test_attributes() -> None:
-    rebuild, function = Global("torch._utils", "_rebuild_tensor_v2"), Global("torch.tensor", "_rebuild_from_type_v2")
-    inner = (FLOATS, 0, (10,), (1,), False, HOOKS)
+    function, inner = Global("torch.tensor", "_rebuild_from_type_v2"), (FLOATS, 0, (10,), (1,), False, HOOKS)
     states = [({"a": 1}, {"b": 2}), (None, {"b": 2}), {"a": Global("os", "system")}, ({}, None), {}]
-    found = load([Call(function, (rebuild, Global("torch", "Tensor"), inner, state)) for state in states])
+    found = load([Call(function, (PLAIN, Global("torch", "Tensor"), inner, state)) for state in states])
     assert [entry.attributes for entry in found] == [{"a": 1, "b": 2}, {"b": 2}, None, None, None]
 
 
@@ -224,10 +225,9 @@ def test_a_storage_that_no_tensor_views() -> None:
 
 
 def test_storages_among_attributes_and_versions() -> None:
-    made = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (Global("torch._utils", "_rebuild_tensor_v2"),))
     rebuilt = tensor_call(FLOATS, shape=(10,)).arguments
     state = {"own": (FLOATS, 1), "other": FLOATS}
-    tensor = Call(made.function, (*made.arguments, Global("torch", "Tensor"), rebuilt, state))
+    tensor = Call(FROM_TYPE, (PLAIN, Global("torch", "Tensor"), rebuilt, state))
     versions = Raw(encode(Call(Global("collections", "OrderedDict"))) + encode({"_metadata": (FLOATS,)}) + b"b")
     tree = load({"w": tensor, "v": versions})
     attributes = tree["w"].attributes
@@ -261,11 +261,10 @@ def test_other_names_are_not_dtypes(module: str, name: str) -> None:
 
 
 def test_rebuilding_inside_rebuilding_does_not_recurse() -> None:
-    rebuild = Global("torch._tensor", "_rebuild_from_type_v2")
-    nested: object = (rebuild, Global("torch", "Tensor"), (), {})
+    nested: tuple[object, ...] = (FROM_TYPE, Global("torch", "Tensor"), (), {})
     for _ in range(20):
-        nested = (rebuild, Global("torch", "Tensor"), nested, {})
-    leaf = load([Call(rebuild, nested if isinstance(nested, tuple) else ())])[0]
+        nested = (FROM_TYPE, Global("torch", "Tensor"), nested, {})
+    leaf = load([Call(FROM_TYPE, nested)])[0]
     assert "a custom rebuild function" in repr(leaf)
 
 
