@@ -23,9 +23,9 @@ from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.sources.remote.location import Remote
+from sluice.writing.contents import SaveJob
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save_formats import CONVERT_FORMATS, ConvertFormat, choose_format
-from sluice.writing.save_job import SaveJob
 from sluice.writing.uploads import Upload
 
 __all__ = ["convert"]

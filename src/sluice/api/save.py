@@ -21,11 +21,11 @@ from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.sources.remote.location import Remote
+from sluice.writing.contents import SaveJob
 from sluice.writing.formats import write_contents
 from sluice.writing.held_object import HeldObject
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save_formats import SAVE_FORMATS, SaveFormat, choose_format
-from sluice.writing.save_job import SaveJob
 from sluice.writing.uploads import Upload, upload_to
 
 __all__ = ["save", "save_destination"]

@@ -24,9 +24,9 @@ from sluice.matching.renaming import Rename
 from sluice.reading.reader import fill_caches
 from sluice.records import Entry
 from sluice.reports.save import SaveReport
+from sluice.writing.contents import SaveJob
 from sluice.writing.formats import write_contents
 from sluice.writing.save_formats import ConvertFormat
-from sluice.writing.save_job import SaveJob
 from sluice.writing.write_queue import Staging
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from sluice._units import counted, format_bytes, format_rate, gb_per_second
 from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title
 
 if TYPE_CHECKING:
-    from sluice.writing.save_job import SavedFiles
+    from sluice.writing.contents import SavedFiles
 
 __all__ = ["SaveReport"]
 

@@ -12,8 +12,8 @@ from sluice.converting.convert import convert_checkpoint
 from sluice.converting.entries import Entries
 from sluice.formats.safetensors.header import declare_ties
 from sluice.reports.save import SaveReport
+from sluice.writing.contents import SaveJob
 from sluice.writing.safetensors import lay_out_safetensors
-from sluice.writing.save_job import SaveJob
 
 if TYPE_CHECKING:
     from sluice.sharing.copies import CopyRequest

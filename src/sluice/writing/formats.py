@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from sluice.writing.contents import Contents, WrittenItem, write_items
+from sluice.writing.contents import Contents, SavedFiles, SaveJob, WrittenItem, write_items
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.safetensors import SafetensorsLayout
 from sluice.writing.save_formats import SaveFormat
-from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model, plan_model_directory, write_model_directory
 from sluice.writing.torch_zip import TorchFile, TorchZipWriter
 from sluice.writing.uploads import Upload, UploadedFile

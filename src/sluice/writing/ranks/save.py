@@ -32,6 +32,7 @@ from sluice.machine.processes import this_process
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.membership import group_of
 from sluice.sharding.regions import shape_of
+from sluice.writing.contents import SavedFiles, SaveJob
 from sluice.writing.formats import write_model
 from sluice.writing.held_object import tensor_items
 from sluice.writing.ranks.distributed_directory import write_item_files
@@ -41,7 +42,6 @@ from sluice.writing.ranks.items import flatten, lay_out_items, value_item
 from sluice.writing.ranks.shared_writes import RankWriter
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.save_formats import SaveFormat
-from sluice.writing.save_job import SavedFiles, SaveJob
 from sluice.writing.shards import Model
 from sluice.writing.write_queue import Staging
 
