@@ -204,30 +204,6 @@ def test_ranges_of_any_size_have_the_bytes_of_the_whole(base: Path, adapter: Pat
             source.read_at(nbytes, 1)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "problem"),
-    [
-        ({"head.lora_A.weight": (2, 256), "head.lora_B.weight": (64, 2), "head.lora_B.bias": (64,)}, "no 'head.bias'"),
-        ({"first.lokr_w1": (16, 16), "first.lokr_w2": (16, 8)}, "does not fit 'first.weight'"),
-        ({"first.lokr_w1": (16, 16), "first.lokr_w2_a": (16, 2)}, "which are not merged"),
-        ({"first.lora_A.weight": (2, 256), "first.lora_B.weight": (256, 2), "first.alpha": (2,)}, "one real number"),
-        ({f"first.hada_{part}": () for part in ("w1_a", "w1_b", "w2_a", "w2_b")}, "rank of the adapter differs"),
-        ({f"first.lokr_{part}": () for part in ("w1_a", "w1_b", "w2_a", "w2_b")}, "does not fit 'first.weight'"),
-    ],
-)
-def test_what_cannot_be_merged_is_refused_before_anything_is_written(
-    base: Path, tmp_path: Path, tensors: dict[str, tuple[int, ...]], problem: str
-) -> None:
-    safetensors.torch.save_file(
-        {name: torch.ones(shape) for name, shape in tensors.items()}, tmp_path / "a.safetensors"
-    )
-
-    with pytest.raises(sluice.SluiceError, match=problem):
-        sluice.convert(base, tmp_path / "new.safetensors", adapters=tmp_path / "a.safetensors")
-
-    assert not (tmp_path / "new.safetensors").exists()
-
-
 @pytest.mark.parametrize("name", ["weights", "w.SAFETENSORS"])
 def test_a_file_of_any_name_has_its_configuration(
     base: Path, adapter: Path, want: dict[str, torch.Tensor], name: str
@@ -243,33 +219,6 @@ def test_the_limits_of_the_load_are_those_of_its_adapters(base: Path, adapter: P
     (adapter / "adapter_model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(sluice.PathEscapeError):
         sluice.load_into(empty(), base, adapters=adapter, limits=sluice.Limits(symlinks_outside=False))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rank_pattern": {"l": 0}},
-        {"alpha_pattern": {"*l": 8}},
-        {"alpha_pattern": {"a{99999999999999999999}": 8}},
-        {"rank_pattern": [1]},
-        {"peft_type": ["LORA"]},
-        {"modules_to_save": 5},
-    ],
-)
-def test_a_damaged_configuration_is_refused(base: Path, adapter: Path, settings: dict[str, Any]) -> None:
-    whole = {"peft_type": "LORA", "r": 4, "lora_alpha": 3, **settings}
-    (adapter / "adapter_config.json").write_text(json.dumps(whole))
-    with pytest.raises(sluice.FormatError, match="adapter") as caught:
-        sluice.load_into(empty(), base, adapters=adapter)
-    assert str(caught.value.file).endswith("adapter_config.json")
-
-
-def test_the_rank_of_a_hadamard_product_is_that_of_its_configuration(base: Path, tmp_path: Path) -> None:
-    shapes = {"w1_a": (256, 0), "w1_b": (0, 256), "w2_a": (256, 0), "w2_b": (0, 256)}
-    sluice.save({f"first.hada_{part}": torch.zeros(shape) for part, shape in shapes.items()}, tmp_path / "a.pth")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LOHA", "r": 4, "alpha": 3}))
-    with pytest.raises(sluice.MismatchError, match="rank of the adapter differs"):
-        sluice.load_into(empty(), base, adapters=tmp_path / "a.pth")
 
 
 def test_the_url_of_a_directory_is_an_adapter(base: Path, adapter: Path) -> None:

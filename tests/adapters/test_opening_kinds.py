@@ -31,6 +31,10 @@ def low_rank(rank: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rank, *shape[1:]), torch.randn(shape[0], rank, *ones)
 
 
+LOW_RANK = {"head.lora_A.weight": (2, 9)}
+HADAMARD = {f"proj_in.hada_{part}": (0,) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
+
+
 def write_peft(path: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
     path.mkdir()
     named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
@@ -131,26 +135,48 @@ def test_files_of_image_models_have_alpha_for_each_layer(
             {},
             "without a place in the model: '.*heads' .similar: 'head'",
         ),
-        ({"head.lora_A.weight": (2, 9)}, {}, "which are not merged"),
+        (LOW_RANK, {}, "which are not merged"),
         ({"head.lora_A.weight": (3, 9), "head.lora_B.weight": (5, 3)}, {}, "rank of the adapter differs"),
         ({"head.lora_A.weight": (2, 8), "head.lora_B.weight": (5, 2)}, {}, "does not fit 'head.weight'"),
         ({"head.oft_r.weight": (2, 8)}, {"peft_type": "OFT"}, "kind 'OFT' are not merged"),
-        ({"head.lora_A.weight": (2, 9)}, {"layer_replication": [[0, 1]]}, "with layer_replication"),
-        ({"head.lora_A.weight": (2, 9)}, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"head.lora_A.weight": (2, 9)}, {"alpha_pattern": {"(a+)+": 1}}, "pattern"),
-        ({"head.lora_A.weight": (2, 9)}, {"r": "2"}, "not a positive number"),
+        (LOW_RANK, {"layer_replication": [[0, 1]]}, "with layer_replication"),
+        (LOW_RANK, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        (LOW_RANK, {"alpha_pattern": {"(a+)+": 1}}, "pattern"),
+        (LOW_RANK, {"r": "2"}, "not a positive number"),
+        (LOW_RANK, {"rank_pattern": {"l": 0}}, r"adapter_config\.json: .* not a positive number"),
+        (LOW_RANK, {"alpha_pattern": {"*l": 8}}, r"adapter_config\.json: .* damaged"),
+        (LOW_RANK, {"alpha_pattern": {"a{99999999999999999999}": 8}}, r"adapter_config\.json: .* damaged"),
+        (LOW_RANK, {"rank_pattern": [1]}, r"adapter_config\.json: rank_pattern of the adapter is of a wrong type"),
+        (LOW_RANK, {"peft_type": ["LORA"]}, r"adapter_config\.json: peft_type of the adapter is of a wrong type"),
+        (LOW_RANK, {"modules_to_save": 5}, r"adapter_config\.json: modules_to_save of the adapter is of a wrong type"),
+        (HADAMARD, {"peft_type": "LOHA", "r": 4, "alpha": 3}, "rank of the adapter differs"),
+        (dict.fromkeys(HADAMARD, ()), None, "rank of the adapter differs"),
+        ({f"proj_in.lokr_{part}": () for part in ("w1_a", "w1_b", "w2_a", "w2_b")}, None, "does not fit 'proj_in"),
+        ({"proj_in.lokr_w1": (3, 3), "proj_in.lokr_w2": (3, 3)}, None, "does not fit 'proj_in.weight'"),
+        ({"proj_in.lokr_w1": (3, 3), "proj_in.lokr_w2_a": (3, 2)}, None, "which are not merged"),
+        ({**LOW_RANK, "head.lora_B.weight": (5, 2), "head.alpha": (2,)}, None, "one real number"),
+        (
+            {"tokens.lora_A.weight": (2, 6), "tokens.lora_B.weight": (11, 2), "tokens.lora_B.bias": (11,)},
+            None,
+            "no 'tokens.bias'",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_refused_by_name_and_leaves_the_model(
-    base: Path, tmp_path: Path, tensors: dict[str, tuple[int, ...]], config: dict[str, Any], problem: str
+    base: Path, tmp_path: Path, tensors: dict[str, tuple[int, ...]], config: dict[str, Any] | None, problem: str
 ) -> None:
-    path = write_peft(tmp_path / "a", {name: torch.ones(shape) for name, shape in tensors.items()}, **config)
+    path = write_peft(tmp_path / "a", {name: torch.ones(shape) for name, shape in tensors.items()}, **config or {})
+    if config is None:
+        (path / "adapter_config.json").unlink()
     model = empty(Net)
 
     with pytest.raises(sluice.SluiceError, match=problem):
         sluice.load_into(model, base, adapters=path)
+    with pytest.raises(sluice.SluiceError, match=problem):
+        sluice.convert(base, tmp_path / "new.safetensors", adapters=path)
 
     assert all(tensor.is_meta for tensor in model.state_dict().values())
+    assert not (tmp_path / "new.safetensors").exists()
 
 
 def test_a_live_model_keeps_its_parameters_and_plans_what_it_does(base: Path, tmp_path: Path) -> None:
