@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from sluice.loading.module_request import ModuleRequest
 from sluice.loading.optimizer_job import OptimizerRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.records import Peaks
+from support.range_server import RangeServer, status
 from support.recorded_reads import record_reads
 
 SIZE = 512
@@ -80,3 +82,69 @@ def test_every_kind_keeps_its_limits_and_offers_what_fits(
             decide(kind(TransferOptions(memory=sluice.MemoryLimits(host=needed - 1))), checkpoint)
         assert recording.read_bytes < 8 * HEADER  # headers of records, no tensor data
     assert all(alternative.needs["host"] < needed for alternative in caught.value.alternatives)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("remote") / "model.safetensors"
+    sluice.save(layers(), path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def server(content: bytes) -> Iterator[RangeServer]:
+    pytest.importorskip("urllib3", reason="urllib3 is not installed: pip install 'sluice[remote]'")
+    with RangeServer({"/model.safetensors": content}) as server:
+        yield server
+
+
+def test_the_plan_and_the_report_have_the_requests_of_the_server(server: RangeServer, content: bytes) -> None:
+    where = server.url("/model.safetensors")
+    plan = sluice.plan(layers(), where)
+    assert plan.remote is not None
+    assert (plan.remote.header_requests, plan.remote.header_bytes) == (len(server.requests), 65536)
+    assert plan.remote.planned_bytes == plan.read_bytes
+    assert plan.remote.requests is None
+    assert plan.remote.describe() in str(plan).splitlines()
+    assert json.loads(json.dumps(plan.to_json()))["remote"]["planned_requests"] == plan.remote.planned_requests
+
+    server.requests.clear()
+    remote = sluice.load_into(layers(), where).remote
+    assert remote is not None
+    assert (remote.header_requests, remote.planned_requests) == (1, plan.remote.planned_requests)
+    assert remote.requests == len(server.requests) - 1 == plan.remote.planned_requests
+    # The first request has brought the start of the first tensor too.
+    assert remote.received_bytes == len(content) - 65536
+
+
+def test_repeated_requests_count(server: RangeServer) -> None:
+    expected = sluice.load_into(layers(), server.url("/model.safetensors")).remote
+    server.faults = {len(server.requests) + 1: status(503)}
+    report = sluice.load_into(layers(), server.url("/model.safetensors"))
+    assert report.remote is not None
+    assert expected is not None
+    assert report.remote.requests == (expected.requests or 0) + 1
+    assert report.remote.received_bytes == expected.received_bytes
+    assert f"{expected.planned_requests:,} and " in str(report)
+
+
+def test_local_files_have_no_requests(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    assert sluice.plan(layers(), path).remote is None
+    report = sluice.load_into(layers(), path)
+    assert report.remote is None
+    assert "remote:" not in str(report)
+
+
+def test_an_open_checkpoint_counts_what_it_has_read(server: RangeServer) -> None:
+    with sluice.open(server.url("/model.safetensors")) as checkpoint:
+        checkpoint["3.weight"][:2].read()
+        found = sluice.plan(layers(), checkpoint).remote
+        assert found is not None
+        assert found.header_requests == 2
+        assert torch.equal(sluice.load_state_dict(checkpoint)["3.weight"][:2], checkpoint["3.weight"][:2].read())

@@ -16,6 +16,15 @@ from support.divided_models import LAYOUTS, Net, differences, divide, local, loc
 from support.ranks import Ranks
 
 
+def attempted(model: nn.Module, path: Path, **options: Any) -> str:
+    """Load into a model; return the error, or an empty text."""
+    try:
+        sluice.load_into(model, path, **options)
+    except sluice.RankError as error:
+        return str(error)
+    return ""
+
+
 def save_distributed(whole: Path, directory: Path) -> None:
     """Write the state dict with torch.distributed.checkpoint, as the ranks of an FSDP2 job do."""
     from torch.distributed.checkpoint import state_dict_saver
@@ -90,10 +99,7 @@ def refusals(whole: Path, other: Path) -> list[str]:
             row: Any = model.row
             placements = [Partial(), *row.placements[1:]]
             model.row = torch.nn.Parameter(DTensor.from_local(row.to_local(), row.device_mesh, placements))
-        try:
-            sluice.load_into(model, path, strict=prepare != "missing")
-        except sluice.RankError as error:
-            texts.append(str(error))
+        texts.append(attempted(model, path, strict=prepare != "missing"))
         texts += [name for name, tensor in model.named_parameters() if not tensor.is_meta]
     return texts
 
@@ -110,17 +116,16 @@ def test_what_cannot_be_loaded_is_named_before_anything_is_read(whole: Path, tmp
         assert len(rest) == 1
 
 
+def load_fsdp(path: Path) -> str:
+    return attempted(divide("fsdp", meta=True), path)
+
+
 def without_a_weight(path: Path) -> list[object]:
-    texts: list[object] = []
-    for meta in (True, False):
-        model = divide("fsdp", meta=meta)
-        before = local(model.up.bias).clone()
-        try:
-            report = sluice.load_into(model, path, strict=False)
-            texts += [report.missing, torch.equal(local(model.up.bias), before)]
-        except sluice.RankError as error:
-            texts.append(str(error))
-    return texts
+    refused = attempted(divide("fsdp", meta=True), path, strict=False)
+    model = divide("fsdp", meta=False)
+    before = local(model.up.bias).clone()
+    report = sluice.load_into(model, path, strict=False)
+    return [refused, report.missing, torch.equal(local(model.up.bias), before)]
 
 
 def test_missing_parts_keep_live_values_and_are_refused_on_meta(whole: Path, tmp_path: Path, four_ranks: Ranks) -> None:
@@ -156,24 +161,16 @@ def test_key_rename_and_rules(whole: Path, tmp_path: Path, four_ranks: Ranks) ->
     assert all(all(same) for same in four_ranks.run(with_options, tmp_path))
 
 
-def tied_apart(path: Path) -> str:
-    try:
-        sluice.load_into(divide("fsdp", meta=True), path)
-    except sluice.RankError as error:
-        return str(error)
-    return ""
-
-
 def test_copies_of_tied_tensors_are_compared_where_a_rank_holds_them(
     whole: Path, tmp_path: Path, four_ranks: Ranks
 ) -> None:
     state = torch.load(whole, weights_only=True)
     state["head.weight"] = state["head.weight"].clone()
     torch.save(state, tmp_path / "equal.pth")
-    assert four_ranks.run(tied_apart, tmp_path / "equal.pth") == [""] * 4
+    assert four_ranks.run(load_fsdp, tmp_path / "equal.pth") == [""] * 4
     state["head.weight"][4] += 1  # of the second rank
     torch.save(state, tmp_path / "different.pth")
-    texts = four_ranks.run(tied_apart, tmp_path / "different.pth")
+    texts = four_ranks.run(load_fsdp, tmp_path / "different.pth")
     assert [bool(text) for text in texts] == [True] * 4
     assert all("are tied in the model and differ" in text and "on 1 of 4 ranks" in text for text in texts)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import sluice
 from support.training_runs import KINDS, Kind, differences, net, resumed, stopped, train
@@ -16,6 +15,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning"),  # LBFGS of torch 2.8
 ]
+
+
+def as_torch(
+    path: Path, kind: Kind, dtype: torch.dtype = torch.float32
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, sluice.LoadReport]:
+    """Return the optimizer that sluice fills, which equals torch's, that one, and the report."""
+    theirs, ours = kind(net(dtype=dtype)), kind(net(dtype=dtype))
+    theirs.load_state_dict(torch.load(path)["optimizer"])
+    report = sluice.load_optimizer(ours, path)
+    assert not differences(ours.state_dict(), theirs.state_dict())
+    return ours, theirs, report
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -33,10 +43,7 @@ def test_twenty_more_steps_are_the_same(tmp_path: Path, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_state_equals_torchs(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
     stopped(tmp_path / "run.pt", kind)
-    theirs, ours = kind(net(dtype=dtype)), kind(net(dtype=dtype))
-    theirs.load_state_dict(torch.load(tmp_path / "run.pt")["optimizer"])
-    report = sluice.load_optimizer(ours, tmp_path / "run.pt")
-    assert not differences(ours.state_dict(), theirs.state_dict())
+    _, _, report = as_torch(tmp_path / "run.pt", kind, dtype)
     assert (report.key, report.missing, report.unexpected) == ("optimizer", (), ())
 
 
@@ -66,22 +73,17 @@ def test_what_was_frozen_after_it_was_trained_keeps_its_state(tmp_path: Path, na
 
 
 def test_capturable_and_fused_put_the_step_where_the_parameter_is(tmp_path: Path) -> None:
-    def kind(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters())
-
+    kind = KINDS["AdamW"]
     _, optimizer = stopped(tmp_path / "run.pt", kind)
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["capturable"] = True
     for values in state["state"].values():
         values["step"] = values["step"].double()
-    torch.save(state, tmp_path / "optimizer.pt")
-    theirs, ours = kind(net()), kind(net())
-    theirs.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
-    report = sluice.load_optimizer(ours, tmp_path / "optimizer.pt")
+    torch.save({"optimizer": state}, tmp_path / "optimizer.pt")
+    ours, _, report = as_torch(tmp_path / "optimizer.pt", kind)
     assert ours.state[next(iter(ours.state))]["step"].dtype is torch.float32
     assert report.cast == {"float64->float32": len(ours.state)}
-    assert not differences(ours.state_dict(), theirs.state_dict())
 
 
 def test_a_step_that_is_a_number_becomes_the_tensor_that_torch_makes_of_it(tmp_path: Path) -> None:
@@ -91,11 +93,8 @@ def test_a_step_that_is_a_number_becomes_the_tensor_that_torch_makes_of_it(tmp_p
     for values in state["state"].values():
         values["step"] = int(values["step"])
     torch.save({"optimizer": state}, tmp_path / "old.pt")
-    ours, theirs = kind(net()), kind(net())
-    theirs.load_state_dict(torch.load(tmp_path / "old.pt")["optimizer"])
-    sluice.load_optimizer(ours, tmp_path / "old.pt")
+    ours, _, _ = as_torch(tmp_path / "old.pt", kind)
     assert isinstance(ours.state[next(iter(ours.state))]["step"], torch.Tensor)
-    assert not differences(ours.state_dict(), theirs.state_dict())
 
 
 class Lion(torch.optim.Optimizer):
@@ -121,10 +120,7 @@ class Lion(torch.optim.Optimizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_optimizer_that_is_not_torchs(tmp_path: Path, dtype: torch.dtype) -> None:
     stopped(tmp_path / "run.pt", lambda m: Lion(m.parameters()))
-    theirs, ours = (Lion(net(dtype=dtype).parameters()) for _ in range(2))
-    theirs.load_state_dict(torch.load(tmp_path / "run.pt")["optimizer"])
-    sluice.load_optimizer(ours, tmp_path / "run.pt")
-    assert not differences(ours.state_dict(), theirs.state_dict())
+    ours, theirs, _ = as_torch(tmp_path / "run.pt", lambda m: Lion(m.parameters()), dtype)
     assert ours.param_groups[0]["precision"] is torch.float32
     # As in torch, a shared tensor stays shared without a cast, and becomes one per parameter with a cast.
     for optimizer in (ours, theirs):
@@ -143,17 +139,3 @@ def test_state_that_belongs_to_no_parameter_is_kept(tmp_path: Path) -> None:
     kept: Any = ours.state["global"]  # type: ignore[index]
     assert kept["loss"].dtype is torch.int32
     assert kept["seen"] == [1, 2]
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".legacy"])
-def test_sluices_own_files_and_legacy_ones(tmp_path: Path, suffix: str) -> None:
-    kind = KINDS["AdamW two groups"]
-    model, optimizer = stopped(tmp_path / "run.pt", kind)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    path = tmp_path / f"again{suffix}"
-    if suffix == ".pt":
-        sluice.save(state, path)
-    else:
-        torch.save(state, path, _use_new_zipfile_serialization=False)
-    _, filled = resumed(path, kind)
-    assert not differences(filled.state_dict(), optimizer.state_dict())

@@ -119,9 +119,3 @@ def test_lists_and_tuples_move_too(tmp_path: Path) -> None:
     assert (state["list"][0].is_meta, state["list"][1]) == (True, 1)
     assert state["tuple"][0].is_meta
     assert state["tuple"][1][0].is_meta
-
-
-def test_a_device_that_cannot_be_used(tmp_path: Path) -> None:
-    stopped(tmp_path / "run.pt", KINDS["AdamW"])
-    with pytest.raises(ValueError, match="nowhere"):
-        sluice.load_optimizer(KINDS["AdamW"](net()), tmp_path / "run.pt", device="nowhere")

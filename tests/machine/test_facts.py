@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sluice.benchmark.machine import make_cold
@@ -268,3 +270,17 @@ def test_files_in_memory_are_cached_and_their_pages_are_not_counted(
     monkeypatch.setattr("sluice._defaults.PROBE_STEP_BYTES", 102_400)
     known = file_facts(file)
     assert (known.direct_io, known.cached) == (False, (1.0, 1.0, 1.0))
+
+
+def test_spaces_and_other_bytes_of_mount_points_are_unescaped(tmp_path: Path) -> None:
+    table = tmp_path / "mounts"
+    table.write_bytes(
+        b"/dev/sda1 / ext4 rw 0 0\nhost:/a /mnt/two\\040words\\134 nfs4 rw 0 0\nnone /caf\xc3\xa9 tmpfs rw 0 0\n"
+    )
+    assert filesystems._mounts(str(table)) == [("/", "ext4"), ("/mnt/two words\\", "nfs4"), ("/café", "tmpfs")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table")
+def test_the_table_has_what_psutil_finds() -> None:
+    found = [(each.mountpoint, each.fstype) for each in psutil.disk_partitions(all=True)]
+    assert filesystems._mounts() == found

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import sluice
 from sluice.machine.facts import file_facts, machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import AccessFacts, LoadPlan, MachineFacts, Request, largest_access, local_access
+from sluice.planning.reads import join_requests
+from sluice.records import (
+    AccessFacts,
+    FileFacts,
+    LoadPlan,
+    MachineFacts,
+    Read,
+    Request,
+    largest_access,
+    local_access,
+    requests_of,
+)
 from sluice.sources.protocol import Source
 from sluice.sources.wrappers import ReadAhead, Section
 from support.plans import FILE, MIB, entry, entry_of, facts, index_of, planned, request
@@ -146,3 +160,44 @@ def test_the_slower_of_disk_and_device_never_waits_for_the_other(
 def test_the_model_shows_a_ring_of_one_buffer_as_too_small() -> None:
     made = replace(device_plan(cached=False, cores=2, staging=64 * MIB), staging_buffers=1, readers=1)
     assert use_of_ring(made, read_rate=1e9, copy_rate=1e9).slower_busy == pytest.approx(0.5, abs=0.01)
+
+
+REMOTE = AccessFacts(request_bytes=1000, gap_bytes=50, parallel_requests=4, joins_reads=True)
+
+
+def files_with(*accesses: AccessFacts) -> list[FileFacts]:
+    return [FileFacts(filesystem="", direct_io=False, probe_step_bytes=1, access=access) for access in accesses]
+
+
+@st.composite
+def reads(draw: st.DrawFn) -> list[Read]:
+    made: list[Read] = []
+    for file in range(draw(st.integers(1, 3))):
+        offset = 0
+        for _ in range(draw(st.integers(0, 12))):
+            offset += draw(st.sampled_from([0, 0, 7, 50, 51]))
+            nbytes = draw(st.sampled_from([1, 100, 450, 1000]))
+            made.append(Read(file=file, offset=offset, nbytes=nbytes, methods=("buffered",)))
+            offset += nbytes
+    return made
+
+
+@given(reads())
+def test_requests_are_as_long_as_they_may_be(each: list[Read]) -> None:
+    joined = list(join_requests(each, files_with(REMOTE, REMOTE, REMOTE)))
+    assert [replace(read, continues=False) for read in joined] == each
+    requests = list(requests_of(joined))
+    for one in requests:
+        assert len({read.file for read in one}) == 1
+        gaps = [after.offset - read.offset - read.nbytes for read, after in itertools.pairwise(one)]
+        assert all(gap <= 50 for gap in gaps)
+        assert one[-1].offset + one[-1].nbytes - one[0].offset <= 1000
+    for one, (after, *_) in itertools.pairwise(requests):
+        gap = after.offset - one[-1].offset - one[-1].nbytes
+        too_long = after.offset + after.nbytes - one[0].offset > 1000
+        assert after.file != one[0].file or gap > 50 or too_long
+
+
+@given(reads())
+def test_reads_of_local_files_stay_apart(each: list[Read]) -> None:
+    assert list(join_requests(each, files_with(local_access(), local_access(), local_access()))) == each
