@@ -27,7 +27,6 @@ FEATURES = {
         *(
             "loading/joint.py",
             "loading/rank_plans.py",
-            "loading/divided.py",
         ),
         "modules/fully_sharded.py",
     ),

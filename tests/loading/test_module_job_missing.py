@@ -10,7 +10,7 @@ from torch import nn
 
 import sluice
 from sluice.testing import assert_peak
-from support.trained_net import empty
+from support.trained_net import empty, problem
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.register_buffer("mask", torch.ones(3, 3).tril())
 
 
-def test_every_kind_of_problem_is_in_one_error_with_close_matches(tmp_path: Path) -> None:
+def test_every_kind_of_problem_is_in_one_error_with_close_matches() -> None:
     state = Model().state_dict()
     state["output.weight"] = state.pop("lm_head.weight")
     state["body.0.biases"] = state.pop("body.0.bias")
@@ -32,22 +32,14 @@ def test_every_kind_of_problem_is_in_one_error_with_close_matches(tmp_path: Path
     state["embedding.weight"] = torch.ones(4, 7)
     state["mask"] = torch.ones(3, 3, dtype=torch.complex64)
     state["extra"] = torch.ones(2)
-    torch.save(state, tmp_path / "f.pth")
     for model in (Model(), empty(Model)):
-        before = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
-        with pytest.raises(sluice.MismatchError) as caught:
-            sluice.load_into(model, tmp_path / "f.pth")
-        text = str(caught.value)
+        text = problem(model, state)
         assert "'lm_head.weight' [7, 4]; the checkpoint has 'output.weight' of the same shape" in text
         assert "'body.0.bias' [4]; the checkpoint has 'body.0.biases' of the same shape" in text
         assert "'body.1.weight' is [4] in the module, [2, 2] in the checkpoint" in text
         assert "'embedding.weight' is [7, 4] in the module, [4, 7] in the checkpoint" in text
         assert "'mask': complex64 cannot become float32" in text
         assert "'extra' [2]" in text
-        assert set(caught.value.missing) == {"lm_head.weight", "body.0.bias"}
-        assert set(caught.value.unexpected) == {"output.weight", "body.0.biases", "extra"}
-        after = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
-        assert after == before
 
 
 def test_without_strict_live_values_stay_and_meta_modules_are_initialised(tmp_path: Path) -> None:

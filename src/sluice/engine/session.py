@@ -21,8 +21,7 @@ from msgspec import Struct
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice._threads import Worker, join_threads, start_threads, stops_when
-from sluice.engine.read_methods import ReadMethods
-from sluice.engine.running_plan import FinishedRead, RunningPlan, SessionEndedError, TargetMemory
+from sluice.engine.running_plan import FinishedRead, ReadMethods, RunningPlan, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import Targets
 from sluice.records import LoadPlan, Read

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sluice import _defaults as defaults
 from sluice.engine.host_memory import HostMemory
-from sluice.engine.read_methods import check_process, check_unchanged
-from sluice.engine.running_plan import RunResult
+from sluice.engine.running_plan import RunResult, check_process, check_unchanged
 from sluice.engine.staging import StagingBuffer
 from sluice.engine.targets import Targets
 from sluice.records import LoadPlan

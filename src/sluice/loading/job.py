@@ -25,8 +25,7 @@ from sluice._options import NO_LIMITS, MemoryLimits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.read_methods import Surprise
-from sluice.engine.running_plan import RunResult
+from sluice.engine.running_plan import RunResult, Surprise
 from sluice.engine.targets import Targets
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget

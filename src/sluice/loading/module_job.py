@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec.structs import replace
 
-from sluice._dtypes import dtype_name
-from sluice._errors import PartialLoadError
+from sluice._dtypes import ITEM_BYTES, dtype_name
+from sluice._errors import MismatchError, PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
-from sluice.loading.divided import check_devices, padding_copies
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
 from sluice.matching.match import Match
@@ -28,7 +27,7 @@ from sluice.reading.transfer import Prepared, plan_transfer
 from sluice.records import Entry, Index, Request
 from sluice.reports.load import RefreshState
 from sluice.reports.table import Decided, TensorRow, tensor_rows
-from sluice.sharding.dtensors import is_dtensor, local_of
+from sluice.sharding.dtensors import home, is_dtensor, local_of
 
 if TYPE_CHECKING:
     from sluice.adapters.opening import AdaptedCheckpoint
@@ -167,9 +166,9 @@ def _planned(
     later_copies: list[tuple[int, int]] = []
     # A plan for ranks divides the description of a model of whole tensors.
     if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
-        check_devices(state, matched)
+        _check_devices(state, matched)
         options = replace(options, host_ranks=options.host_ranks or local_rank_count())
-        later_copies = list(padding_copies(state, matched))
+        later_copies = list(_padding_copies(state, matched))
     refuse_quantized(
         (slots[slot].names[0], state.tensors[slot], each.entry.dtype)
         for slot, each in zip(matched.slots, matched.requests, strict=True)
@@ -181,6 +180,37 @@ def _planned(
         later_copies=later_copies,
         options=options,
     )
+
+
+def _check_devices(state: ModuleState, matched: Match) -> None:
+    """Refuse devices on which the mesh of a DTensor, which is divided over ranks, could not use it.
+
+    Raises:
+        MismatchError: There are such tensors.
+    """
+    for slot, request in zip(matched.slots, matched.requests, strict=True):
+        if state.outline.slots[slot].region is None:
+            continue
+        own = home(state.tensors[slot])
+        if request.device not in {own, "cpu"}:
+            raise MismatchError(
+                f"{request.name!r} is divided over a mesh whose part for this rank is on {own}, not on "
+                f"{request.device}: call load_into without device=",
+                tensor=request.name,
+            )
+
+
+def _padding_copies(state: ModuleState, matched: Match) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of local tensors that fully_shard copies after the load, and of their copies."""
+    for slot, request in zip(matched.slots, matched.requests, strict=True):
+        shard = state.shards.get(slot)
+        if shard is None or request.existing or request.device != "cpu":
+            continue
+        nbytes, padded = (n * ITEM_BYTES[request.dtype] for n in (request.entry.numel, shard.elements))
+        if shard.pinned:
+            yield nbytes, 1 << max(padded - 1, 0).bit_length()  # torch rounds page-locked memory up to a power of two
+        elif padded != nbytes:
+            yield nbytes, padded
 
 
 def _state(index: Index, requests: Sequence[Request], metadata: Mapping[str, str]) -> RefreshState:

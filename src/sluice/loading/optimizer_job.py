@@ -26,9 +26,8 @@ from sluice.checkpoint.survey import optimizer_files, zero_directory
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.formats.divided import divided_directory
-from sluice.loading.divided import as_dtensor
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
-from sluice.loading.optimizer_leaves import LeafDecisions, keep_device, move_at_first_step
+from sluice.loading.optimizer_leaves import LeafDecisions, as_dtensor, keep_device, move_at_first_step
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
 from sluice.matching.renaming import Rename
 from sluice.modules.fully_sharded import reshard

@@ -16,12 +16,15 @@ from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from sluice._dtypes import dtype_name, why_no_cast
-from sluice.loading.divided import part_of_state, stride_of_state
+from sluice._errors import MismatchError
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline
 from sluice.reading.composites import component_requests
 from sluice.records import Entry, Request
+from sluice.records.geometry import contiguous_stride, is_dense
+from sluice.sharding.dtensors import is_dtensor, local_of, region_held, with_local
+from sluice.sharding.regions import select_region
 
-__all__ = ["LeafDecisions", "keep_device", "move_at_first_step"]
+__all__ = ["LeafDecisions", "as_dtensor", "keep_device", "move_at_first_step"]
 
 
 class _Decision(Struct, frozen=True, kw_only=True):
@@ -81,7 +84,7 @@ class LeafDecisions:
         requests = component_requests(decision.name, entry, device=decision.device, dtype=decision.dtype)
         parameter = self.divided.get(id(entry))
         if parameter is not None:
-            stride = stride_of_state(entry, parameter)
+            stride = _stride_of_state(entry, parameter)
             return [replace(request, alone=True, stride=stride) for request in requests]
         # torch copies what it converts; tensors that it keeps unchanged may share memory, unless they are assembled.
         return [replace(request, alone=changed or bool(entry.parts)) for request in requests]
@@ -112,7 +115,7 @@ class LeafDecisions:
 
         def owned(entry: Entry, path: str, key: object) -> Entry:
             decision = self._choice(entry, path, key, parameter, on_device=on_device)
-            part = part_of_state(entry, path, key, parameter)
+            part = _part_of_state(entry, path, key, parameter)
             leaf = self._leaf(part or entry, decision)
             if part is not None:
                 self.divided[id(leaf)] = parameter
@@ -154,6 +157,45 @@ class LeafDecisions:
         if isinstance(value, (list, tuple)):
             return type(value)(self._map(child, f"{path}.{i}", None, leaf) for i, child in enumerate(value))
         return value
+
+
+def _part_of_state(entry: Entry, path: str, key: object, parameter: torch.Tensor) -> Entry | None:
+    """Return the part of a tensor of the state that belongs to this rank; None if each rank holds all of it.
+
+    State of the parameter's shape is divided like the parameter, as ``torch.zeros_like`` divides it.
+
+    Args:
+        entry: The tensor.
+        path: Its name, for messages.
+        key: Its name in the state of the parameter.
+        parameter: The parameter.
+
+    Raises:
+        MismatchError: Another shape: it is not known how the optimizer divides it.
+    """
+    if not is_dtensor(parameter) or key == "step":
+        return None
+    if entry.shape == tuple(parameter.shape) and entry.composite is None:
+        return replace(select_region(entry, region_held(parameter)))  # a leaf of its own
+    if not entry.shape:
+        return None
+    raise MismatchError(
+        f"{path!r} is {list(entry.shape)} and its parameter {list(parameter.shape)}: state of a parameter that is "
+        "divided over ranks (DTensor) is loaded if it has the parameter's shape",
+        tensor=path,
+    )
+
+
+def _stride_of_state(entry: Entry, parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the stride of the state of a parameter on this rank: that of the parameter's memory."""
+    local = local_of(parameter)
+    fits = tuple(local.shape) == entry.shape and is_dense(entry.shape, local.stride())
+    return local.stride() if fits else contiguous_stride(entry.shape)
+
+
+def as_dtensor(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the state of a parameter on all ranks, from its part on this one."""
+    return with_local(parameter, tensor.view(local_of(parameter).shape))
 
 
 def _as_live(value: object, live: object) -> object:
