@@ -10,27 +10,25 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from support.distributed_metadata import (
-    chunk_metadata,
-    distributed_metadata,
-    index_key,
-    place,
-    tensor_metadata,
-    value_metadata,
-)
 from support.hostile_archives import (
     ArchiveRecord,
     Call,
     Global,
     Raw,
     build_archive,
+    chunk_metadata,
+    distributed_metadata,
     encode,
+    index_key,
     legacy_file,
     legacy_storage,
     pickled,
+    place,
     storage,
     tensor_call,
+    tensor_metadata,
     torch_archive,
+    value_metadata,
 )
 
 _SIX = {"7": (6, struct.pack("<6f", *range(6)))}

@@ -17,7 +17,7 @@ import torch
 import sluice
 from support.command_line import printed
 from support.distributed import item
-from support.distributed_metadata import chunk_metadata, distributed_metadata, index_key, place, tensor_metadata
+from support.hostile_archives import chunk_metadata, distributed_metadata, index_key, place, tensor_metadata
 
 
 class Tagged(torch.Tensor):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -22,6 +21,7 @@ from sluice.sources.protocol import Source
 from support.distributed import Box, StoredChunk, StoredTensor, chunks, everything, rows, save, torch_loaded, write
 from support.oracles import same
 from support.quantized import Scaled, parts_in
+from support.ranks import Ranks
 from support.recorded_reads import record_reads
 
 
@@ -182,18 +182,15 @@ def test_chunks_of_one_kind_are_parsed_once_to_open(tmp_path: Path, monkeypatch:
         assert parsed == ["a[0, 0]", "a[2, 0]"]
 
 
-RANKS = """
-import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+def save_on_ranks(directory: str) -> None:
+    """Save tensors that four ranks hold parts of, and on the first rank the whole ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-def save(rank, directory):
-    dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=4)
-    grid, line = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (4,))
+    grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     torch.manual_seed(0)
-    full = {name: torch.randn(shape) for name, shape in
-            {"grid": (10, 6), "uneven": (7, 3), "few": (2, 5), "copies": (4,), "hybrid": (6, 4)}.items()}
+    shapes = {"grid": (10, 6), "uneven": (7, 3), "few": (2, 5), "copies": (4,), "hybrid": (6, 4)}
+    full = {name: torch.randn(shape) for name, shape in shapes.items()}
     model = {
         "grid": distribute_tensor(full["grid"], grid, [Shard(0), Shard(1)]),
         "uneven": distribute_tensor(full["uneven"], line, [Shard(0)]),
@@ -201,20 +198,13 @@ def save(rank, directory):
         "copies": distribute_tensor(full["copies"], line, [Replicate()]),
         "hybrid": distribute_tensor(full["hybrid"], grid, [Replicate(), Shard(0)]),
     }
-    dcp.save({"model": model, "step": 7}, checkpoint_id=directory)
-    if rank == 0:
+    state_dict_saver.save({"model": model, "step": 7}, checkpoint_id=directory)
+    if torch.distributed.get_rank() == 0:
         torch.save(full, f"{directory}.pth")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    mp.spawn(save, (sys.argv[1],), nprocs=4)
-"""
 
 
-@pytest.mark.long
-def test_what_four_ranks_save(tmp_path: Path) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS)
-    subprocess.run([sys.executable, tmp_path / "ranks.py", tmp_path / "d"], check=True, capture_output=True)
+def test_what_four_ranks_save(tmp_path: Path, four_ranks: Ranks) -> None:
+    four_ranks.run(save_on_ranks, str(tmp_path / "d"))
     check(tmp_path / "d")
     full = torch.load(tmp_path / "d.pth")
     assert same(dict(sluice.load_state_dict(tmp_path / "d", key="model")), full)

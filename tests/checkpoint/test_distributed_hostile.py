@@ -30,15 +30,20 @@ from sluice.entries import tree as _tree
 from sluice.formats.distributed.metadata import read_metadata
 from support.directories import refusal
 from support.distributed import StoredChunk, StoredTensor, chunks, everything, item, rows, save, torch_loaded, write
-from support.distributed_metadata import (
+from support.hostile_archives import (
+    Call,
+    Global,
+    Raw,
     chunk_metadata,
     distributed_metadata,
+    encode,
     index_key,
+    pickled,
     place,
     tensor_metadata,
+    torch_archive,
     value_metadata,
 )
-from support.hostile_archives import Call, Global, Raw, encode, pickled, torch_archive
 from support.oracles import same
 from support.sources import MemorySource
 

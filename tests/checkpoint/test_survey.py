@@ -6,7 +6,7 @@ import os
 import resource
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,6 @@ from support.directories import (
     Net,
     Tensors,
     assert_same,
-    empty,
     notes,
     read_with_their_library,
     save,
@@ -31,11 +30,6 @@ from support.directories import (
     tensors,
     two_shards,
     write_index,
-    write_model,
-    write_parameters,
-    write_parts,
-    write_pickled_shards,
-    write_shards,
 )
 
 # Files that are read
@@ -61,21 +55,6 @@ def test_shards_read_as_their_library_reads_them(tmp_path: Path, suffix: str, by
             assert checkpoint.metadata == {"format": "pt"}
         else:
             assert checkpoint.metadata["byteorder"] == "little"
-
-
-@pytest.mark.parametrize("write", [write_model, write_parts, write_parameters, write_shards, write_pickled_shards])
-def test_every_kind_fills_a_module(tmp_path: Path, write: Callable[[Path, Tensors], Path]) -> None:
-    torch.manual_seed(0)
-    saved = Net().state_dict()
-    source = write(tmp_path, saved)
-    for model in (empty(), Net()):
-        report = sluice.load_into(model, source)
-        assert_same(model.state_dict(), saved)
-        assert report.source == str(source)
-    assert_same(sluice.load_state_dict(source), saved)
-    with sluice.open(source, key="first") as part:
-        assert set(part) == {"weight", "bias"}
-        assert torch.equal(part["weight"].read(), saved["first.weight"])
 
 
 def test_views_and_parameters_of_pickled_shards_keep_their_types(tmp_path: Path) -> None:
@@ -125,22 +104,6 @@ def test_legacy_names_and_dots_become_names_of_parameters(tmp_path: Path) -> Non
             name: tensor.tolist() for name, tensor in expected.items()
         }
     assert isinstance(sluice.load_state_dict(tmp_path)["scale"], nn.Parameter)
-
-
-def test_only_the_shard_that_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = two_shards(tmp_path)
-    with sluice.open(tmp_path) as checkpoint:
-        first.unlink()  # it is not read
-        read = []
-        real = os.preadv
-
-        def record(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-            read.append(os.fstat(descriptor).st_ino)
-            return real(descriptor, buffers, offset)
-
-        monkeypatch.setattr(os, "preadv", record)
-        assert checkpoint["c"][0].read().tolist() == [0.0, 1.0, 2.0, 3.0]
-        assert set(read) == {second.stat().st_ino}
 
 
 @given(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import sluice
 from sluice._dtypes import dtype_name
 from sluice.entries import tree as trees
-from support.distributed_metadata import (
+from support.hostile_archives import (
     chunk_metadata,
     distributed_metadata,
     index_key,
