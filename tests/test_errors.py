@@ -15,7 +15,6 @@ from sluice._errors import (
     BudgetError,
     CheckpointError,
     FormatError,
-    PartialLoadError,
     ReadError,
     SluiceError,
     TruncatedError,
@@ -103,9 +102,3 @@ def test_errors_survive_pickling_and_copying(
         assert (again.errno, again.strerror) == (error.errno, error.strerror)
         assert error.errno is not None
         assert again.filename == "x.pth"
-
-
-def test_a_partial_load_lists_its_tensors() -> None:
-    error = PartialLoadError("a read failed", done=("a",), torn=("b",), untouched=("c", "d"))
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.done, again.torn, again.untouched) == (("a",), ("b",), ("c", "d"))

@@ -9,7 +9,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import safetensors
@@ -27,28 +27,19 @@ from sluice.writing.torch_zip import TorchZipWriter
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
 
-
-class Form(NamedTuple):
-    """A form of a checkpoint."""
-
-    name: str
-    format: ConvertFormat
-    shard_bytes: int | None = None
-
-    def save(self, state: Any, path: Path, **how: Any) -> None:
-        sluice.save(state, path, format=self.format, max_shard_size=self.shard_bytes, **how)
-
-    def convert(self, source: Path, path: Path) -> None:
-        sluice.convert(source, path, format=self.format, max_shard_size=self.shard_bytes)
+#: File name and arguments of each form.
+FORMS: dict[str, dict[str, Any]] = {
+    "model.pth": {},
+    "model.safetensors": {},
+    "whole": {},
+    "sharded": {"max_shard_size": 200},
+}
+EVERY_FORM = pytest.mark.parametrize("form", FORMS)
 
 
-FORMS = [
-    Form("model.pth", "torch"),
-    Form("model.safetensors", "safetensors"),
-    Form("whole", "huggingface"),
-    Form("sharded", "huggingface", 200),
-]
-EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def save(form: str, state: Any, path: Path, **how: Any) -> None:
+    sluice.save(state, path, **FORMS[form], **how)
+
 
 #: Dtypes that the safetensors format lacks.
 ABSENT = {"complex32", "complex128"}
@@ -72,20 +63,20 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @EVERY_FORM
-def test_every_dtype(tmp_path: Path, form: Form) -> None:
+def test_every_dtype(tmp_path: Path, form: str) -> None:
     value = {name: any_bits(torch_dtype(name), 12) for name in TORCH_DTYPES}
-    if form.format in {"safetensors", "huggingface"}:
+    if form != "model.pth":
         for name in ABSENT:
             with pytest.raises(sluice.SaveError, match=f"does not support this dtype; found {name}"):
-                form.save({name: value.pop(name)}, tmp_path / form.name)
-    form.save(value, tmp_path / form.name)
-    found = sluice.load_state_dict(tmp_path / form.name)
+                save(form, {name: value.pop(name)}, tmp_path / form)
+    save(form, value, tmp_path / form)
+    found = sluice.load_state_dict(tmp_path / form)
     assert set(found) == set(value)
-    if form.name == "model.pth":
+    if form == "model.pth":
         for mmap in (False, True):
-            assert same(torch.load(tmp_path / form.name, weights_only=True, mmap=mmap), dict(found))
-    if form.name == "model.safetensors":
-        assert same(safetensors.torch.load_file(tmp_path / form.name), found)
+            assert same(torch.load(tmp_path / form, weights_only=True, mmap=mmap), dict(found))
+    if form == "model.safetensors":
+        assert same(safetensors.torch.load_file(tmp_path / form), found)
     for name, tensor in value.items():
         assert found[name].dtype == tensor.dtype
         assert bits(found[name]) == bits(tensor), name
@@ -94,19 +85,19 @@ def test_every_dtype(tmp_path: Path, form: Form) -> None:
 @needs_float4
 def test_a_packed_dtype_needs_a_dimension(tmp_path: Path) -> None:
     with pytest.raises(sluice.SaveError, match="packed values of a 0-d tensor"):
-        FORMS[1].save({"a": torch.zeros((), dtype=torch.float4_e2m1fn_x2)}, tmp_path / "f.safetensors")
+        save("model.safetensors", {"a": torch.zeros((), dtype=torch.float4_e2m1fn_x2)}, tmp_path / "f.safetensors")
     assert not list(tmp_path.iterdir())
 
 
 @EVERY_FORM
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path, form: Form) -> None:
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path, form: str) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for place in (first, second):
         place.mkdir()
-        form.save(state(), place / form.name)
+        save(form, state(), place / form)
         torch.save(state(), tmp_path / "in.pt")
-        form.convert(tmp_path / "in.pt", place / f"converted-{form.name}")
-    for name in (form.name, f"converted-{form.name}"):
+        sluice.convert(tmp_path / "in.pt", place / f"converted-{form}", **FORMS[form])
+    for name in (form, f"converted-{form}"):
         assert content(first / name) == content(second / name)
         assert content(first / name)
 
@@ -155,34 +146,34 @@ def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
         assert archive.read("archive/data/1") == late.numpy().tobytes()
 
 
-@pytest.mark.parametrize("form", FORMS[1:4], ids=lambda form: form.name)
-def test_metadata_is_in_every_header(tmp_path: Path, form: Form) -> None:
-    form.save(state(), tmp_path / form.name, metadata={"made by": "ü", "format": "mine"})
-    path = tmp_path / form.name
+@pytest.mark.parametrize("form", list(FORMS)[1:])
+def test_metadata_is_in_every_header(tmp_path: Path, form: str) -> None:
+    save(form, state(), tmp_path / form, metadata={"made by": "ü", "format": "mine"})
+    path = tmp_path / form
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    assert len(files) == (3 if form.shard_bytes else 1)
+    assert len(files) == (3 if form == "sharded" else 1)
     for file in files:
         with safetensors.safe_open(file, "pt") as opened:
             assert opened.metadata()["made by"] == "ü"
             assert opened.metadata()["format"] == "mine"
     with sluice.open(path) as checkpoint:
         assert checkpoint.metadata["made by"] == "ü"
-    if form.shard_bytes:
+    if form == "sharded":
         index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
         assert set(index["weight_map"].values()) == {file.name for file in files}
 
 
 def test_metadata_that_has_no_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="metadata is written to the header of safetensors files"):
-        FORMS[0].save(state(), tmp_path / "f.pth", metadata={"a": "b"})
+        save("model.pth", state(), tmp_path / "f.pth", metadata={"a": "b"})
     for wrong in ({"a": 1}, {1: "a"}):
         with pytest.raises(sluice.SaveError, match="safetensors metadata must map text to text"):
-            FORMS[1].save(state(), tmp_path / "f.safetensors", metadata=wrong)
+            save("model.safetensors", state(), tmp_path / "f.safetensors", metadata=wrong)
     assert not list(tmp_path.iterdir())
 
 
 def test_metadata_under_the_name_of_a_tied_tensor(tmp_path: Path) -> None:
-    FORMS[1].save(state(), tmp_path / "f.safetensors", metadata={"c": "text"})
+    save("model.safetensors", state(), tmp_path / "f.safetensors", metadata={"c": "text"})
     with sluice.open(tmp_path / "f.safetensors") as checkpoint:
         assert checkpoint.metadata["c"] == "text"
         assert checkpoint["c"].entry is checkpoint["a"].entry
@@ -225,17 +216,17 @@ def alarms() -> Iterator[list[int]]:
 @EVERY_FORM
 @pytest.mark.parametrize("verb", ["save", "convert"])
 def test_short_and_interrupted_writes_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarms: list[int], form: Form, verb: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarms: list[int], form: str, verb: str
 ) -> None:
     torch.save(state(), tmp_path / "in.pt")
 
     def write(path: Path) -> None:
         if verb == "save":
-            form.save(state(), path)
+            save(form, state(), path)
         else:
-            form.convert(tmp_path / "in.pt", path)
+            sluice.convert(tmp_path / "in.pt", path, **FORMS[form])
 
-    write(tmp_path / f"whole-{form.name}")
+    write(tmp_path / f"whole-{form}")
     real = os.pwrite
 
     def short(descriptor: int, data: memoryview, offset: int) -> int:
@@ -243,28 +234,28 @@ def test_short_and_interrupted_writes_go_on(
         return real(descriptor, memoryview(data)[:5], offset)
 
     monkeypatch.setattr(os, "pwrite", short)
-    write(tmp_path / f"short-{form.name}")
-    assert content(tmp_path / f"short-{form.name}") == content(tmp_path / f"whole-{form.name}")
+    write(tmp_path / f"short-{form}")
+    assert content(tmp_path / f"short-{form}") == content(tmp_path / f"whole-{form}")
     assert alarms
 
 
 @EVERY_FORM
-def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    form.save(state(), tmp_path / form.name)
-    before = content(tmp_path / form.name)
+def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    save(form, state(), tmp_path / form)
+    before = content(tmp_path / form)
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(sluice.SaveError, match="nothing was written"):
-        form.save(state(), tmp_path / form.name, overwrite=True)
-    assert content(tmp_path / form.name) == before
-    assert [path.name for path in tmp_path.iterdir()] == [form.name]
+        save(form, state(), tmp_path / form, overwrite=True)
+    assert content(tmp_path / form) == before
+    assert [path.name for path in tmp_path.iterdir()] == [form]
 
 
 @EVERY_FORM
 def test_an_exception_in_any_write_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    form.save(state(), tmp_path / form.name)
-    before = content(tmp_path / form.name)
+    save(form, state(), tmp_path / form)
+    before = content(tmp_path / form)
     real = os.pwrite
     written, at = 0, 0
 
@@ -279,11 +270,11 @@ def test_an_exception_in_any_write_leaves_the_old_checkpoint(
     while True:
         at, written = at + 1, 0
         try:
-            form.save({name: tensor + 1 for name, tensor in state().items()}, tmp_path / form.name, overwrite=True)
+            save(form, {name: tensor + 1 for name, tensor in state().items()}, tmp_path / form, overwrite=True)
         except KeyboardInterrupt:
-            assert content(tmp_path / form.name) == before
-            assert [path.name for path in tmp_path.iterdir()] == [form.name]
+            assert content(tmp_path / form) == before
+            assert [path.name for path in tmp_path.iterdir()] == [form]
             continue
         break
     assert at > 2
-    assert content(tmp_path / form.name) != before
+    assert content(tmp_path / form) != before

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from bench import _peers as bench_peers
@@ -21,8 +22,18 @@ from bench._llama import LLAMA_TINY, write_directory
 from sluice.benchmark import gpt2
 from sluice.benchmark.loads import touch, verdict
 from sluice.benchmark.methods import LOADERS, METHODS, PEERS, STRATEGIES, absence
-from sluice.benchmark.records import HUGGING_FACE, OTHER, SHARDS, Kind, MethodJob, Precision
-from support.tiny_checkpoints import write_checkpoints
+from sluice.benchmark.records import (
+    HUGGING_FACE,
+    OTHER,
+    PARAMETERS,
+    PTH,
+    SAFETENSORS,
+    SHARDS,
+    Kind,
+    MethodJob,
+    Precision,
+)
+from support.directories import SAFETENSORS_INDEX, save_sharded
 
 _LOADERS = [
     (method.name, suffix)
@@ -42,7 +53,16 @@ def _short_vocabulary() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoints(_short_vocabulary: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+    """Return the tiny model's checkpoint of each kind that a method reads."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    made = {kind: folder / f"tiny{kind}" for kind in (PTH, SAFETENSORS, PARAMETERS, SHARDS)}
+    for kind, name in gpt2.FORMATS.items():
+        gpt2.make_checkpoint(made[kind], "tiny", torch.float32, name)
+    items = list(load_file(made[SAFETENSORS]).items())
+    save_sharded(
+        made[SHARDS], SAFETENSORS_INDEX, {"1.safetensors": dict(items[::2]), "2.safetensors": dict(items[1::2])}
+    )
+    return made
 
 
 def _load(name: str, checkpoint: Path, dtype: Precision) -> nn.Module:

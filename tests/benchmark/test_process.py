@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from sluice.benchmark import process as _process
+from sluice.benchmark.gpt2 import make_checkpoint
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import final_bytes
 from sluice.benchmark.process import Watcher, run_tasks
 from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
 from support import fresh_process
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny.pth"
+    make_checkpoint(path, "tiny", torch.float32, "torch")
+    return path
 
 
 @pytest.fixture
@@ -30,9 +38,9 @@ def _job(method: str, checkpoint: Path, *, verify: bool = False) -> MethodJob:
     )
 
 
-def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]) -> None:
+def test_a_copying_method_grows_by_anonymous_memory(checkpoint: Path) -> None:
     final = final_bytes("tiny", torch.float32)
-    outcome = run_job(_job("meta-sequential", checkpoints[".pth"], verify=True))
+    outcome = run_job(_job("meta-sequential", checkpoint, verify=True))
     assert (outcome.status, outcome.reason) == ("ok", "")
     assert outcome.seconds > 0
     # The total is the kernel's own record. The kinds are sampled; on a busy machine there may be no sample between the
@@ -44,9 +52,9 @@ def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]
 
 
 @pytest.mark.usefixtures("_forked")
-def test_a_mapping_method_grows_by_file_pages(checkpoints: dict[str, Path]) -> None:
+def test_a_mapping_method_grows_by_file_pages(checkpoint: Path) -> None:
     final = final_bytes("tiny", torch.float32)
-    outcome = run_job(_job("mmap", checkpoints[".pth"]))
+    outcome = run_job(_job("mmap", checkpoint))
     assert outcome.status == "ok"
     assert outcome.file_bytes > 0.9 * final
     assert outcome.anon_bytes < 0.5 * final
@@ -75,9 +83,9 @@ def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert (outcome.status, outcome.reason) == ("timeout", "stopped after 0.1 s")
 
 
-def test_a_killed_process_is_an_outcome(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_is_an_outcome(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_process, "_answer", lambda process: process.kill())
-    outcome = run_job(_job("naive", checkpoints[".pth"]))
+    outcome = run_job(_job("naive", checkpoint))
     assert (outcome.status, outcome.reason) == ("killed", "killed by the system: out of memory")
 
 
