@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.records import DeviceMemory, Entry, Index, Part, Peaks, elements_of
+from sluice.records import DeviceMemory, Peaks
 from sluice.reports.document import Grid
 from sluice.reports.load import LoadReport
-from sluice.reports.table import Decided, TensorRow, TensorTable, _SourceNames, tensor_rows
+from sluice.reports.table import Decided, TensorRow, TensorTable, tensor_rows
 from support.command_line import printed
 
 _PREDICTED = Peaks(anon_bytes=5 << 20, file_bytes=0, shmem_bytes=0, total_bytes=5 << 20)
@@ -186,27 +186,14 @@ def test_casts_live_tensors_and_mapped_ones(file: Path) -> None:
     assert not any("are copied" in note for note in report.notes)
 
 
-def test_parts_are_traced_to_the_entries_that_hold_them() -> None:
-    fused = Entry(elements=elements_of("float32"), shape=(6, 2), stride=(2, 1), storage=0)
-    other = Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=1)
-    index = Index(format="test", files=(), storages=(), tree={"qkv": fused, "rest": [other]})
-    names = {
-        "q": Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=0),
-        "both": Entry(
-            elements=elements_of("float32"),
-            shape=(4, 2),
-            stride=(2, 1),
-            storage=-1,
-            parts=(Part(entry=other, start=(0, 0)), Part(entry=fused, start=(2, 0))),
-        ),
-        "unknown": Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=7),
-    }
-    found = _SourceNames(index)
-    assert {name: found.of(entry) for name, entry in names.items()} == {
-        "q": ("qkv",),
-        "both": ("rest.0", "qkv"),
-        "unknown": (),
-    }
+def test_parts_are_traced_to_the_tensors_that_hold_them(tmp_path: Path) -> None:
+    torch.save({"qkv": torch.ones(6, 2), "a": torch.ones(2, 2), "b": torch.ones(1, 2)}, tmp_path / "f.pth")
+    rows_of = {"q": 2, "k": 2, "v": 2, "ab": 3}
+    model = nn.ParameterDict({name: nn.Parameter(torch.empty(count, 2)) for name, count in rows_of.items()})
+    rules = [sluice.rules.split("qkv", ("q", "k", "v")), sluice.rules.concatenate(("a", "b"), "ab")]
+    table = sluice.load_into(model, tmp_path / "f.pth", rules=rules).table()
+    fused = dict.fromkeys("qkv", ("qkv",))
+    assert {row.name: row.source_names for row in table} == {**fused, "ab": ("a", "b")}
 
 
 def test_tensors_of_rules_are_described_by_the_rules(tmp_path: Path) -> None:
