@@ -6,7 +6,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -82,6 +82,16 @@ def four_ranks() -> Iterator[Ranks]:
     """Return a process group of four, which is kept for the session."""
     with Ranks(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    """Return transformers without progress bars and threads; tests are skipped if it is not installed."""
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    found = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'sluice[hf]'")
+    found.logging.set_verbosity_error()
+    found.utils.logging.disable_progress_bar()
+    return found
 
 
 @pytest.fixture(scope="session")

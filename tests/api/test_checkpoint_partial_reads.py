@@ -31,7 +31,7 @@ from support.directories import (
     write_shards,
     write_zip,
 )
-from support.recorded_reads import RecordingSource, record_reads
+from support.sources import RecordingSource, record_reads
 
 #: File, first byte and size of a read.
 Range: TypeAlias = tuple[str, int, int]

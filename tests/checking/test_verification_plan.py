@@ -10,7 +10,7 @@ import torch
 import sluice
 from sluice import _defaults as defaults
 from support import distributed
-from support.recorded_reads import record_reads
+from support.sources import record_reads
 from support.torch_files import saved_big_endian
 from support.whole_checkpoints import Tensors, files_of, hashed
 

@@ -22,7 +22,7 @@ from support.distributed import Box, StoredChunk, StoredTensor, chunks, everythi
 from support.oracles import same
 from support.quantized import Scaled, parts_in
 from support.ranks import Ranks
-from support.recorded_reads import record_reads
+from support.sources import record_reads
 
 
 def check(directory: Path) -> None:

@@ -23,8 +23,7 @@ from sluice.sources.protocol import Source
 from support import distributed
 from support.directories import save, tensors, two_shards
 from support.gguf_files import packed, plain, write
-from support.recorded_reads import RecordingSource
-from support.sources import MemorySource
+from support.sources import MemorySource, RecordingSource
 
 
 class Named(NamedTuple):

@@ -15,6 +15,7 @@ CASES = """
 import gc, sys, warnings, torch, sluice
 from torch import nn
 from sluice.testing import assert_peak
+from support.module_zoo import Extra, Renaming
 
 MIB = 1 << 20
 SIDE = 3520
@@ -67,21 +68,6 @@ class Aliased(nn.Module):
         self.a = large()
         self.b = large()
         self.b.weight = nn.Parameter(self.a.weight.data)
-
-
-class Extra(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-    def get_extra_state(self):
-        return self.extra
-    def set_extra_state(self, state):
-        self.extra = state
-
-
-class Renaming(nn.Linear):
-    def _load_from_state_dict(self, state_dict, prefix, *rest):
-        state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 check("warm", empty(lambda: nn.Linear(8, 8)), dict(nn.Linear(8, 8).state_dict()), 0)

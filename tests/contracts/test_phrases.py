@@ -28,38 +28,30 @@ def found(tmp_path: Path, text: str, name: str = "module.py") -> list[tuple[int,
     ("source", "expected"),
     [
         ("x = 1  # Nobody reads this\n", [(1, "Nobody")]),
-        ('"""Head.\n\nSeen by nobody.\n"""\n', [(3, "nobody")]),
         ("raise ValueError('seen by nobody')\n", [(1, "nobody")]),
         ("x = f'{1} is seen by nobody'\n", [(1, "nobody")]),
         ("x = (\n    'a file of '\n    'another kind'\n)\n", [(2, "of another")]),
         ("# a file of\n# another kind\n", [(1, "of another")]),
-        ('"""A file of\nanother kind."""\n', [(1, "of another")]),
-        ("x = 'none\\nnobody'\n", [(1, "nobody")]),
         ("x = '''\n{\nnobody\n'''\n", [(3, "nobody")]),
+        # code is not prose
+        ("x = nobody.of.another\n", []),
+        ("x = b'nobody'\n", []),
+        ("x = f'{nobody} of them'\n", []),
+        ("# the name ``nobody`` is code\n", []),
+        ('"""Head.\n\n>>> nobody\n... nobody\n"""\n', []),
+        ("x = ['a file of ', 'another kind']\n", []),
+        ("# a file of\nx = 1\n# another kind\n", []),
+        # a line opts out with a reason
+        ("x = 'nobody'  # phrase-ok: the name of a user account\n", []),
+        ('"""Head.\n\nSeen by nobody.\n"""  # phrase-ok: the name of a user account\n', []),
+        ("x = 'nobody'  # phrase-ok:\n", [(1, "phrase-ok")]),
+        ("x = 1  # phrase-ok: nothing to excuse here\n", [(1, "phrase-ok")]),
     ],
 )
 def test_a_phrase_is_found_in_comments_and_strings(
     tmp_path: Path, source: str, expected: list[tuple[int, str]]
 ) -> None:
-    assert found(tmp_path, source) == expected
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "nobody = 1\n",
-        "x = nobody.of.another\n",
-        "x = b'nobody'\n",
-        "x = f'{nobody} of them'\n",
-        "# the name ``nobody`` is code\n",
-        '"""Head.\n\n>>> nobody\n... nobody\n"""\n',
-        "x = ['a file of ', 'another kind']\n",
-        "# a file of\nx = 1\n# another kind\n",
-        "x = 'nobodys'\n",
-    ],
-)
-def test_code_is_not_prose(tmp_path: Path, source: str) -> None:
-    assert found(tmp_path, source) == []
+    assert sorted(found(tmp_path, source)) == sorted(expected)
 
 
 def test_a_pattern_can_be_for_documentation_only(tmp_path: Path) -> None:
@@ -78,14 +70,13 @@ def test_a_pattern_can_be_for_documentation_only(tmp_path: Path) -> None:
     [
         ("# Title\n\nNobody reads\nthis.\n", [(3, "Nobody")]),
         ("A file of\nanother kind.\n", [(1, "of another")]),
-        ("A file of\n\nanother kind.\n", []),
         ("- a file of\n- another kind\n", []),
-        ("- a file of\n  another kind\n", [(1, "of another")]),
         ("| a | nobody |\n", [(1, "nobody")]),
         ("```text\nnobody\n```\nnobody\n", [(4, "nobody")]),
         ("````text\n```\nnobody\n````\n", []),
         ("The name `nobody` is code.\n", []),
         ('<!-- skip: next "nobody" -->\n<!--\nnobody\n-->\n', []),
+        ("Runs as nobody. <!-- phrase-ok: the name of a user account -->\n", []),
     ],
 )
 def test_a_phrase_is_found_in_the_prose_of_a_page(tmp_path: Path, text: str, expected: list[tuple[int, str]]) -> None:
@@ -104,30 +95,6 @@ def test_the_prose_of_a_notebook_is_checked_and_its_code_is_not(tmp_path: Path) 
     assert finding.line == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("module.py", "x = 'nobody'  # phrase-ok: the name of a user account\n"),
-        ("module.py", "x = (\n    'nobody'  # phrase-ok: the name of a user account\n)\n"),
-        ("module.py", '"""Head.\n\nSeen by nobody.\n"""  # phrase-ok: the name of a user account\n'),
-        ("page.md", "Runs as nobody. <!-- phrase-ok: the name of a user account -->\n"),
-    ],
-)
-def test_a_line_opts_out_with_a_reason(tmp_path: Path, name: str, text: str) -> None:
-    assert found(tmp_path, text, name) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x = 'nobody'  # phrase-ok:\n",
-        "x = 1  # phrase-ok: nothing to excuse here\n",
-    ],
-)
-def test_an_opt_out_without_a_reason_or_a_use_is_a_finding(tmp_path: Path, text: str) -> None:
-    assert (1, "phrase-ok") in found(tmp_path, text)
-
-
 def test_the_program_prints_findings_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "page.md").write_text("Nobody reads this.\n", encoding="utf-8")
@@ -139,12 +106,6 @@ def test_the_program_prints_findings_and_fails(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "below" / "page.md").write_text("Every user reads this.\n", encoding="utf-8")
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / "nothing")])
-    assert stopped.value.code == 2
 
 
 def test_every_phrase_has_a_reason_and_a_replacement_and_every_path_exists() -> None:

@@ -25,9 +25,7 @@ from sluice.planning.budget import shortages
 from sluice.records import DeviceFacts, LoadPlan, Request
 from support import fake_accelerator as _accelerator
 from support.fake_accelerator import FakeAccelerator
-from support.loaded_requests import load
-from support.plans import MIB, Stored, entry_of, facts, planned, request
-from support.running import execute
+from support.plans import MIB, Stored, entry_of, execute, facts, load, planned, request
 
 FAKE = "fake:0"
 

@@ -16,8 +16,7 @@ from sluice.engine.running_plan import ReadMethods
 from sluice.engine.targets import Targets
 from sluice.records import Method
 from sluice.sources.pages import FileWatch
-from support.plans import MIB, Stored, entry_of, request
-from support.running import execute
+from support.plans import MIB, Stored, entry_of, execute, request
 
 DIRECT: tuple[Method, ...] = ("direct", "buffered")
 

@@ -11,8 +11,7 @@ import torch
 from sluice._errors import TruncatedError
 from sluice.engine.targets import Targets
 from sluice.sources.local import LocalFile
-from support.plans import MIB, Stored
-from support.running import execute
+from support.plans import MIB, Stored, execute
 
 ELEMENTS = 9 * MIB // 4
 

@@ -18,8 +18,7 @@ from sluice.engine.session import Session
 from sluice.engine.targets import Targets
 from sluice.records import Finisher, LoadPlan, View
 from sluice.sources.local import LocalFile
-from support.plans import MIB, Stored, entry_of, request
-from support.running import execute
+from support.plans import MIB, Stored, entry_of, execute, request
 from support.waiting import wait_until
 
 

@@ -10,8 +10,7 @@ from sluice.engine import targets as engine_targets
 from sluice.engine.host_memory import HostMemory, PageSizes
 from sluice.engine.targets import Targets
 from sluice.sources.local import LocalFile
-from support.plans import MIB, Stored
-from support.running import execute
+from support.plans import MIB, Stored, execute
 
 
 def test_large_targets_are_mapped_before_the_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

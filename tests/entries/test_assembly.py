@@ -15,8 +15,7 @@ from sluice.entries.assembly import join
 from sluice.entries.slicing import KeyItem, slice_entry, slice_view
 from sluice.records import NO_STORAGE, Entry, Part, elements_of
 from sluice.records.geometry import contiguous_stride
-from support.loaded_requests import load
-from support.plans import entry_of, request
+from support.plans import entry_of, load, request
 
 MIB = 1 << 20
 

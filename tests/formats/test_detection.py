@@ -36,7 +36,7 @@ from sluice._errors import (
 from sluice.formats.detection import FORMATS, detect
 from sluice.sources.local import LocalFile
 from support.hostile_archives import ArchiveRecord, build_archive
-from support.recorded_reads import RecordingSource
+from support.sources import RecordingSource
 from support.torch_files import saved
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

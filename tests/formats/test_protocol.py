@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,8 +32,7 @@ from sluice.sources.directory import DirectoryEntry
 from sluice.sources.protocol import Source
 from support import distributed
 from support.gguf_files import array, gguf_bytes, packed, plain, text
-from support.recorded_reads import RecordingSource
-from support.sources import FaultySource, MemorySource
+from support.sources import FaultySource, MemorySource, RecordingSource
 from support.torch_files import saved
 
 TENSORS = {
@@ -250,7 +248,7 @@ def test_checksums_are_those_of_the_data(case: Case) -> None:
 
 def test_a_read_that_the_system_fails_is_reported_as_that(case: Case) -> None:
     for number in range(1, 17):
-        source = FaultySource(MemorySource(case.content), at=number, error=errno.EIO)
+        source = FaultySource(MemorySource(case.content), at=number)
         try:
             case.format.read_index(source, Limits())
         except ReadError:

@@ -77,6 +77,13 @@ class Registrations:
         self.locked.remove(address)
 
 
+def assert_untouched(model: nn.Module, before: tuple[int, int], registrations: Registrations) -> None:
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert allocated_and_reserved() == before
+    assert registrations.total > 0
+    assert not registrations.locked
+
+
 @pytest.fixture
 def registrations(monkeypatch: pytest.MonkeyPatch, device: str) -> Registrations:
     made = Registrations(vendor(device))
@@ -85,7 +92,9 @@ def registrations(monkeypatch: pytest.MonkeyPatch, device: str) -> Registrations
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_reserved_memory_is_the_weights_and_a_constant(file: Path, device: str, dtype: torch.dtype | None) -> None:
+def test_reserved_memory_is_the_weights_and_a_constant(
+    file: Path, device: str, registrations: Registrations, dtype: torch.dtype | None
+) -> None:
     _, before = allocated_and_reserved()
     model = Weights(SHAPES)
     report = sluice.load_into(model, file, device=device, dtype=dtype)
@@ -97,6 +106,8 @@ def test_reserved_memory_is_the_weights_and_a_constant(file: Path, device: str, 
     assert memory.reserved_bytes is not None
     assert memory.reserved_bytes <= memory.predicted_bytes
     assert_holds(model, file)
+    assert registrations.total > 0
+    assert not registrations.locked
 
 
 @pytest.mark.parametrize("loads", [3, pytest.param(50, marks=pytest.mark.long)])
@@ -129,10 +140,7 @@ def test_out_of_memory_at_any_tensor_leaves_everything_as_it_was(
     model = Weights(shapes)
     with pytest.raises(sluice.BudgetError, match=rf"{device} is out of memory: 16\.0 MiB more were needed"):
         sluice.load_into(model, tmp_path / "f.pth", device=device)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert allocated_and_reserved() == before
-    assert registrations.total > 0
-    assert not registrations.locked
+    assert_untouched(model, before, registrations)
 
 
 def test_a_limit_that_cannot_be_kept_is_refused_before_reading(
@@ -175,16 +183,7 @@ def test_a_read_that_fails_midway_leaves_everything_as_it_was(
     model = Weights(SHAPES)
     with pytest.raises(sluice.ReadError, match="the disk is gone"):
         sluice.load_into(model, file, device=device)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert allocated_and_reserved() == before
-    assert registrations.total > 0
-    assert not registrations.locked
-
-
-def test_staging_is_unlocked_after_a_load(file: Path, device: str, registrations: Registrations) -> None:
-    sluice.load_into(Weights(SHAPES), file, device=device)
-    assert registrations.total > 0
-    assert not registrations.locked
+    assert_untouched(model, before, registrations)
 
 
 def test_a_driver_that_refuses_page_locking_costs_speed_and_nothing_else(

@@ -108,12 +108,6 @@ def test_whichever_copy_fails(file: Path, device: str, sim: Simulator, late: boo
     assert until_it_succeeds(file, device, sim, plant, RuntimeError) >= len(SHAPES)
 
 
-def test_refused_page_locking_changes_nothing_but_the_speed(file: Path, device: str, sim: Simulator) -> None:
-    sim.refuse_page_locking(refuse=True)
-    assert until_it_succeeds(file, device, sim, lambda _: None, RuntimeError) == 0
-    assert sim.page_locked_bytes() == (0, 0)
-
-
 class Interrupt:
     """Sends SIGINT at the call of a Python function with a given number while a plan runs, in the thread that loads."""
 

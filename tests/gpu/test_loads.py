@@ -15,7 +15,6 @@ from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._options import PageCache
 from sluice.engine.accelerators import accelerators
 from sluice.reading import transfer as _transfer
-from support.trained_net import empty
 
 pytestmark = pytest.mark.gpu
 
@@ -117,30 +116,6 @@ def test_the_models_own_layout_is_filled(tmp_path: Path, device: str, dtype: tor
     for name, expected in tensors.items():
         assert model[name].stride() == strides[name]
         assert torch.equal(model[name].cpu(), expected.to(dtype or expected.dtype))
-
-
-def test_tied_parameters_stay_one_and_are_read_once(tmp_path: Path, device: str) -> None:
-    def build() -> nn.Sequential:
-        model = nn.Sequential(nn.Embedding(5000, 300), nn.Linear(300, 5000, bias=False))
-        model[1].weight = model[0].weight  # as GPT-2 does
-        return model
-
-    expected = build()
-    torch.save(expected.state_dict(), tmp_path / "f.pth")
-    model = empty(build)
-    report = sluice.load_into(model, tmp_path / "f.pth", device=device)
-    weight, wanted = model.get_parameter("0.weight"), expected.get_parameter("0.weight")
-    assert weight is model.get_parameter("1.weight")
-    assert torch.equal(weight.cpu(), wanted)
-    assert report.tied == (("0.weight", "1.weight"),)
-    assert report.read_bytes == wanted.nbytes
-
-
-def test_thousands_of_small_tensors(tmp_path: Path, device: str) -> None:
-    tensors = {f"t{i}": torch.randn(1 + i % 50, 1 + i % 7) for i in range(3000)}
-    torch.save(tensors, tmp_path / "f.pth")
-    loaded = sluice.load_state_dict(tmp_path / "f.pth", device=device)
-    assert all(torch.equal(loaded[name].cpu(), expected) for name, expected in tensors.items())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)

@@ -83,21 +83,17 @@ def test_memory_that_another_thread_freed_is_not_written_too_early(
     assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
-def test_the_callers_stream_and_device_stay_current(file: Path, device: str) -> None:
+@pytest.mark.parametrize("where", ["device", "second_device"])
+def test_the_callers_stream_and_device_stay_current(
+    file: Path, device: str, expected: dict[str, torch.Tensor], request: pytest.FixtureRequest, where: str
+) -> None:
     stream = new_stream()
     with torch.get_device_module().stream(stream):
-        sluice.load_state_dict(file, device=device)
+        loaded = sluice.load_state_dict(file, device=request.getfixturevalue(where))
         assert torch.get_device_module().current_stream() == stream
+    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
     assert torch.get_device_module().current_stream() == torch.get_device_module().default_stream()
     assert torch.get_device_module().current_device() == 0
-
-
-def test_loading_onto_the_second_device_keeps_the_first_current(
-    file: Path, second_device: str, expected: dict[str, torch.Tensor]
-) -> None:
-    loaded = sluice.load_state_dict(file, device=second_device)
-    assert torch.get_device_module().current_device() == 0
-    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
 class Busy(threading.Thread):

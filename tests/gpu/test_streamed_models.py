@@ -48,8 +48,7 @@ _TRAIN = """
 import sys, torch, sluice
 from functools import partial
 from support.simulated_device import plugged_in
-from support.streamed_models import Layers, block_bytes, empty
-from support.streamed_training import adapt, same, train
+from support.streamed_models import Layers, adapt, block_bytes, empty, same, train
 
 make, path = partial(Layers, count=24), sys.argv[1]
 with plugged_in() as sim:

@@ -15,7 +15,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.reading import transfer
 from sluice.records import DeviceFacts, LoadPlan
 from support.fake_accelerator import FakeAccelerator
-from support.recorded_reads import record_reads
+from support.sources import record_reads
 from support.trained_net import empty
 
 MIB = 1 << 20

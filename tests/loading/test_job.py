@@ -18,7 +18,7 @@ from sluice.loading.optimizer_job import OptimizerRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.records import Peaks
 from support.range_server import RangeServer, status
-from support.recorded_reads import record_reads
+from support.sources import record_reads
 
 SIZE = 512
 HEADER = 16 << 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import sluice
 from sluice import BudgetError, LimitError, MismatchError, ReadError
 from support.distributed import save as save_distributed
-from support.recorded_reads import record_reads
-from support.sources import FaultySource
+from support.sources import FaultySource, record_reads
 from support.trained_net import empty
 from support.training_runs import KINDS, differences, net, stopped, train
 
@@ -105,7 +103,7 @@ def test_a_failed_read_leaves_the_optimizer_alone(tmp_path: Path) -> None:
     for at in range(1, 40):
         with sluice.open(tmp_path / "run.pt") as checkpoint:
             files = checkpoint.open_files
-            source = FaultySource(files[0].source, at=at, error=errno.EIO)
+            source = FaultySource(files[0].source, at=at)
             checkpoint.open_files = (replace(files[0], source=source),)
             try:
                 sluice.load_optimizer(optimizer, checkpoint)

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor
-from support.loaded_requests import load
-from support.plans import entry_of, request
+from support.plans import entry_of, load, request
 
 Operation = Callable[[Any], Any]
 

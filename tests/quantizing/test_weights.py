@@ -118,7 +118,7 @@ def test_a_failed_read_leaves_the_model_empty(trained: tuple[Net, Path]) -> None
     model = _empty()
     with sluice.open(path) as checkpoint:
         files = checkpoint.open_files
-        faulty = FaultySource(files[0].source, at=5, error=5)
+        faulty = FaultySource(files[0].source, at=5)
         checkpoint.open_files = (replace(files[0], source=faulty),)
         with pytest.raises(ReadError):
             sluice.load_into(model, checkpoint, quantize=scale_modules())

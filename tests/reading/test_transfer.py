@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice.engine.targets import Targets
 from support.dtypes import TORCH_DTYPES
-from support.loaded_requests import load
 from support.oracles import bits
-from support.plans import MIB, Stored, entry_of, request
-from support.running import execute
+from support.plans import MIB, Stored, entry_of, execute, load, request
 
 DTYPES = [torch_dtype(name) for name in TORCH_DTYPES]
 

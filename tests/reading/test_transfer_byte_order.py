@@ -20,10 +20,8 @@ from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
 from support.fake_accelerator import FakeAccelerator
 from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
-from support.loaded_requests import load
 from support.oracles import bits, same
-from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
-from support.running import execute
+from support.plans import MIB, entry, entry_of, execute, facts, index_of, load, request, write_storages
 from support.torch_files import saved_big_endian
 
 #: Dtypes that torch writes as typed storages.

@@ -14,9 +14,8 @@ from sluice._dtypes import dtype_name
 from sluice.records import Elements, MathBit
 from support.fake_accelerator import FakeAccelerator
 from support.hostile_archives import storage, tensor_call, torch_archive
-from support.loaded_requests import load
 from support.oracles import bits, same
-from support.plans import entry_of, request
+from support.plans import entry_of, load, request
 
 
 def numbers(count: int, dtype: torch.dtype = torch.complex64) -> torch.Tensor:

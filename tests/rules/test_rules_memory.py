@@ -17,8 +17,7 @@ from sluice.records import Entry, FileRecord, LoadPlan
 from sluice.sources.local import LocalFile
 from support import fresh_process
 from support.fake_accelerator import FakeAccelerator
-from support.plans import MIB, entry_of, facts, index_of, request, write_storages
-from support.running import execute
+from support.plans import MIB, entry_of, execute, facts, index_of, request, write_storages
 
 WIDTH, BLOCKS, ROWS = 1536, 4, 6000
 

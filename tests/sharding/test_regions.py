@@ -19,7 +19,7 @@ from sluice.engine.targets import Targets
 from sluice.reading import transfer
 from sluice.records import Request
 from sluice.sharding.regions import Region, Sharding, Split, region_of, select_region, shape_of
-from support.recorded_reads import record_reads
+from support.sources import record_reads
 
 Placement = Shard | _StridedShard | None
 

@@ -24,9 +24,8 @@ from sluice.sources.protocol import Source
 from sluice.sources.ranges import MemoryFile
 from sluice.sources.wrappers import ReadAhead, Section
 from support.fault_injection import Injection, failing
-from support.recorded_reads import RecordedRead, RecordingSource
 from support.source_conformance import check_source
-from support.sources import FaultySource, MemorySource
+from support.sources import FaultySource, MemorySource, RecordedRead, RecordingSource
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from sluice._errors import TruncatedError
 from sluice.sources.ranges import read_ranges
-from support.recorded_reads import RecordingSource
-from support.sources import MemorySource
+from support.sources import MemorySource, RecordingSource
 
 CONTENT = random.Random(0).randbytes(100_000)
 

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import sluice
 from sluice._errors import BudgetError, ReadError, StreamError
 from sluice.modules.unloaded import ParkedParameter
 from sluice.streaming.stream import Stream
 from support import fresh_process
-from support.recorded_reads import record_reads
-from support.streamed_models import WIDTH, Experts, Layers, block_bytes, empty, saved
-from support.streamed_training import adapt, same, train
+from support.sources import record_reads
+from support.streamed_models import WIDTH, Checkpointed, Experts, Layers, adapt, block_bytes, empty, same, saved, train
 
 MIB = 1 << 20
 IDS = torch.tensor([[1, 2, 3, 999]])
@@ -53,19 +51,6 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 def _interrupt(_: torch.Tensor) -> None:
     raise KeyboardInterrupt
-
-
-class Checkpointed(Layers):
-    """The blocks are computed again in the backward pass."""
-
-    reentrant = False
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids).requires_grad_()
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        result: torch.Tensor = self.head(x)
-        return result
 
 
 class Reentrant(Checkpointed):
@@ -238,8 +223,7 @@ _PEAK = """
 import ctypes, sys, torch, sluice
 from functools import partial
 ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: memory that is free is not counted
-from support.streamed_models import Layers, empty
-from support.streamed_training import adapt
+from support.streamed_models import Layers, adapt, empty
 torch.set_num_threads(1)
 ids = torch.tensor([[1, 2, 3, 999]])
 model = empty(partial(Layers, count=160)).requires_grad_(False)

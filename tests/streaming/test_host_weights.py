@@ -12,7 +12,7 @@ from sluice.records import Read
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import DirectIOUnavailable
 from sluice.streaming.host_weights import HostWeights, resting_bytes
-from support.recorded_reads import RecordingSource
+from support.sources import RecordingSource
 
 CONTENT = bytes(range(251)) * 200
 

@@ -25,7 +25,7 @@ from sluice.modules.unloaded import Guard, ParkedParameter
 from sluice.records import DeviceFacts, collector_paused
 from sluice.streaming.stream import Stream
 from support.fake_accelerator import FakeAccelerator
-from support.recorded_reads import record_reads
+from support.sources import record_reads
 from support.streamed_models import WIDTH, Experts, Layers, Repeated, block_bytes, empty, saved
 
 MIB = 1 << 20
@@ -41,6 +41,18 @@ def _no_gradients() -> object:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "model.pth"
+
+
+@pytest.fixture
+def model(file: Path) -> Layers:
+    """Return a model that is saved in the file."""
+    return saved(Layers, file)
+
+
+@pytest.fixture
+def running(model: Layers) -> Layers:
+    """Return the same without memory."""
+    return empty(Layers)
 
 
 def _call(model: nn.Module, times: int) -> None:
@@ -196,9 +208,7 @@ def test_a_block_that_is_called_again_is_not_read_again(file: Path) -> None:
     assert report.read_bytes <= 3 * report.call_bytes + 2 * MIB  # and the beginning of a fourth call
 
 
-def test_blocks_may_be_left_out_and_called_in_another_order(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_blocks_may_be_left_out_and_called_in_another_order(file: Path, model: Layers, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         for skip in ({1, 2}, set(), {0, 5}, {3}):
             model.skip = running.skip = skip
@@ -208,9 +218,7 @@ def test_blocks_may_be_left_out_and_called_in_another_order(file: Path) -> None:
             assert torch.equal(running.layers[number](x), model.layers[number](x))
 
 
-def test_weights_of_a_block_can_be_used_without_calling_it(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_weights_of_a_block_can_be_used_without_calling_it(file: Path, model: Layers, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         row = running.linear(2).weight[5]
         running(IDS)  # other weights pass through the memory
@@ -273,18 +281,14 @@ def test_every_format_can_be_streamed(tmp_path: Path, name: str) -> None:
             assert torch.equal(running(IDS), model(IDS))
 
 
-def test_a_call_that_needs_gradients_is_refused(file: Path) -> None:
-    saved(Layers, file)
-    running = empty(Layers)
+def test_a_call_that_needs_gradients_is_refused(file: Path, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         with torch.inference_mode(mode=False), torch.enable_grad(), pytest.raises(StreamError, match="no gradients"):
             running(IDS)
         running(IDS)
 
 
-def test_closing_restores_the_model(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_closing_restores_the_model(file: Path, model: Layers, running: Layers) -> None:
     originals = dict(running.named_parameters())
     stream = sluice.stream(running, file, memory=3 * block_bytes())
     running(IDS)
@@ -300,9 +304,8 @@ def test_closing_restores_the_model(file: Path) -> None:
 
 @pytest.mark.parametrize(("owner", "name"), [(Guard, "remove"), (sessions, "join_threads")])
 def test_an_interrupt_while_it_closes_leaves_no_parked_weights(
-    file: Path, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    file: Path, model: Layers, running: Layers, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, running = saved(Layers, file), empty(Layers)
     stream = sluice.stream(running, file, memory=3 * block_bytes())
     running(IDS)
     usual, interrupts = getattr(owner, name), [KeyboardInterrupt]
@@ -379,9 +382,7 @@ def _raising(error: type[BaseException]) -> Callable[..., None]:
     return fail
 
 
-def test_weights_that_the_caller_replaces_are_used_and_kept(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_weights_that_the_caller_replaces_are_used_and_kept(file: Path, model: Layers, running: Layers) -> None:
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     given = dict(zeros)
     with sluice.stream(running, file, memory=3 * block_bytes()):
@@ -402,9 +403,7 @@ def test_weights_that_the_caller_replaces_are_used_and_kept(file: Path) -> None:
     assert not running.linear(4).weight.any()
 
 
-def test_freezing_and_loading_other_weights_while_it_is_streamed(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_freezing_and_loading_other_weights_while_it_is_streamed(file: Path, model: Layers, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         for parameter in running.parameters():
             parameter.requires_grad = False
@@ -415,8 +414,9 @@ def test_freezing_and_loading_other_weights_while_it_is_streamed(file: Path) -> 
     assert not any(parameter.requires_grad for parameter in running.layers.parameters())
 
 
-def test_parameters_that_the_checkpoint_does_not_have_stay_in_memory(file: Path) -> None:
-    model, running = saved(Layers, file), empty(Layers)
+def test_parameters_that_the_checkpoint_does_not_have_stay_in_memory(
+    file: Path, model: Layers, running: Layers
+) -> None:
     running.add_module("adapter", nn.Linear(WIDTH, WIDTH))
     with pytest.raises(MismatchError, match=r"adapter\.weight"):
         sluice.stream(running, file, memory=3 * block_bytes())
@@ -447,9 +447,7 @@ def test_an_encoder_of_torch_takes_its_fast_path(file: Path) -> None:
     assert not found[0, 3:].any()
 
 
-def test_an_own_forward_of_a_module_is_called_and_restored(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_an_own_forward_of_a_module_is_called_and_restored(file: Path, model: Layers, running: Layers) -> None:
     usual = running.forward
 
     def doubled(ids: torch.Tensor) -> torch.Tensor:
@@ -486,9 +484,9 @@ def test_a_dropped_stream_may_be_collected_in_its_own_reader(file: Path) -> None
     assert not any(reader.is_alive() for reader in session._readers)
 
 
-def test_a_failed_read_is_raised_and_the_next_call_works(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_a_failed_read_is_raised_and_the_next_call_works(
+    file: Path, model: Layers, running: Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sluice.open(file) as checkpoint:
         (recording,) = record_reads(checkpoint)
         with sluice.stream(running, checkpoint, memory=3 * block_bytes()):
@@ -506,9 +504,7 @@ def test_a_failed_read_is_raised_and_the_next_call_works(file: Path, monkeypatch
             assert torch.equal(running(IDS), model(IDS))
 
 
-def test_a_changed_file_is_an_error(file: Path) -> None:
-    saved(Layers, file)
-    running = empty(Layers)
+def test_a_changed_file_is_an_error(file: Path, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         running(IDS)
         file.write_bytes(file.read_bytes() + b" ")
@@ -516,9 +512,9 @@ def test_a_changed_file_is_an_error(file: Path) -> None:
             _call(running, 2)
 
 
-def test_an_interrupt_leaves_the_model_usable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_an_interrupt_leaves_the_model_usable(
+    file: Path, model: Layers, running: Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
 
         def interrupted(_: object) -> torch.Tensor:
@@ -553,9 +549,7 @@ def test_two_threads_and_two_models_at_once(file: Path) -> None:
     assert results == [True] * 9
 
 
-def test_autocast_holds_no_copies_of_weights(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_autocast_holds_no_copies_of_weights(file: Path, model: Layers, running: Layers) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = model(IDS)
         with sluice.stream(running, file, memory=3 * block_bytes()):
@@ -564,9 +558,7 @@ def test_autocast_holds_no_copies_of_weights(file: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_a_fork_is_refused_by_name(file: Path) -> None:
-    saved(Layers, file)
-    running = empty(Layers)
+def test_a_fork_is_refused_by_name(file: Path, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         running(IDS)
         child = os.fork()
@@ -599,9 +591,7 @@ def test_models_whose_calls_cannot_be_followed_are_refused(
         sluice.stream(prepare(empty(Layers)), file, memory=3 * block_bytes())
 
 
-def test_a_streamed_model_is_not_streamed_again_or_loaded_into(file: Path) -> None:
-    saved(Layers, file)
-    running = empty(Layers)
+def test_a_streamed_model_is_not_streamed_again_or_loaded_into(file: Path, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         with pytest.raises(StreamError, match="streamed already"):
             sluice.stream(running, file, memory=3 * block_bytes())
@@ -612,9 +602,7 @@ def test_a_streamed_model_is_not_streamed_again_or_loaded_into(file: Path) -> No
             sluice.save(running, file.with_name("saved.safetensors"))
 
 
-def test_too_little_memory_touches_nothing(file: Path) -> None:
-    saved(Layers, file)
-    running = empty(Layers)
+def test_too_little_memory_touches_nothing(file: Path, running: Layers) -> None:
     with pytest.raises(BudgetError, match=r"too small for the largest block.*at least 2\.\d+ MiB"):
         sluice.stream(running, file, memory="1MiB")
     assert all(parameter.is_meta for parameter in running.parameters())
@@ -632,17 +620,13 @@ def test_blocks_that_are_too_large_are_divided(file: Path) -> None:
         assert torch.equal(running(x), model(x))
 
 
-def test_the_memory_that_the_limits_leave_is_the_default(file: Path) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_the_memory_that_the_limits_leave_is_the_default(file: Path, model: Layers, running: Layers) -> None:
     with sluice.stream(running, file) as stream:
         assert torch.equal(running(IDS), model(IDS))
     assert stream.report.call_bytes == 0  # all of it fits
 
 
-def test_a_report_tells_what_stays_and_what_is_read(file: Path) -> None:
-    saved(Layers, file)
-    running = empty(Layers)
+def test_a_report_tells_what_stays_and_what_is_read(file: Path, running: Layers) -> None:
     stream: Stream
     with sluice.stream(running, file, memory=4 * block_bytes()) as stream:
         assert "calls" not in str(stream)
@@ -653,9 +637,7 @@ def test_a_report_tells_what_stays_and_what_is_read(file: Path) -> None:
     assert stream.report.to_json()["misses"] == stream.report.misses
 
 
-def test_a_plan_tells_what_a_stream_would_hold_and_read(file: Path) -> None:
-    saved(Layers, file)
-    running = empty(Layers)
+def test_a_plan_tells_what_a_stream_would_hold_and_read(file: Path, running: Layers) -> None:
     plan = sluice.plan(running, file, memory=4 * block_bytes(), stream=True).stream
     assert plan is not None
     with sluice.stream(running, file, memory=4 * block_bytes()) as stream:
@@ -707,9 +689,7 @@ def test_weights_of_an_accelerator_rest_in_host_memory(file: Path, fake_device: 
     assert "rest in host memory" in str(report)
 
 
-def test_a_stream_on_an_accelerator(file: Path, fake_device: str) -> None:
-    model = saved(Layers, file)
-    running = empty(Layers)
+def test_a_stream_on_an_accelerator(file: Path, model: Layers, running: Layers, fake_device: str) -> None:
     with sluice.stream(running, file, memory=MemoryLimits(device=3 * block_bytes()), device="fake:0") as stream:
         for _ in range(2):
             assert torch.equal(running(IDS), model(IDS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,8 @@ import sluice
 from sluice.modules.unloaded import ParkedParameter
 from support.gguf_files import packed, plain, write
 from support.quantized import CONFIGS, plain_tensors, scale_modules
-from support.streamed_models import WIDTH, Layers, empty
-from support.streamed_training import Adapted, same
-from support.streamed_training import train as train_steps
+from support.streamed_models import WIDTH, Adapted, Course, Layers, empty, same
+from support.streamed_models import train as train_steps
 
 IDS = torch.tensor([[1, 2, 3, 999]])
 COUNT = 8
@@ -55,6 +55,14 @@ def _served() -> Layers:
     found = empty(_make)
     _scale(found)
     return found
+
+
+def _course(model: Layers, loss: Callable[[nn.Module], torch.Tensor]) -> Course:
+    """Train adapters of the blocks for three steps."""
+    torch.manual_seed(1)
+    for block in model.layers:
+        block[0] = Adapted(block[0], WIDTH, WIDTH)  # type: ignore[index, operator]
+    return train_steps(model, loss, steps=3)
 
 
 @pytest.mark.parametrize("name", ["q.safetensors", "q.pth"])
@@ -148,13 +156,9 @@ def test_weights_of_gguf_rest_packed(tmp_path: Path, share: float, *, rests: boo
             before = stream.report.read_bytes
             assert torch.equal(running(IDS), model(IDS))
             reads.append(stream.report.read_bytes - before)
-        courses = []
-        for each in (model, running) if train else ():
-            torch.manual_seed(1)
-            for block in each.layers:
-                block[0] = Adapted(block[0], WIDTH, WIDTH)  # type: ignore[index, operator]
-            courses.append(train_steps(each, lambda model: model(IDS).logsumexp(-1).mean(), steps=2))
-        assert not train or same(*courses)
+        if train:
+            courses = [_course(each, lambda model: model(IDS).logsumexp(-1).mean()) for each in (model, running)]
+            assert same(*courses)
     assert (plan.call_bytes, plan.host_bytes) == (report.call_bytes, report.host_bytes)
     assert report.memory_bytes <= memory
     assert reads[0] >= report.host_bytes > 0
@@ -213,12 +217,7 @@ def test_adapters_of_quantized_weights_are_trained(tmp_path: Path, config: str) 
         model.requires_grad_(False)
     sluice.save(models[0], tmp_path / "q.safetensors")
     with torch.enable_grad(), sluice.stream(models[1], tmp_path / "q.safetensors", memory="3MiB", train=True) as stream:
-        courses = []
-        for model in models:
-            torch.manual_seed(1)
-            for block in model.layers:
-                block[0] = Adapted(block[0], WIDTH, WIDTH)  # type: ignore[index, operator]
-            courses.append(train_steps(model, loss, steps=3))
+        courses = [_course(model, loss) for model in models]
         passing = sum(isinstance(block[0].layer.weight, ParkedParameter) for block in models[1].layers)  # type: ignore[index]
         assert stream.report.call_bytes
     assert same(*courses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sluice import rules
 from sluice._errors import BudgetError, MismatchError
 from support.hf_architectures import CASES, Case
 from support.hf_comparing import outputs
-from support.streamed_training import adapt, same, train
+from support.streamed_models import adapt, same, train
 
 _PARAMETERS = [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.long) for case in CASES]
 
@@ -29,6 +30,13 @@ def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def _empty(transformers: Any, case: Case) -> Any:
     with sluice.empty_init():
         return getattr(transformers, case.name)(case.config(transformers)).eval()
+
+
+def _made(transformers: Any, name: str) -> tuple[Case, Any, int]:
+    """Return an architecture by its name, a model of it, and the bytes of its parameters."""
+    case = next(case for case in CASES if case.name == name)
+    model = case.model(transformers).eval()
+    return case, model, sum(parameter.nbytes for parameter in model.parameters())
 
 
 @pytest.mark.usefixtures("small_weights")
@@ -66,10 +74,8 @@ def test_generated_tokens_are_those_of_the_loaded_model(
     transformers: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Each step reads the blocks once, for one sequence or for eight."""
-    case = next(case for case in CASES if case.name == "LlamaForCausalLM")
-    model = case.model(transformers)
+    case, model, nbytes = _made(transformers, "LlamaForCausalLM")
     model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     chosen = {name: case.model(transformers) if value is None else value for name, value in options.items()}
     alone = "prompt_lookup_num_tokens" in options or "assistant_model" in options  # transformers takes one sequence
     running, read = _empty(transformers, case), list[int]()
@@ -101,12 +107,10 @@ _EXPERTS = [
 
 @pytest.mark.usefixtures("small_weights")
 def test_experts_are_joined_by_rules_while_they_are_read(transformers: Any, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "MixtralForCausalLM")
-    model = case.model(transformers).eval()
+    case, model, nbytes = _made(transformers, "MixtralForCausalLM")
     model.save_pretrained(tmp_path / "model")
     ids = torch.arange(3, 9)[None]
     want = model.generate(ids, max_new_tokens=8, do_sample=False)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     running = _empty(transformers, case)
     with sluice.stream(running, tmp_path / "model", memory=int(nbytes * 0.7), rules=_EXPERTS) as stream:
         assert torch.equal(running.generate(ids, max_new_tokens=8, do_sample=False), want)
@@ -131,10 +135,9 @@ def test_training_is_that_of_the_model_in_memory(
     transformers: Any, tmp_path: Path, name: str, *, again: bool | None
 ) -> None:
     """With dropout, autocast and accumulated gradients, and activations that are computed again."""
-    case = next(case for case in CASES if case.name == name)
-    model, inputs = case.model(transformers), case.inputs()
+    case, model, nbytes = _made(transformers, name)
+    inputs = case.inputs()
     torch.save(model.state_dict(), tmp_path / "model.pth")
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     inputs["labels"] = inputs.get("decoder_input_ids", inputs["input_ids"])
 
     def loss(model: Any) -> torch.Tensor:
@@ -144,12 +147,8 @@ def test_training_is_that_of_the_model_in_memory(
     courses = []
     for memory in (None, int(nbytes * 0.7)):
         chosen = model if memory is None else _empty(transformers, case).requires_grad_(False)
-        ended = (
-            nullcontext()
-            if memory is None
-            else sluice.stream(chosen, tmp_path / "model.pth", memory=memory, train=True)
-        )
-        with ended:
+        opened = partial(sluice.stream, chosen, tmp_path / "model.pth", memory=memory, train=True)
+        with opened() if memory else nullcontext():
             adapt(chosen, _TRAINED[name])
             if again is not None:
                 chosen.gradient_checkpointing_enable({"use_reentrant": again})
@@ -164,10 +163,8 @@ def test_training_is_that_of_the_model_in_memory(
 @pytest.mark.usefixtures("small_weights")
 def test_adapters_of_peft_are_trained_and_saved(transformers: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-    case = next(case for case in CASES if case.name == "LlamaForCausalLM")
-    model = case.model(transformers)
+    case, model, nbytes = _made(transformers, "LlamaForCausalLM")
     model.save_pretrained(tmp_path / "base")
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     options = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.1)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(8, 8) % 90]
 

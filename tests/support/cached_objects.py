@@ -15,7 +15,7 @@ from sluice.sources.remote.caching import cached_source
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import Body, ObjectFacts, PieceBody, RequestFailedError
-from support.skipped_time import SkippedTime
+from support.waiting import SkippedTime
 
 PIECE = 100_000
 

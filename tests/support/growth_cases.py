@@ -400,7 +400,7 @@ _add_readers()
 # Deliberate regressions, in cases of which the contract must not hold
 
 
-def _broken(case: Case, damage: Callable[[], None], *, long: bool = True) -> Case:
+def _broken(case: Case, damage: Callable[[], None], *, long: bool) -> Case:
     """Return a case whose process has a defect from before the call on."""
 
     def call(*arguments: Any) -> Iterator[Outcome | None]:
@@ -410,14 +410,6 @@ def _broken(case: Case, damage: Callable[[], None], *, long: bool = True) -> Cas
         yield next(running)
 
     return replace(case, call=call, long=long)
-
-
-def _allocate_too_much_staging() -> None:
-    from sluice.engine import staging
-
-    pool: Any = staging.StagingPool
-    grow_to = pool.grow_to
-    pool.grow_to = lambda self, count: grow_to(self, 8 * count)
 
 
 def _hold_a_tensor_twice() -> None:
@@ -449,25 +441,10 @@ def _keep_file_pages() -> None:
     file.read_into = read_and_map
 
 
-def _forget_buffers() -> None:
-    from sluice.engine import session
-
-    running: Any = session.Session
-    read_in_place, kept = running._read_in_place, list[torch.Tensor]()
-
-    def read_and_forget(session: Any, run: Any, source: Any, read: Any, position: int) -> Any:
-        kept.append(torch.ones(read.nbytes, dtype=torch.uint8))
-        return read_in_place(session, run, source, read, position)
-
-    running._read_in_place = read_and_forget
-
-
 #: Cases with a defect that puts the memory above the prediction.
 BROKEN: dict[str, Case] = {
-    "too much staging": _broken(CASES["zip, cast"], _allocate_too_much_staging),
     "a tensor held twice": _broken(CASES["zip"], _hold_a_tensor_twice, long=False),
-    "a file mapping kept": _broken(CASES["zip"], _keep_file_pages),
-    "buffers forgotten": _broken(CASES["zip"], _forget_buffers),
+    "a file mapping kept": _broken(CASES["zip"], _keep_file_pages, long=True),
 }
 
 

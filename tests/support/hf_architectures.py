@@ -15,8 +15,6 @@ class Case:
 
     #: Name of the model class in transformers.
     name: str
-    #: Its kind, for the table in the documentation.
-    kind: str
     #: Keyword arguments of its configuration.
     settings: Mapping[str, Any]
     #: Inputs of one forward pass.
@@ -98,8 +96,8 @@ def _pair() -> dict[str, torch.Tensor]:
     return {"input_ids": _ids(), "decoder_input_ids": _ids(6)}
 
 
-def _pixels(size: int = 32) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(1))}
+def _pixels() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))}
 
 
 def _wave() -> dict[str, torch.Tensor]:
@@ -119,136 +117,121 @@ def _text_and_boxes() -> dict[str, torch.Tensor]:
     return {**_text(), "bbox": torch.rand(2, 12, 4, generator=torch.Generator().manual_seed(1))}
 
 
-def _case(kind: str, name: str, settings: Mapping[str, Any], *more: Mapping[str, Any], **options: Any) -> Case:
-    inputs = options.pop("inputs", _text)
-    quick = options.pop("quick", False)
-    joined = dict(settings)
-    for one in more:
-        joined.update(one)
-    return Case(name=name, kind=kind, settings={**joined, **options}, inputs=inputs, quick=quick)
+def _case(name: str, settings: Mapping[str, Any], **options: Any) -> Case:
+    inputs, quick = options.pop("inputs", _text), options.pop("quick", False)
+    return Case(name=name, settings={**settings, **options}, inputs=inputs, quick=quick)
 
 
 _DECODERS = (
-    _case("decoder, learned positions, tied head", "GPT2LMHeadModel", _GPT2, quick=True),
-    _case("decoder, rotary", "LlamaForCausalLM", _LLAMA, quick=True),
-    _case("decoder, rotary", "MistralForCausalLM", _LLAMA),
-    _case("decoder, rotary, tied head", "Qwen2ForCausalLM", _LLAMA, tie_word_embeddings=True),
-    _case("decoder, rotary", "Qwen3ForCausalLM", _LLAMA, head_dim=8),
-    _case("decoder, rotary, tied head", "GemmaForCausalLM", _LLAMA, head_dim=8),
-    _case("decoder, rotary, tied head", "Gemma2ForCausalLM", _LLAMA, head_dim=8, sliding_window=8),
-    _case("decoder, two rotaries, tied head", "Gemma3ForCausalLM", _LLAMA, head_dim=8, sliding_window=8),
-    _case("decoder, partial rotary", "PhiForCausalLM", _ENCODER),
-    _case("decoder, rotary, fused projections", "Phi3ForCausalLM", _LLAMA),
-    _case("decoder, partial rotary", "GPTNeoXForCausalLM", _ENCODER),
-    _case("decoder, rotary", "GPTJForCausalLM", _GPT2, rotary_dim=4),
-    _case("decoder, local attention, tied head", "GPTNeoForCausalLM", _TOKENS, vocab_size=96, hidden_size=32,
-          num_layers=2, num_heads=4, intermediate_size=48, max_position_embeddings=64,
-          attention_types=[[["global", "local"], 1]]),
-    _case("decoder, ALiBi, tied head", "BloomForCausalLM", _TOKENS, vocab_size=96, hidden_size=32, n_layer=2, n_head=4,
-          quick=True),
-    _case("decoder, ALiBi, tied head", "MptForCausalLM", _TOKENS, vocab_size=96, d_model=32, n_layers=2, n_heads=4,
-          max_seq_len=64),
-    _case("decoder, rotary, tied head", "FalconForCausalLM", _TEXT),
-    _case("decoder, learned positions, tied head", "OPTForCausalLM", _TOKENS, vocab_size=96, hidden_size=32,
-          num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=16),
-    _case("decoder, partial rotary", "StableLmForCausalLM", _LLAMA),
-    _case("decoder, rotary, tied head", "Starcoder2ForCausalLM", _LLAMA),
-    _case("decoder, rotary", "OlmoForCausalLM", _LLAMA),
-    _case("decoder, rotary", "Olmo2ForCausalLM", _LLAMA),
-    _case("decoder, rotary, tied head", "CohereForCausalLM", _LLAMA),
-    _case("decoder, rotary", "GraniteForCausalLM", _LLAMA),
-    _case("decoder, rotary", "CodeGenForCausalLM", _GPT2, rotary_dim=4),
-    _case("decoder, sinusoidal positions, tied head", "XGLMForCausalLM", _TOKENS, vocab_size=96, d_model=32,
-          num_layers=2, attention_heads=4, ffn_dim=48, max_position_embeddings=64),
-    _case("decoder, learned positions, tied head", "BioGptForCausalLM", _ENCODER),
-    _case("decoder, sinusoidal positions, tied head", "CTRLLMHeadModel", _GPT2, dff=48),
-    _case("decoder, learned positions, tied head", "OpenAIGPTLMHeadModel", _GPT2),
-    _case("decoder, relative attention, tied head", "XLNetLMHeadModel", _TOKENS, vocab_size=96, d_model=32, n_layer=2,
-          n_head=4, d_inner=48),
+    _case("GPT2LMHeadModel", _GPT2, quick=True),
+    _case("LlamaForCausalLM", _LLAMA, quick=True),
+    _case("MistralForCausalLM", _LLAMA),
+    _case("Qwen2ForCausalLM", _LLAMA, tie_word_embeddings=True),
+    _case("Qwen3ForCausalLM", _LLAMA, head_dim=8),
+    _case("GemmaForCausalLM", _LLAMA, head_dim=8),
+    _case("Gemma2ForCausalLM", _LLAMA, head_dim=8, sliding_window=8),
+    _case("Gemma3ForCausalLM", _LLAMA, head_dim=8, sliding_window=8),
+    _case("PhiForCausalLM", _ENCODER),
+    _case("Phi3ForCausalLM", _LLAMA),
+    _case("GPTNeoXForCausalLM", _ENCODER),
+    _case("GPTJForCausalLM", _GPT2, rotary_dim=4),
+    _case("GPTNeoForCausalLM", _TOKENS, vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48,
+          max_position_embeddings=64, attention_types=[[["global", "local"], 1]]),
+    _case("BloomForCausalLM", _TOKENS, vocab_size=96, hidden_size=32, n_layer=2, n_head=4, quick=True),
+    _case("MptForCausalLM", _TOKENS, vocab_size=96, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    _case("FalconForCausalLM", _TEXT),
+    _case("OPTForCausalLM", _TOKENS, vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+          ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=16),
+    _case("StableLmForCausalLM", _LLAMA),
+    _case("Starcoder2ForCausalLM", _LLAMA),
+    _case("OlmoForCausalLM", _LLAMA),
+    _case("Olmo2ForCausalLM", _LLAMA),
+    _case("CohereForCausalLM", _LLAMA),
+    _case("GraniteForCausalLM", _LLAMA),
+    _case("CodeGenForCausalLM", _GPT2, rotary_dim=4),
+    _case("XGLMForCausalLM", _TOKENS, vocab_size=96, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48,
+          max_position_embeddings=64),
+    _case("BioGptForCausalLM", _ENCODER),
+    _case("CTRLLMHeadModel", _GPT2, dff=48),
+    _case("OpenAIGPTLMHeadModel", _GPT2),
+    _case("XLNetLMHeadModel", _TOKENS, vocab_size=96, d_model=32, n_layer=2, n_head=4, d_inner=48),
 )  # fmt: skip
 
 _EXPERTS = (
-    _case("MoE", "MixtralForCausalLM", _LLAMA, num_local_experts=4, quick=True),
-    _case("MoE", "Qwen2MoeForCausalLM", _MOE, shared_expert_intermediate_size=24),
-    _case("MoE", "Qwen3MoeForCausalLM", _MOE, head_dim=8),
-    _case("MoE", "OlmoeForCausalLM", _LLAMA, num_experts=4, num_experts_per_tok=2),
-    _case("MoE", "DeepseekV3ForCausalLM", _ENCODER, num_key_value_heads=4, moe_intermediate_size=24,
-          n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16,
-          qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1),
-    _case("MoE", "GptOssForCausalLM", _LLAMA, num_local_experts=4, num_experts_per_tok=2, head_dim=8,
-          sliding_window=8),
-    _case("MoE", "GraniteMoeForCausalLM", _LLAMA, num_local_experts=4, num_experts_per_tok=2),
-    _case("MoE", "PhimoeForCausalLM", _LLAMA, num_local_experts=4),
-    _case("MoE, encoder-decoder, relative bias", "SwitchTransformersForConditionalGeneration", _T5, num_experts=4,
-          num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_decoder_layers=2, inputs=_pair),
-    _case("MoE and state space", "JambaForCausalLM", _LLAMA, num_experts=4, attn_layer_period=2, attn_layer_offset=1,
-          expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False),
+    _case("MixtralForCausalLM", _LLAMA, num_local_experts=4, quick=True),
+    _case("Qwen2MoeForCausalLM", _MOE, shared_expert_intermediate_size=24),
+    _case("Qwen3MoeForCausalLM", _MOE, head_dim=8),
+    _case("OlmoeForCausalLM", _LLAMA, num_experts=4, num_experts_per_tok=2),
+    _case("DeepseekV3ForCausalLM", _ENCODER, num_key_value_heads=4, moe_intermediate_size=24, n_routed_experts=4,
+          n_group=2, topk_group=1, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+          qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1),
+    _case("GptOssForCausalLM", _LLAMA, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=8),
+    _case("GraniteMoeForCausalLM", _LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    _case("PhimoeForCausalLM", _LLAMA, num_local_experts=4),
+    _case("SwitchTransformersForConditionalGeneration", _T5, num_experts=4, num_sparse_encoder_layers=1,
+          num_sparse_decoder_layers=1, num_decoder_layers=2, inputs=_pair),
+    _case("JambaForCausalLM", _LLAMA, num_experts=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+          expert_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False),
 )  # fmt: skip
 
 _STATE_SPACE = (
-    _case("state space, tied head", "MambaForCausalLM", _MAMBA, quick=True),
-    _case("state space", "Mamba2ForCausalLM", _MAMBA, num_heads=8, head_dim=8, n_groups=1, chunk_size=8),
-    _case("state space", "FalconMambaForCausalLM", _MAMBA),
-    _case("recurrent and attention", "RecurrentGemmaForCausalLM", _LLAMA, num_key_value_heads=1, lru_width=32,
-          num_hidden_layers=3, attention_window_size=8, head_dim=8),
+    _case("MambaForCausalLM", _MAMBA, quick=True),
+    _case("Mamba2ForCausalLM", _MAMBA, num_heads=8, head_dim=8, n_groups=1, chunk_size=8),
+    _case("FalconMambaForCausalLM", _MAMBA),
+    _case("RecurrentGemmaForCausalLM", _LLAMA, num_key_value_heads=1, lru_width=32, num_hidden_layers=3,
+          attention_window_size=8, head_dim=8),
 )  # fmt: skip
 
 _ENCODERS = (
-    _case("encoder, tied head", "BertForMaskedLM", _ENCODER, quick=True),
-    _case("encoder", "BertModel", _ENCODER),
-    _case("encoder", "RobertaForSequenceClassification", _ENCODER),
-    _case("encoder, tied head", "DistilBertForMaskedLM", _TOKENS, vocab_size=96, dim=32, n_layers=2, n_heads=4,
-          hidden_dim=48, max_position_embeddings=64),
-    _case("encoder, shared layers, tied head", "AlbertForMaskedLM", _ENCODER, embedding_size=16),
-    _case("encoder", "ElectraForPreTraining", _ENCODER, embedding_size=16),
-    _case("encoder, relative attention, tied head", "DebertaV2ForMaskedLM", _ENCODER, relative_attention=True,
-          pos_att_type=["p2c", "c2p"], max_relative_positions=16),
-    _case("encoder, relative attention", "DebertaModel", _ENCODER, relative_attention=True, pos_att_type=["p2c"],
+    _case("BertForMaskedLM", _ENCODER, quick=True),
+    _case("BertModel", _ENCODER),
+    _case("RobertaForSequenceClassification", _ENCODER),
+    _case("DistilBertForMaskedLM", _TOKENS, vocab_size=96, dim=32, n_layers=2, n_heads=4, hidden_dim=48,
+          max_position_embeddings=64),
+    _case("AlbertForMaskedLM", _ENCODER, embedding_size=16),
+    _case("ElectraForPreTraining", _ENCODER, embedding_size=16),
+    _case("DebertaV2ForMaskedLM", _ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"],
           max_relative_positions=16),
-    _case("encoder, relative bias", "MPNetModel", _ENCODER),
-    _case("encoder, rotary, tied head", "ModernBertForMaskedLM", _ENCODER, cls_token_id=1, sep_token_id=2,
-          local_attention=8),
-    _case("encoder", "XLMRobertaForTokenClassification", _ENCODER),
-    _case("encoder, buffers made from buffers", "BrosModel", _ENCODER, hidden_size=64, inputs=_text_and_boxes,
-          quick=True),
-    _case("encoder", "SqueezeBertModel", _ENCODER, embedding_size=32, q_groups=2, k_groups=2, v_groups=2,
-          post_attention_groups=1, intermediate_groups=2, output_groups=2),
+    _case("DebertaModel", _ENCODER, relative_attention=True, pos_att_type=["p2c"], max_relative_positions=16),
+    _case("MPNetModel", _ENCODER),
+    _case("ModernBertForMaskedLM", _ENCODER, cls_token_id=1, sep_token_id=2, local_attention=8),
+    _case("XLMRobertaForTokenClassification", _ENCODER),
+    _case("BrosModel", _ENCODER, hidden_size=64, inputs=_text_and_boxes, quick=True),
+    _case("SqueezeBertModel", _ENCODER, embedding_size=32, q_groups=2, k_groups=2, v_groups=2, post_attention_groups=1,
+          intermediate_groups=2, output_groups=2),
 )  # fmt: skip
 
 _PAIRS = (
-    _case("encoder-decoder, relative bias, tied head", "T5ForConditionalGeneration", _T5, inputs=_pair, quick=True),
-    _case("encoder-decoder, relative bias", "MT5ForConditionalGeneration", _T5, inputs=_pair),
-    _case("encoder-decoder, tied head", "BartForConditionalGeneration", _BART, inputs=_pair, quick=True),
-    _case("encoder-decoder, sinusoidal positions, tied head", "MarianMTModel", _BART, inputs=_pair),
-    _case("encoder-decoder, sinusoidal positions", "PegasusForConditionalGeneration", _BART, inputs=_pair),
-    _case("encoder-decoder, tied head", "MBartForConditionalGeneration", _BART, inputs=_pair),
-    _case("encoder-decoder, sinusoidal positions", "M2M100ForConditionalGeneration", _BART, inputs=_pair),
+    _case("T5ForConditionalGeneration", _T5, inputs=_pair, quick=True),
+    _case("MT5ForConditionalGeneration", _T5, inputs=_pair),
+    _case("BartForConditionalGeneration", _BART, inputs=_pair, quick=True),
+    _case("MarianMTModel", _BART, inputs=_pair),
+    _case("PegasusForConditionalGeneration", _BART, inputs=_pair),
+    _case("MBartForConditionalGeneration", _BART, inputs=_pair),
+    _case("M2M100ForConditionalGeneration", _BART, inputs=_pair),
 )  # fmt: skip
 
 _IMAGES = (
-    _case("vision", "ViTForImageClassification", _VISION, inputs=_pixels, quick=True),
-    _case("vision", "DeiTForImageClassification", _VISION, inputs=_pixels),
-    _case("vision, relative bias", "BeitModel", _VISION, use_relative_position_bias=True, inputs=_pixels),
-    _case("vision", "Dinov2Model", _VISION, inputs=_pixels),
-    _case("vision, windows, relative bias", "SwinForImageClassification", {}, image_size=32, patch_size=4, embed_dim=16,
-          depths=[1, 1], num_heads=[2, 2], window_size=4, inputs=_pixels),
-    _case("vision, convolutions", "ConvNextForImageClassification", {}, hidden_sizes=[8, 16], depths=[1, 1],
-          num_stages=2, inputs=_pixels),
-    _case("vision, batch norm", "ResNetForImageClassification", {}, embedding_size=8, hidden_sizes=[8, 16],
-          depths=[1, 1], inputs=_pixels),
-    _case("vision", "SegformerForSemanticSegmentation", {}, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
+    _case("ViTForImageClassification", _VISION, inputs=_pixels, quick=True),
+    _case("DeiTForImageClassification", _VISION, inputs=_pixels),
+    _case("BeitModel", _VISION, use_relative_position_bias=True, inputs=_pixels),
+    _case("Dinov2Model", _VISION, inputs=_pixels),
+    _case("SwinForImageClassification", {}, image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2],
+          window_size=4, inputs=_pixels),
+    _case("ConvNextForImageClassification", {}, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, inputs=_pixels),
+    _case("ResNetForImageClassification", {}, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], inputs=_pixels),
+    _case("SegformerForSemanticSegmentation", {}, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
           hidden_sizes=[8, 16], num_attention_heads=[1, 2], patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[2, 2],
           decoder_hidden_size=16, inputs=_pixels),
-    _case("vision, batch norm", "MobileNetV2ForImageClassification", {}, depth_multiplier=0.35, inputs=_pixels),
+    _case("MobileNetV2ForImageClassification", {}, depth_multiplier=0.35, inputs=_pixels),
 )  # fmt: skip
 
 _SOUND = (
-    _case("audio, weight norm", "Wav2Vec2ForCTC", _SPEECH, vocab_size=32, inputs=_wave, quick=True),
-    _case("audio, weight norm", "HubertModel", _SPEECH, inputs=_wave),
-    _case("audio, relative bias", "WavLMModel", _SPEECH, inputs=_wave),
-    _case("audio, encoder-decoder, tied head", "WhisperForConditionalGeneration", _BART, num_mel_bins=8,
-          max_source_positions=20, max_target_positions=32, suppress_tokens=None, begin_suppress_tokens=None,
-          inputs=_mel),
+    _case("Wav2Vec2ForCTC", _SPEECH, vocab_size=32, inputs=_wave, quick=True),
+    _case("HubertModel", _SPEECH, inputs=_wave),
+    _case("WavLMModel", _SPEECH, inputs=_wave),
+    _case("WhisperForConditionalGeneration", _BART, num_mel_bins=8, max_source_positions=20, max_target_positions=32,
+          suppress_tokens=None, begin_suppress_tokens=None, inputs=_mel),
 )  # fmt: skip
 
 
@@ -261,7 +244,7 @@ def _clip_vision(transformers: Any) -> Any:
 
 
 _SEVERAL = (
-    _case("vision and text", "CLIPModel", {}, text_config=_clip_text, vision_config=_clip_vision, projection_dim=16,
+    _case("CLIPModel", {}, text_config=_clip_text, vision_config=_clip_vision, projection_dim=16,
           inputs=_text_and_pixels),
 )  # fmt: skip
 

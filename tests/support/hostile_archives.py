@@ -231,7 +231,6 @@ def legacy_file(
     value: object,
     storages: Mapping[str, tuple[int, bytes]] | None = None,
     *,
-    magic: object = 0x1950A86A20F9469CFC6C,
     version: object = 1001,
     system: object = _SYSTEM,
     keys: object = None,
@@ -239,7 +238,7 @@ def legacy_file(
 ) -> bytes:
     """Return a legacy file of a value, or of a complete pickle as bytes; storages by key: number of elements, data."""
     storages = storages or {}
-    head = b"".join(map(pickled, (magic, version, system)))
+    head = b"".join(map(pickled, (0x1950A86A20F9469CFC6C, version, system)))
     program = value if isinstance(value, bytes) else pickled(value)
     data = b"".join(struct.pack("<q", count) + raw for count, raw in storages.values())
     return head + program + pickled(list(storages) if keys is None else keys) + data + trailing
@@ -306,3 +305,30 @@ def distributed_metadata(items: object, stored: object, *, paths: object = None)
         "version": "1.0.0",
     }
     return pickled(_object(_METADATA, "Metadata", state))
+
+
+def coo(indices: list[list[int]], shape: tuple[int, ...], *, coalesced: bool | None = False) -> bytes:
+    count = len(indices[0])
+    data = {
+        "i": struct.pack(f"<{len(indices) * count}q", *(number for row in indices for number in row)),
+        "v": bytes(4 * count),
+    }
+    held = tensor_call(storage("i", len(indices) * count, kind="LongStorage"), shape=(len(indices), count))
+    values = tensor_call(storage("v", count), shape=(count,))
+    return _file("sparse_coo", (held, values, Call(Global("torch", "Size"), (shape,)), coalesced), data)
+
+
+def compressed(layout: str, compressed: list[int], plain: list[int], shape: tuple[int, ...]) -> bytes:
+    tensors = []
+    data = {"v": bytes(4 * len(plain))}
+    for key, numbers in (("c", compressed), ("p", plain)):
+        data[key] = struct.pack(f"<{len(numbers)}q", *numbers)
+        tensors.append(tensor_call(storage(key, len(numbers), kind="LongStorage"), shape=(len(numbers),)))
+    block = (len(plain), 1, 1) if layout in {"sparse_bsr", "sparse_bsc"} else (len(plain),)
+    values = tensor_call(storage("v", len(plain)), shape=block)
+    return _file(layout, (*tensors, values, Call(Global("torch", "Size"), (shape,))), data)
+
+
+def _file(layout: str, data: tuple[object, ...], storages: dict[str, bytes]) -> bytes:
+    kind = Call(Global("torch.serialization", "_get_layout"), (f"torch.{layout}",))
+    return torch_archive({"w": Call(Global("torch._utils", "_rebuild_sparse_tensor"), (kind, data))}, storages)

@@ -16,47 +16,32 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import sluice
 from sluice import _defaults as defaults
-from sluice.writing.durable import direct as _direct
-from support.contents import once_per_content
-from support.system_calls import SystemCalls
+from support.system_calls import SystemCalls, force_direct_writes, generation
 
 _TENSORS = 6
 
 
-class Mode(NamedTuple):
-    """Destination and form of a save."""
-
-    name: str
-    format: Literal["safetensors", "torch", "huggingface"]
-    #: Number of tensors per shard; None for a single file.
-    shards: float | None
-    #: Files of a whole checkpoint.
-    files: int
-
-
-MODES = {
-    "torch": Mode("model.pth", "torch", None, 1),
-    "safetensors": Mode("model.safetensors", "safetensors", None, 1),
-    "huggingface": Mode("model", "huggingface", None, 1),
-    "sharded": Mode("model", "huggingface", 1.5, _TENSORS + 1),
-}
+#: Files of the forms that are one file; the others are directories.
+_NAMES = {"torch": "model.pth", "safetensors": "model.safetensors"}
 
 
 def state(number: int, rows: int) -> dict[str, torch.Tensor]:
-    return {f"layer{i}.weight": torch.full((rows, 50), float(number * 10 + i)) for i in range(_TENSORS)}
+    return {f"layer{i}.weight": torch.full((rows, 50), float(number)) for i in range(_TENSORS)}
 
 
 class Job(NamedTuple):
     """A save or conversion to be killed."""
 
     verb: str
-    mode: Mode
+    #: A format of ``save``, or ``sharded``: a Hugging Face directory with a shard for each tensor.
+    mode: str
     path: Path
     overwrite: bool
     #: Rows of each tensor.
@@ -65,9 +50,9 @@ class Job(NamedTuple):
     def prepare(self, number: int) -> Callable[[], object]:
         """Return a function that writes the checkpoint of this number."""
         how: dict[str, Any] = {
-            "format": self.mode.format,
+            "format": "huggingface" if self.mode == "sharded" else self.mode,
             "overwrite": self.overwrite,
-            "max_shard_size": None if self.mode.shards is None else int(self.mode.shards * self.rows * 200),
+            "max_shard_size": self.rows * 300 if self.mode == "sharded" else None,  # a tensor has 200 bytes in a row
         }
         if self.verb == "save":
             return lambda: sluice.save(state(number, self.rows), self.path, **how)
@@ -87,27 +72,7 @@ class Job(NamedTuple):
         files = [each.name for each in self.path.parent.rglob("*") if each.is_file()]
         hidden = [each.name for each in self.path.parent.rglob("*") if "sluice" in each.name]
         assert not hidden, hidden
-        assert len(files) == self.mode.files, files
-
-
-def generation(path: Path) -> int | None:
-    """Return the number of the save that wrote the whole checkpoint; None if there is none."""
-    if not path.exists() or (path.is_dir() and not any(not name.startswith(".") for name in os.listdir(path))):
-        return None
-    try:
-        return _generation_of_files(path)
-    except sluice.IncompleteCheckpointError:  # some shards are renamed, but the index is not
-        return None
-
-
-@once_per_content
-def _generation_of_files(path: Path) -> int:
-    loaded = sluice.load_state_dict(path)
-    assert len(loaded) == _TENSORS, sorted(loaded)
-    values = {int(tensor.unique().item()) for tensor in loaded.values()}
-    numbers = {value // 10 for value in values}
-    assert len(numbers) == 1, f"a mix of saves: {sorted(values)}"
-    return numbers.pop()
+        assert len(files) == (_TENSORS + 1 if self.mode == "sharded" else 1), files
 
 
 def forked(write: Callable[[], object], *, seconds: float | None, directly: bool = False) -> bool:
@@ -116,7 +81,8 @@ def forked(write: Callable[[], object], *, seconds: float | None, directly: bool
     child = os.fork()
     if child == 0:
         if directly:
-            _write_directly()
+            force_direct_writes(pytest.MonkeyPatch())
+            defaults.WRITE_BYTES = 30_000
         os.write(writer, b"!")
         write()
         os._exit(0)
@@ -131,12 +97,6 @@ def forked(write: Callable[[], object], *, seconds: float | None, directly: bool
     return os.WIFSIGNALED(status)
 
 
-def _write_directly() -> None:
-    """Write with direct I/O, as for large files, if the file system supports it."""
-    defaults.DIRECT_FILE_BYTES, defaults.DIRECT_WRITE_BYTES, defaults.WRITE_BYTES = 1, 4096, 30_000
-    vars(_direct)["takes_direct_io"] = lambda _: True
-
-
 def at_random_moments(job: Job, kills: int) -> tuple[int, int]:
     """Return the number of killed saves, and how many of these had taken effect."""
     chance = random.Random(kills)
@@ -148,7 +108,7 @@ def at_random_moments(job: Job, kills: int) -> tuple[int, int]:
         was_killed = forked(job.prepare(number), seconds=chance.uniform(0, longest), directly=number % 2 == 1)
         longest *= 1.1 if was_killed else 0.8  # about two in three are killed, on slow and fast machines alike
         died += was_killed
-        found = generation(job.path)
+        found = generation(job.path, state(0, 1))
         assert found in {current, number}, f"neither old nor new: {found}, not {current} or {number}"
         assert found == number or was_killed, "it had ended, and its file is not there"
         effective += was_killed and found == number
@@ -176,7 +136,7 @@ def before_every_call(job: Job) -> tuple[int, int]:
     for number in itertools.cycle(range(2, 12, 2)):  # few, so that cached contents are not read again
         calls = SystemCalls(died + 1, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         was_killed = forked(watching(calls, job.prepare(number)), seconds=None)
-        found = generation(job.path)
+        found = generation(job.path, state(0, 1))
         assert found in {old, number}, f"neither old nor new before call {died + 1}: {found}, not {old} or {number}"
         if not was_killed:
             assert found == number, "it had ended, and its file is not there"
@@ -186,7 +146,7 @@ def before_every_call(job: Job) -> tuple[int, int]:
         if not job.overwrite and found is not None:
             job.clear()
         job.prepare(number + 1)()
-        assert generation(job.path) == number + 1
+        assert generation(job.path, state(0, 1)) == number + 1
         job.check_clean()
         if job.overwrite:
             old = number + 1
@@ -198,10 +158,10 @@ def before_every_call(job: Job) -> tuple[int, int]:
 def main(verb: str, start: str, kills: str, directory: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
-        mode = MODES[name]
         place = directory / name
         place.mkdir()
-        job = Job(verb, mode, place / mode.name, overwrite=start == "over", rows=4 if kills == "every" else 500)
+        path = place / _NAMES.get(name, "model")
+        job = Job(verb, name, path, overwrite=start == "over", rows=4 if kills == "every" else 500)
         job.prepare(1)()  # the first one also imports
         if not job.overwrite:
             job.clear()

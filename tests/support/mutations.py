@@ -7,7 +7,7 @@
 - ``stricter``: sluice refuses what the reference accepts; the reasons are counted.
 - ``inert``: sluice accepts it with a placeholder for an object that it never builds, or notes the parts that it
   drops; the tensors are not compared, because the reference either refuses the file or builds the object.
-- ``beyond``: sluice accepts what the reference refuses, for a reason of ``BEYOND``.
+- ``beyond``: sluice accepts what the reference refuses, for the reason ``_BEYOND``.
 
 Everything else is an ``AssertionError``.
 """
@@ -32,9 +32,7 @@ import torch
 
 from sluice._dtypes import torch_dtype
 from sluice._errors import CheckpointError
-from sluice._options import Limits
 from sluice.entries import tree as _tree
-from sluice.formats.detection import detect
 from sluice.records import Entry, Index
 from sluice.sources.protocol import Source
 from support.hostile_archives import (
@@ -48,12 +46,11 @@ from support.hostile_archives import (
     tensor_call,
     torch_archive,
 )
-from support.oracles import bits, loaded, same
-from support.sources import MemorySource
+from support.oracles import bits, loaded, located, same
 from support.torch_files import saved
 
-#: Reasons why sluice accepts files that ``torch.load(weights_only=True)`` refuses, with a pattern for torch's message.
-BEYOND = {"opcodes of protocols 3 to 5": re.compile("Unsupported operand")}
+#: The reason why sluice accepts files that ``torch.load(weights_only=True)`` refuses.
+_BEYOND = "opcodes of protocols 3 to 5"
 
 
 @dataclass(slots=True)
@@ -66,6 +63,12 @@ class Verdicts:
     stricter: Counter[str] = field(default_factory=Counter)
     #: Reasons for accepting files that the reference refuses.
     beyond: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, error: CheckpointError, refusal: Exception | None) -> None:
+        """Count a file that sluice refuses."""
+        self.counts["refused" if refusal else "stricter"] += 1
+        if refusal is None:
+            self.stricter[f"{type(error).__name__}: {_NAMED.sub('_', error.problem)}"] += 1
 
     def table(self) -> str:
         """Return the counts as text."""
@@ -236,29 +239,15 @@ def headers(count: int, seed: int) -> Iterator[bytes]:
 
 
 def _read(content: bytes) -> tuple[Source, Index] | CheckpointError:
-    source = MemorySource(content)
     try:
-        index = detect(source).read_index(source, Limits())
-        offsets = detect(source).locate(source, index, range(len(index.storages)))
+        return located(content)
     except CheckpointError as error:
         return error
-    return source, _located(index, offsets)
-
-
-def _located(index: Index, offsets: Any) -> Index:
-    from msgspec.structs import replace
-
-    storages = [replace(one, offset=offsets.get(i, one.offset)) for i, one in enumerate(index.storages)]
-    return replace(index, storages=tuple(storages))
 
 
 _NAMED = re.compile(
     r"'(?:[^'\\]|\\.)*'|\"[^\"]*\"|\b0x[0-9a-f]+\b|\b\d+\b|(?<=names )\S+|(?<=pickled )\S+|(?<=opcode )\S+"
 )
-
-
-def _reason(error: CheckpointError) -> str:
-    return f"{type(error).__name__}: {_NAMED.sub('_', error.problem)}"
 
 
 def judge_torch(content: bytes, verdicts: Verdicts) -> None:
@@ -272,9 +261,7 @@ def judge_torch(content: bytes, verdicts: Verdicts) -> None:
         except Exception as error:  # noqa: BLE001 - it raises any exception of its parts
             theirs, refusal = None, error
     if isinstance(ours, CheckpointError):
-        verdicts.counts["refused" if refusal else "stricter"] += 1
-        if refusal is None:
-            verdicts.stricter[_reason(ours)] += 1
+        verdicts.refuse(ours, refusal)
         return
     source, index = ours
     if index.notes or _holds_opaque(index.tree):
@@ -294,17 +281,15 @@ def _holds_opaque(tree: object) -> bool:
 
 def _why_beyond(content: bytes, source: Source, index: Index, refusal: Exception) -> str:
     """Return the documented reason; the result of torch's unrestricted loader must then be equal."""
-    for reason, pattern in BEYOND.items():
-        if pattern.search(str(refusal)):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:  # the file names nothing but tensors and plain values: sluice would have kept a placeholder
-                    expected = torch.load(io.BytesIO(content), weights_only=False)
-                except (pickle.UnpicklingError, RuntimeError):
-                    return f"{reason}, not comparable"
-            assert same(loaded(source, index), expected), content
-            return reason
-    raise AssertionError(f"accepted what torch refuses with {refusal!r}: {content!r}")
+    assert "Unsupported operand" in str(refusal), f"accepted what torch refuses with {refusal!r}: {content!r}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:  # the file names nothing but tensors and plain values: sluice would have kept a placeholder
+            expected = torch.load(io.BytesIO(content), weights_only=False)
+        except (pickle.UnpicklingError, RuntimeError):
+            return f"{_BEYOND}, not comparable"
+    assert same(loaded(source, index), expected), content
+    return _BEYOND
 
 
 def _check_that_torch_has_none(opened: Any, name: str) -> None:
@@ -333,9 +318,7 @@ def judge_safetensors(content: bytes, verdicts: Verdicts) -> None:
         except Exception as error:  # noqa: BLE001 - its own, and torch's for sizes that it cannot hold
             theirs, metadata, refusal = {}, {}, error
     if isinstance(ours, CheckpointError):
-        verdicts.counts["refused" if refusal else "stricter"] += 1
-        if refusal is None:
-            verdicts.stricter[_reason(ours)] += 1
+        verdicts.refuse(ours, refusal)
         return
     assert refusal is None, (refusal, content)
     source, index = ours

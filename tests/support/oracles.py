@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 import sluice
 from sluice._dtypes import torch_dtype
+from sluice._options import Limits
 from sluice.entries import tree as _tree
+from sluice.formats.detection import detect
 from sluice.records import Entry, Index
 from sluice.sources.protocol import Source
+from support.sources import MemorySource
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -20,7 +24,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().flatten()
     if flat.is_conj() or flat.is_neg() or flat.stride() != (1,):  # else no copy: old versions cannot copy float4
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return bytes(flat.view(torch.uint8).tolist())
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def parts(tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[object]]:
@@ -82,6 +86,15 @@ def save_and_compare(path: Path, value: Any, **how: Any) -> OrderedDict[str, Any
     # torch's restricted loader stops at protocol 3; the unrestricted one is safe for the test's own files.
     assert same(ours, torch.load(path, weights_only=how.get("pickle_protocol", 2) < 4, mmap=False))
     return ours
+
+
+def located(content: bytes) -> tuple[Source, Index]:
+    """Return a file in memory, and its index with the place of every storage."""
+    source = MemorySource(content)
+    index = detect(source).read_index(source, Limits())
+    offsets = detect(source).locate(source, index, range(len(index.storages)))
+    storages = [replace(one, offset=offsets.get(i, one.offset)) for i, one in enumerate(index.storages)]
+    return source, replace(index, storages=tuple(storages))
 
 
 def loaded(source: Source, index: Index) -> Any:

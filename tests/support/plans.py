@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from msgspec.structs import replace
 
 from sluice._dtypes import dtype_name
 from sluice._options import PageCache
+from sluice.engine.running_plan import RunResult, TargetMemory
+from sluice.engine.session import Session
+from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import (
@@ -26,6 +33,8 @@ from sluice.records import (
 )
 from sluice.records.geometry import contiguous_stride, span_elements
 from sluice.sources.local import LocalFile
+from sluice.sources.protocol import Source
+from support.fake_accelerator import FakeAccelerator
 
 IDENTITY = FileIdentity(device=1, inode=2, nbytes=1 << 40, mtime_ns=3, ctime_ns=4)
 FILE = FileRecord(path="model.bin", identity=IDENTITY)
@@ -150,3 +159,93 @@ class Stored:
         machine = machine or facts(cached=False)
         plan = plan_load(targets, self.index.files, machine, staging_bytes=staging, page_cache=page_cache)
         return plan, views
+
+
+def execute(
+    plan: LoadPlan,
+    sources: Sequence[Source],
+    targets: TargetMemory,
+    *,
+    progress: Callable[[int], None] | None = None,
+    completed: Callable[[int], None] | None = None,
+) -> RunResult:
+    with closing(Session(sources)) as session:
+        return session.start(plan, targets).wait(progress=progress, completed=completed)
+
+
+def load(
+    path: Path,
+    tensors: Sequence[torch.Tensor],
+    requests: list[Request],
+    *,
+    shift: int = 0,
+    swap_bytes: Sequence[int] = (),
+    share: bool = False,
+    cached: bool = True,
+    existing: dict[int, torch.Tensor] | None = None,
+    fake: FakeAccelerator | None = None,
+    cores: int = 2,
+    staging: int = MIB,
+) -> list[torch.Tensor]:
+    """Write the storages of tensors to a file, and return the tensors of requests for them.
+
+    Args:
+        path: The file.
+        tensors: Tensors with one storage each.
+        requests: What to read.
+        shift: Bytes from a multiple of 64 to the first of each storage.
+        swap_bytes: Bytes of the numbers of each storage that are in the other order.
+        share: Whether views of the same bytes share memory.
+        cached: Whether the file counts as cached.
+        existing: Memory of some requests.
+        fake: The device ``fake:0``; each of its bytes was filled once.
+        cores: Processors of the machine.
+        staging: Bytes of all staging buffers.
+    """
+    with Stored(path, list(tensors), shift=shift) as stored:
+        if swap_bytes:
+            swapped = zip(stored.index.storages, swap_bytes, strict=True)
+            storages = tuple(replace(each, swap_bytes=nbytes) for each, nbytes in swapped)
+            stored.index = replace(stored.index, storages=storages)
+        plan, views = stored.plan_of(requests, facts(cached=cached, cores=cores), staging=staging, share=share)
+        memory = Targets(plan, existing, accelerators={"fake:0": fake} if fake else {})
+        execute(plan, [stored.source], memory)
+    if fake:
+        fake.assert_filled_once()
+    return memory.tensors(views)
+
+
+def use_of_ring(plan: LoadPlan, *, read_rate: float, copy_rate: float) -> float:
+    """Run the staged reads of a plan as the engine does, in virtual time; return when the slower of both works.
+
+    Rates are bytes per unit of time for the disk and for copies; the result is a fraction of all time.
+
+    The disk has its full rate if as many requests are under way as readers and buffers allow. A copy starts when its
+    read has ended and the copies before it are done. A buffer is lent again, oldest first, when its copy has read it.
+    """
+    readers = max(1, min(plan.readers, plan.staging_buffers))
+    free_at = [0.0] * plan.staging_buffers  # when each free buffer can be written again, in the order of their return
+    turns = [(0.0, reader) for reader in range(readers)]  # when each reader takes its next read
+    heapq.heapify(turns)
+    finished: list[tuple[float, int]] = []  # reads under way: end, bytes
+    copies_end = reading = copying = 0.0
+    pending = [read.nbytes for read in plan.reads if read.into is None]
+    for nbytes in pending:
+        now, reader = heapq.heappop(turns)
+        while finished and (finished[0][0] <= now or not free_at):
+            copies_end = _copy_out(heapq.heappop(finished), copies_end, copy_rate, free_at)
+        start = max(now, free_at.pop(0))
+        end = start + nbytes / (read_rate / readers)
+        heapq.heappush(finished, (end, nbytes))
+        heapq.heappush(turns, (end, reader))
+        reading += nbytes / read_rate
+        copying += nbytes / copy_rate
+    while finished:
+        copies_end = _copy_out(heapq.heappop(finished), copies_end, copy_rate, free_at)
+    return max(reading, copying) / copies_end
+
+
+def _copy_out(read: tuple[float, int], copies_end: float, copy_rate: float, free_at: list[float]) -> float:
+    end = max(read[0], copies_end) + read[1] / copy_rate
+    free_at.append(end)
+    return end

@@ -1,13 +1,21 @@
-"""Stop a save at its k-th system call, by replacing the functions of ``os`` that its modules call."""
+"""Stop a save at its k-th system call, by replacing functions of ``os`` that it calls, and read what is left."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import pytest
+
+import sluice
+from sluice import _defaults as defaults
+from sluice.writing.durable import direct as _direct
 
 #: Functions that a save calls and that can fail, each with the module that holds the name.
 CALLS = (
@@ -68,3 +76,46 @@ def failing(number: int) -> Callable[[Callable[[], Any], str], Any]:
 
 def _module(name: str) -> Any:
     return __import__(name, fromlist=["_"])
+
+
+#: Numbers of the saves that were read, by the name of the checkpoint and the digest of each file.
+_known: dict[tuple[str, frozenset[tuple[str, bytes]]], int] = {}
+
+
+def generation(path: Path, names: Iterable[str]) -> int | None:
+    """Return the number that is every element of the whole checkpoint; None if there is none, or only some shards.
+
+    The same contents are read once, unless reading fails: loops over faults see them many times.
+
+    Args:
+        path: The checkpoint; a link to a checkpoint is followed.
+        names: Its tensors. A file of safetensors lacks the one that is tied to another.
+    """
+    if not path.exists() or (path.is_dir() and not any(not name.startswith(".") for name in os.listdir(path))):
+        return None
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    contents = frozenset((str(each.relative_to(path)), blake2b(each.read_bytes()).digest()) for each in files)
+    if (path.name, contents) not in _known:
+        try:
+            loaded = sluice.load_state_dict(path)
+        except sluice.IncompleteCheckpointError:  # some shards are renamed, but the index is not
+            return None
+        assert set(names) - {"tied"} <= set(loaded) <= set(names)
+        numbers = {int(value) for tensor in loaded.values() for value in tensor.unique().tolist()}
+        assert len(numbers) == 1, f"a mix of saves: {sorted(numbers)}"
+        _known[path.name, contents] = numbers.pop()
+    return _known[path.name, contents]
+
+
+@contextmanager
+def forced_direct_writes() -> Iterator[None]:
+    """Let every save of the block use direct I/O."""
+    with pytest.MonkeyPatch.context() as patch:
+        force_direct_writes(patch)
+        yield
+
+
+def force_direct_writes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(defaults, "DIRECT_FILE_BYTES", 1)
+    patch.setattr(defaults, "DIRECT_WRITE_BYTES", 4096)
+    patch.setattr(_direct, "takes_direct_io", lambda _: True)

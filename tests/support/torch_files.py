@@ -1,11 +1,11 @@
-"""Files of ``torch.save`` in memory, and comparison of their indexes with ``torch.load``."""
+"""Files of ``torch.save`` in memory, and comparison of their tensors with those of ``torch.load``."""
 
 from __future__ import annotations
 
-import collections
 import io
 import warnings
 import zipfile
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._options import Limits
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
-from sluice.records import Entry, Index, TorchSize, TorchText
-from sluice.sources.protocol import Source
+from sluice.records import Index
+from support.oracles import loaded, located, same
 from support.sources import MemorySource
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -39,69 +39,19 @@ def tree_of(content: bytes, limits: Limits | None = None) -> Any:
     return index_of(content, limits).tree
 
 
-class Comparison:
-    """Compares an index with the result of ``torch.load``."""
-
-    def __init__(self, source: Source, index: Index) -> None:
-        self._source = source
-        self._index = index
-        self._offsets = TorchZipFormat().locate(source, index, range(len(index.storages)))
-        self._pointers: dict[int, int] = {}
-        self._objects: dict[int, torch.Tensor] = {}
-
-    def check(self, found: object, expected: object) -> None:
-        if isinstance(expected, torch.Tensor):
-            assert isinstance(found, Entry)
-            self._check_tensor(found, expected)
-        elif isinstance(expected, dict):
-            assert isinstance(found, dict)
-            assert type(found) is type(expected) or type(expected) is collections.defaultdict
-            assert list(found) == list(expected)
-            for key, value in expected.items():
-                self.check(found[key], value)
-            self.check(getattr(found, "_metadata", None), getattr(expected, "_metadata", None))
-        elif isinstance(expected, (list, tuple)):
-            assert type(found) is (TorchSize if isinstance(expected, torch.Size) else type(expected))
-            assert isinstance(found, (list, tuple))
-            assert len(found) == len(expected)
-            for one, other in zip(found, expected, strict=True):
-                self.check(one, other)
-        elif isinstance(expected, (torch.dtype, torch.device, torch.layout)):
-            assert type(found) is TorchText
-            assert found == str(expected)
-        else:
-            assert type(found) is type(expected)
-            assert found == expected
-
-    def _check_tensor(self, entry: Entry, tensor: torch.Tensor) -> None:
-        assert (entry.dtype, entry.shape) == (dtype_name(tensor.dtype), tuple(tensor.shape))
-        assert (entry.stride, entry.storage_offset) == (tensor.stride(), tensor.storage_offset())
-        assert entry.parameter == isinstance(tensor, torch.nn.Parameter)
-        assert entry.requires_grad == tensor.requires_grad
-        assert entry.math_bits == (("conj",) if tensor.is_conj() else ()) + (("neg",) if tensor.is_neg() else ())
-        self.check(entry.attributes or {}, vars(tensor))
-        assert self._objects.setdefault(id(entry), tensor) is tensor  # one object if torch has one
-        record = self._index.storages[entry.storage]
-        memory = tensor.untyped_storage()
-        assert record.nbytes == memory.nbytes()
-        if record.nbytes:
-            assert self._pointers.setdefault(entry.storage, memory.data_ptr()) == memory.data_ptr()
-            assert len(set(self._pointers.values())) == len(self._pointers)
-        stored = self._source.read_at(self._offsets[entry.storage], record.nbytes)
-        assert stored == bytes(torch.empty(0, dtype=torch.uint8).set_(memory).tolist())
+def check(content: bytes, expected: Sequence[torch.Tensor]) -> None:
+    """Compare the tensors of a file with those of ``torch.load``, also in their strides and what they share."""
+    found = loaded(*located(content))
+    assert same(found, expected)
+    assert _places(found) == _places(expected)
 
 
-def check(value: object, protocol: int = 2) -> Index:
-    """Save a value, compare its index with the result of ``torch.load``, and return the index."""
-    content = saved(value, protocol)
-    # torch's own safe unpickler reads protocol 2 only
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls complex32 experimental
-        expected = torch.load(io.BytesIO(content), weights_only=protocol == 2)
-    source = MemorySource(content)
-    index = TorchZipFormat().read_index(source, Limits())
-    Comparison(source, index).check(index.tree, expected)
-    return index
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [
+        (tensor.stride(), tensor.storage_offset(), memory.index(place), tensor.untyped_storage().nbytes())
+        for tensor, place in zip(tensors, memory, strict=True)
+    ]
 
 
 def filled(dtype: torch.dtype, count: int) -> torch.Tensor:

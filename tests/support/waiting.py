@@ -23,3 +23,19 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         if time.monotonic() > deadline:
             pytest.fail(f"timed out after {PATIENCE_SECONDS:g} s: {what}")
         time.sleep(0.001)
+
+
+class SkippedTime:
+    """A clock that only pauses move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Move the clock."""
+        self.now += seconds
+        self.pauses.append(seconds)

@@ -42,7 +42,24 @@ __all__ = ["SluiceReader", "SluiceWriter"]
 # ruff: noqa: ARG002, ARG003, FBT001  the signatures are those of torch
 
 
-class SluiceReader(StorageReader):
+class _Explicit:
+    """Base of reader and writer, which are passed explicitly and change no plan."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        """Return the plans unchanged."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: no path stands for a reader or a writer."""
+        return False
+
+
+class SluiceReader(_Explicit, StorageReader):
     """Reads a checkpoint for ``dcp.load``. Names are dotted paths, as in ``sluice.open``.
 
     Args:
@@ -88,14 +105,6 @@ class SluiceReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing has to be prepared."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the bytes that this rank asked for, with one plan.
 
@@ -122,11 +131,6 @@ class SluiceReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a reader is always passed explicitly."""
-        return False
 
 
 def _values(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -167,7 +171,7 @@ def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]])
     return nested
 
 
-class SluiceWriter(StorageWriter):
+class SluiceWriter(_Explicit, StorageWriter):
     """Writes what ``dcp.save`` is given with ``sluice.save``: ordinary files, complete or not at all.
 
     Args:
@@ -191,14 +195,6 @@ class SluiceWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing has to be prepared."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
-        return plans
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save the state that the planner has; every rank takes part.
 
@@ -215,8 +211,3 @@ class SluiceWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing is left to do: the save has committed its files."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a writer is always passed explicitly."""
-        return False

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Self
 
+from safetensors import SafetensorError
+
 from sluice._arguments import device_name
+from sluice._errors import CheckpointError
 from sluice.api.checkpoint import Checkpoint, LazyTensor
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.api.load import load_state_dict
 from sluice.formats.safetensors.header import DTYPES
-from sluice.safetensors._errors import SafetensorError, as_safetensors
 from sluice.sources.remote.location import Remote
 
 __all__ = ["SafetensorError", "opened", "safe_open"]
 
 _FRAMEWORKS = {"pt": "pt", "torch": "pt", "pytorch": "pt", "np": "np", "numpy": "np"}
 _BACKENDS = ("mmap", "pread")
+
+
+@cache
+def _both(kind: type[CheckpointError]) -> type[CheckpointError]:
+    return type(kind.__name__, (kind, SafetensorError), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+@contextmanager
+def as_safetensors() -> Iterator[None]:
+    """Let errors about a file also be a ``SafetensorError``, which callers of safetensors catch."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not isinstance(error, SafetensorError):
+            error.__class__ = _both(type(error))  # type: ignore[arg-type]  # a class is hashable
+        raise
 
 
 def opened(source: Any) -> Checkpoint:

@@ -86,12 +86,6 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     quantized: tuple[OpenedWeight, ...] = ()
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes that are read for each call that uses every unit."""
-        used = set(chain.from_iterable(self.uses)) - self.kept
-        return sum(self.units[number].prepared.plan.read_bytes for number in used)
-
-    @property
     def host_bytes(self) -> int:
         """Bytes of the files that rest in host memory, so that only the first call reads them."""
         return sum(self.units[number].prepared.plan.read_bytes for number in self.resting)
@@ -99,7 +93,8 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def call_bytes(self) -> int:
         """Bytes that are read from the files for each call that uses every unit."""
-        return self.streamed_bytes - self.host_bytes
+        used = set(chain.from_iterable(self.uses)) - self.kept
+        return sum(self.units[number].prepared.plan.read_bytes for number in used) - self.host_bytes
 
 
 @contextmanager

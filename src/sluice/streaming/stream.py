@@ -30,12 +30,11 @@ from sluice.modules.unloaded import Guard, refuse_calls, refusing
 from sluice.reading.reader import CheckpointReader, fill_caches
 from sluice.records import collector_paused
 from sluice.reports.stream import StreamReport
-from sluice.streaming.backward import Backward
+from sluice.streaming.backward import Backward, SavedWeight, saving
 from sluice.streaming.calls import Calls
 from sluice.streaming.host_weights import HostWeights
 from sluice.streaming.job import StreamJob, StreamRequest, decide_stream, opened_request
 from sluice.streaming.lookup import Lookup
-from sluice.streaming.saved import SavedWeight, saving
 from sluice.streaming.units import Unit
 from sluice.streaming.window import Window
 

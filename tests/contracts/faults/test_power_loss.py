@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import sluice
+from support.system_calls import generation
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the names of open files come from /proc")
 
@@ -191,22 +192,6 @@ def state(number: int) -> dict[str, torch.Tensor]:
     return {name: torch.full((4, 5), float(number)) for name in "abc"}
 
 
-def generation(path: Path) -> int | None:
-    """Return the number of the save that is on disk; None if there is no checkpoint."""
-    if not path.exists() or not any(not name.startswith(".") for name in os.listdir(path.parent)):
-        return None
-    if path.is_dir() and not any(not name.startswith(".") for name in os.listdir(path)):
-        return None
-    try:
-        loaded = sluice.load_state_dict(path)
-    except sluice.IncompleteCheckpointError:  # some shards are renamed, but the index is not
-        return None
-    values = {int(tensor.unique().item()) for tensor in loaded.values()}
-    assert set(loaded) == set("abc")
-    assert len(values) == 1, f"a mix of saves: {values}"
-    return values.pop()
-
-
 SHARDED = {"max_shard_size": 100}
 _MISSING: dict[str, Any] | None = None
 
@@ -245,9 +230,9 @@ def test_the_checkpoint_is_old_or_new_after_a_loss_of_power(
             seen.add(key)
             target = tmp_path / "after"
             recording.disk.build(chosen, contents, target)
-            found = generation(target / name)
+            found = generation(target / name, "abc")
             shutil.rmtree(target)
             assert found in {old, 2}, (number, chosen)
     assert found == 2, "the save had returned"
-    assert generation(live / name) == 2
+    assert generation(live / name, "abc") == 2
     assert len(seen) > 5

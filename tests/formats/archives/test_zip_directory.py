@@ -19,8 +19,7 @@ from sluice.formats.archives.zip_directory import CentralDirectory, read_directo
 from sluice.formats.archives.zip_records import locate_records, read_record
 from sluice.sources.local import LocalFile
 from support.hostile_archives import ArchiveRecord, Stream, build_archive
-from support.recorded_reads import RecordingSource
-from support.sources import MemorySource
+from support.sources import MemorySource, RecordingSource
 
 HONEST = (
     ArchiveRecord(name=b"a/data.pkl", data=b"pickle"),

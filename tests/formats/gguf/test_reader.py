@@ -18,8 +18,7 @@ from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.gguf.types import TYPES
 from sluice.records import Entry, Index, UnsupportedValue
 from support.gguf_files import Tensor, array, gguf_bytes, number, packed, plain, text
-from support.recorded_reads import RecordingSource
-from support.sources import MemorySource
+from support.sources import MemorySource, RecordingSource
 
 ONE = plain(torch.ones(3, 2))
 Q8 = packed((4, 64))[0]

@@ -16,8 +16,7 @@ from sluice.formats.pickles.unpickler import unpickle_at
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from support.hostile_archives import Call, Global, encode, pickled, storage, tensor_call
 from support.pickles import LIMITS, MISSING, body, load, machine
-from support.recorded_reads import RecordingSource
-from support.sources import MemorySource
+from support.sources import MemorySource, RecordingSource
 from support.torch_files import PROTOCOLS
 from support.work import at_most
 

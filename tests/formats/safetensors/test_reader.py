@@ -22,7 +22,7 @@ from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.records import Entry, Index, elements_of
 from sluice.sources.local import LocalFile
 from support.dtypes import TORCH_DTYPES, needs_float4
-from support.recorded_reads import RecordedRead, RecordingSource
+from support.sources import RecordedRead, RecordingSource
 
 ONE = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'

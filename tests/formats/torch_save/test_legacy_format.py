@@ -23,8 +23,7 @@ from support import torch_files
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, Raw, encode, legacy_file, legacy_storage, tensor_call
 from support.oracles import loaded, same, save_and_compare, state_dict_of_views
-from support.recorded_reads import RecordingSource
-from support.sources import MemorySource
+from support.sources import MemorySource, RecordingSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader reads its own files
 

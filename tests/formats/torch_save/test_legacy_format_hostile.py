@@ -41,8 +41,7 @@ from support.hostile_archives import (
     torch_archive,
 )
 from support.mutations import Verdicts, edit, judge_torch
-from support.recorded_reads import RecordingSource
-from support.sources import MemorySource
+from support.sources import MemorySource, RecordingSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader
 

@@ -31,19 +31,18 @@ from sluice.records import Entry, Opaque, UnsupportedValue
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, pickled, storage, tensor_call, torch_archive
 from support.sources import MemorySource
-from support.torch_files import PROTOCOLS, Comparison, check, filled, index_of, saved, tree_of
+from support.torch_files import PROTOCOLS, check, filled, index_of, saved, tree_of
 
 
 def test_one_empty_storage_of_two_dtypes() -> None:
     empty = torch.empty(0)
-    check([empty, empty.view(torch.int32), empty.view(0, 3)])
+    content = saved([empty, empty.view(torch.int32), empty.view(0, 3)])
+    check(content, torch.load(io.BytesIO(content)))
 
 
 def test_a_file_of_the_c_plus_plus_writer() -> None:
     content = torch._C._pickle_save((torch.arange(6.0).view(2, 3), torch.ones(2)))
-    source = MemorySource(content)
-    index = TorchZipFormat().read_index(source, Limits())
-    Comparison(source, index).check(index.tree, torch.load(io.BytesIO(content)))
+    check(content, torch.load(io.BytesIO(content)))
 
 
 @st.composite
@@ -69,7 +68,11 @@ def views(draw: st.DrawFn) -> tuple[str, int, list[tuple[tuple[int, ...], tuple[
 def test_any_views(drawn: tuple[str, int, list[tuple[tuple[int, ...], tuple[int, ...], int]]], protocol: int) -> None:
     name, count, chosen = drawn
     base = filled(torch_dtype(name), count)
-    check([torch.as_strided(base, *view) for view in chosen], protocol)
+    content = saved([torch.as_strided(base, *view) for view in chosen], protocol)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls complex32 experimental
+        # torch's own safe unpickler reads protocol 2 only
+        check(content, torch.load(io.BytesIO(content), weights_only=protocol == 2))
 
 
 # The index

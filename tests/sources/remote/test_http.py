@@ -45,8 +45,8 @@ from support.range_server import (
     status,
     whole,
 )
-from support.skipped_time import SkippedTime
 from support.source_conformance import check_source
+from support.waiting import SkippedTime
 
 CONTENT = random.Random(17).randbytes(300_000)
 OTHER = random.Random(18).randbytes(300_000)

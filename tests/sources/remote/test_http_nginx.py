@@ -11,7 +11,7 @@ import torch
 import sluice
 from sluice.sources.opening import find_place
 from support.leaks import open_files
-from support.nginx import nginx
+from support.object_stores import nginx
 from support.source_conformance import check_source
 from support.waiting import wait_until
 

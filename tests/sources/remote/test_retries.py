@@ -14,7 +14,7 @@ from sluice._errors import RemoteError
 from sluice._threads import stops_when
 from sluice.sources.remote.protocol import RequestFailedError, WrongResponseError
 from sluice.sources.remote.retries import Attempts, Server, Speed, TooSlowError, pause_seconds, server_of, wait
-from support.skipped_time import SkippedTime
+from support.waiting import SkippedTime
 
 BUSY = RequestFailedError("busy", temporary=True, status=503)
 

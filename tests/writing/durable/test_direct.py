@@ -19,8 +19,8 @@ import sluice
 from sluice import _defaults as defaults
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.write_queue import Staging
-from support.direct_writes import force_direct_writes
 from support.oracles import same
+from support.system_calls import force_direct_writes
 
 #: Direct writes of the running test, by offset; the flags of the descriptor tell whether a write is direct.
 Calls = list[tuple[int, int]]

@@ -13,22 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import sluice
-from support.streamed_models import WIDTH, Layers, block_bytes, empty, saved
-from support.streamed_training import adapt
-
-
-class Checkpointed(Layers):
-    """The blocks are computed again in the backward pass."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids).requires_grad_()
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        result: torch.Tensor = self.head(x)
-        return result
+from support.streamed_models import WIDTH, Checkpointed, Layers, adapt, block_bytes, empty, saved
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,3 +1,0 @@
-from support.transformers_fixtures import _without_threads, transformers
-
-__all__ = ["_without_threads", "transformers"]
