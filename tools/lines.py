@@ -28,7 +28,6 @@ FEATURES = {
             "loading/joint.py",
             "loading/rank_plans.py",
         ),
-        "modules/fully_sharded.py",
     ),
     "writing": ("writing/*", "api/save.py", "reports/save.py"),
     "bench in the package": ("benchmark/*", "cli/commands/bench.py", "cli/comparison.py"),

@@ -33,11 +33,10 @@ from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
 from sluice.modules.following import base_names, base_outline, follow_loading, through_wrappers
-from sluice.modules.fully_sharded import reshard
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.alternatives import Change
 from sluice.records import Entry, UnsupportedValue
-from sluice.sharding.dtensors import local_of
+from sluice.sharding.dtensors import local_of, reshard
 
 __all__ = ["EntriesRequest", "IntoModule", "ModuleRequest"]
 

@@ -30,13 +30,12 @@ from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.optimizer_leaves import LeafDecisions, as_dtensor, keep_device, move_at_first_step
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
 from sluice.matching.renaming import Rename
-from sluice.modules.fully_sharded import reshard
 from sluice.ranks.membership import local_rank_count
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry
 from sluice.reports.load import Subject
-from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, region_held, reshard
 from sluice.sources.opening import find_place
 
 __all__ = ["OptimizerJob", "OptimizerRequest", "optimizer_checkpoint"]

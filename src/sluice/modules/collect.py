@@ -24,10 +24,18 @@ from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._private_torch import EXTRA_STATE_KEY, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import find_leftovers, home_of
-from sluice.modules.fully_sharded import ShardMemory, reshard, shard_memories
 from sluice.modules.swap import is_plain
 from sluice.records.geometry import contiguous_stride, is_dense, span_elements
-from sluice.sharding.dtensors import UndescribedError, home, is_dtensor, local_of, region_held
+from sluice.sharding.dtensors import (
+    ShardMemory,
+    UndescribedError,
+    home,
+    is_dtensor,
+    local_of,
+    region_held,
+    reshard,
+    shard_memories,
+)
 from sluice.sharding.regions import Region
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "extra_state_names", "reset_of", "undivided"]
