@@ -24,7 +24,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.assembly import permute, reshape
 from sluice.hf._library import bitsandbytes_operations
 from sluice.hf._matching import MatchedWeights
-from sluice.hf._quantization import LibraryQuantizer
+from sluice.hf._quantization import Quantizer
 from sluice.quantizing.functions import Quantize, quantize_layers, quantized_form
 
 __all__ = ["BitsAndBytesQuantizer"]
@@ -44,7 +44,7 @@ _SAVED = re.compile(
 )
 
 
-class BitsAndBytesQuantizer(LibraryQuantizer):
+class BitsAndBytesQuantizer(Quantizer):
     """The library's quantizer of a load whose layers are those of bitsandbytes."""
 
     #: Paths of the layers that are quantized.
@@ -118,7 +118,7 @@ class BitsAndBytesQuantizer(LibraryQuantizer):
             raise MismatchError("a quantized weight is not stored row by row", file=file, tensor=f"{path}.weight")
         if (text := loaded.get(_TEXT)) is not None:
             name = f"{path}.weight"
-            _Description.of(text, name, file).check(weight, layer, name, file)
+            _Description.check(text, weight, layer, name, file)
             loaded[f"_weight_quant_state.bitsandbytes__{weight.quant_type}"] = loaded.pop(_TEXT)
         in_4_bits, in_8_bits = bitsandbytes_operations()
         operation = in_8_bits if "SCB" in loaded else in_4_bits
@@ -163,29 +163,22 @@ class _Description(Struct, frozen=True):
     nested_offset: float | None = None
 
     @classmethod
-    def of(cls, text: torch.Tensor, name: str, file: str) -> _Description:
-        """Return the description in a text.
-
-        Raises:
-            MismatchError: It is damaged.
-        """
-        try:
-            return msgspec.json.decode(bytes(text.tolist()), type=cls)
-        except msgspec.MsgspecError as error:
-            problem = f"the description of a quantized weight is damaged: {error}"
-            raise MismatchError(problem, file=file, tensor=name) from error
-
-    def check(self, weight: Any, layer: Any, name: str, file: str) -> None:
+    def check(cls, text: torch.Tensor, weight: Any, layer: Any, name: str, file: str) -> None:
         """Refuse a description that does not fit the layer, and names that are not dtypes.
 
         Raises:
-            MismatchError: It is one.
+            MismatchError: It is one, or damaged.
         """
+        try:
+            own = msgspec.json.decode(bytes(text.tolist()), type=cls)
+        except msgspec.MsgspecError as error:
+            problem = f"the description of a quantized weight is damaged: {error}"
+            raise MismatchError(problem, file=file, tensor=name) from error
         state = quantized_form(weight).quant_state
-        found = (self.shape, self.quant_type, self.blocksize, self.nested_blocksize)
+        found = (own.shape, own.quant_type, own.blocksize, own.nested_blocksize)
         nested = state.state2.blocksize if state.nested else None
         expected = ((layer.out_features, layer.in_features), state.quant_type, state.blocksize, nested)
-        dtypes = {self.dtype, self.nested_dtype or "float32"}
-        if found != expected or not dtypes <= _DTYPES or (self.nested_offset is None) is state.nested:
+        dtypes = {own.dtype, own.nested_dtype or "float32"}
+        if found != expected or not dtypes <= _DTYPES or (own.nested_offset is None) is state.nested:
             problem = "the description of a quantized weight does not fit its layer"
-            raise MismatchError(problem, file=file, tensor=name, expected=str(expected), found=str(self))
+            raise MismatchError(problem, file=file, tensor=name, expected=str(expected), found=str(own))

@@ -14,14 +14,30 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.hf._matching import MatchedWeights
 from sluice.quantizing.functions import Quantize
 
-__all__ = ["LibraryQuantizer", "Quantizer", "TorchAoQuantizer"]
+__all__ = ["Quantizer", "TorchAoQuantizer"]
 
 
 class Quantizer(Struct, eq=False):
-    """The steps of a load that concern quantized weights; those of this class do nothing."""
+    """The steps of a load that concern quantized weights; without a quantizer of the library they do nothing."""
+
+    #: Object of the library.
+    quantizer: Any = None
+
+    @property
+    def pre_quantized(self) -> bool:
+        """Whether the weights in the checkpoint are quantized."""
+        return bool(self.quantizer.pre_quantized)
+
+    def selected(self, model: Any) -> list[str]:
+        """Return the names of the parameters that the library would quantize."""
+        return [name for name, _ in model.named_parameters() if self.quantizer.param_needs_quantization(model, name)]
 
     def prepare_model(self, model: Any, dtype: Any) -> None:
         """Do the library's work on a model without weights, in the context in which it was built."""
+        if self.quantizer is not None:
+            self.quantizer.preprocess_model(
+                model=model, dtype=dtype, device_map=None, checkpoint_files=None, use_kernels=False
+            )
 
     @contextmanager
     def opened(self, model: Any, checkpoint: OpenCheckpoint) -> Iterator[OpenCheckpoint]:  # noqa: ARG002  others need it
@@ -40,36 +56,12 @@ class Quantizer(Struct, eq=False):
 
     def finish(self, model: Any) -> None:
         """Do the library's work on the loaded model."""
+        if self.quantizer is not None:
+            model.hf_quantizer = self.quantizer
+            self.quantizer.postprocess_model(model)
 
 
-class LibraryQuantizer(Quantizer, eq=False):
-    """A quantizer of the library."""
-
-    #: Object of the library.
-    quantizer: Any
-
-    @property
-    def pre_quantized(self) -> bool:
-        """Whether the weights in the checkpoint are quantized."""
-        return bool(self.quantizer.pre_quantized)
-
-    def selected(self, model: Any) -> list[str]:
-        """Return the names of the parameters that the library would quantize."""
-        return [name for name, _ in model.named_parameters() if self.quantizer.param_needs_quantization(model, name)]
-
-    def prepare_model(self, model: Any, dtype: Any) -> None:
-        """See ``Quantizer.prepare_model``."""
-        self.quantizer.preprocess_model(
-            model=model, dtype=dtype, device_map=None, checkpoint_files=None, use_kernels=False
-        )
-
-    def finish(self, model: Any) -> None:
-        """See ``Quantizer.finish``."""
-        model.hf_quantizer = self.quantizer
-        self.quantizer.postprocess_model(model)
-
-
-class TorchAoQuantizer(LibraryQuantizer):
+class TorchAoQuantizer(Quantizer):
     """The library's quantizer of a load whose weights are those of torchao."""
 
     #: Names of the parameters that it took, quantized or not.

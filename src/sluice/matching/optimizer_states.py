@@ -27,19 +27,10 @@ from sluice.records import Entry
 __all__ = ["MatchedState", "OptimizerOutline", "ParameterOutline", "find_state"]
 
 #: State of torch's own optimizers that has the shape of its parameter.
-_PARAMETER_SHAPED = frozenset(
-    {
-        "acc_delta",
-        "exp_avg",
-        "exp_avg_sq",
-        "exp_inf",
-        "grad_avg",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "sum",
-    }
-)
+_PARAMETER_SHAPED = frozenset({
+    "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "square_avg",
+    "sum",
+})  # fmt: skip
 
 #: State that a parameter has after the first step, by class of ``torch.optim``: without one of these the next step, or
 #: ``load_state_dict`` itself, raises KeyError. The other classes need none.
