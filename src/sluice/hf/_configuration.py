@@ -6,17 +6,20 @@ import copy
 import json
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
 
 from sluice._dtypes import torch_dtype
-from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, ReadError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, MissingFileError, ReadError, UnsupportedError
 from sluice._messages import type_of
 from sluice._options import Limits
+from sluice.formats.protocol import read_whole
 from sluice.hf._hub import FoundModel
 from sluice.hf._quantization import Quantizer, TorchAoQuantizer
 from sluice.records import Entry
+from sluice.sources.local import LocalFile
 from sluice.sources.opening import refuse_url
 from sluice.sources.remote_names import missing_advice
 
@@ -93,15 +96,10 @@ def _check_directory(path: str, limits: Limits) -> None:
         if os.path.exists(os.path.join(path, "adapter_config.json")):
             raise UnsupportedError("the directory holds an adapter, not a model", file=path)
         raise _no_configuration(path, name)
+    with closing(LocalFile(name)) as source:
+        text = read_whole(source, limits, "config.json")
     try:
-        if (nbytes := os.stat(name).st_size) > limits.header_bytes:
-            raise LimitError("config.json is too large", file=path, expected=limits.header_bytes, found=nbytes)
-        with open(name, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, ValueError) as error:
-        raise ReadError(f"config.json cannot be read: {error}", file=path) from error
-    try:
-        values = json.loads(text)
+        values = json.loads(text)  # also NaN and infinity, as transformers writes them
     except (ValueError, RecursionError) as error:
         raise FormatError(f"config.json is not JSON: {error}", file=path) from error
     if not isinstance(values, dict):
