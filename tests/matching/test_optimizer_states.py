@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import sluice
 from sluice import MismatchError, UnsafeContentError
 from support.distributed import save as save_distributed
-from support.training_runs import KINDS, Net, differences, grouped, net, stopped, train
+from support.training_runs import KINDS, Net, differences, grouped, net, states_by_name, stopped, train
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -24,8 +24,11 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(grouped(model), **options)
 
 
+Run = tuple[Net, torch.optim.Optimizer]
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> tuple[Net, torch.optim.Optimizer]:
+def run(tmp_path: Path) -> Run:
     model = net()
     optimizer = adamw(model)
     train(model, optimizer, 3)
@@ -52,12 +55,8 @@ def reordered(model: Net) -> list[dict[str, Any]]:
     return [{**group, "params": group["params"][::-1]} for group in grouped(model)]
 
 
-def by_parameter(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
-
-
 @pytest.mark.parametrize("form", ["nested", "flat", "nested in a file", "flat in a file"])
-def test_state_by_name_is_matched_by_name(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], form: str) -> None:
+def test_state_by_name_is_matched_by_name(tmp_path: Path, run: Run, form: str) -> None:
     model, optimizer = run
     state: Any = get_optimizer_state_dict(model, optimizer, options=FLAT if "flat" in form else None)
     if "file" in form:
@@ -68,14 +67,14 @@ def test_state_by_name_is_matched_by_name(tmp_path: Path, run: tuple[Net, torch.
     ours = torch.optim.AdamW(reordered(again), lr=0.5)
     report = sluice.load_optimizer(ours, path, model=again)
     assert report.key == "optim"
-    assert not differences(by_parameter(again, ours), by_parameter(model, optimizer))
+    assert not differences(states_by_name(again, ours), states_by_name(model, optimizer))
     for one, other in zip(ours.param_groups, optimizer.param_groups, strict=True):
         assert not differences({**one, "params": None}, {**other, "params": None})
     names = {row.name for row in report.table()}
     assert "state.up.weight.exp_avg" in names
 
 
-def test_numbers_in_a_distributed_checkpoint(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_numbers_in_a_distributed_checkpoint(tmp_path: Path, run: Run) -> None:
     model, optimizer = run
     path = save_distributed(tmp_path / "d", {"optimizer": optimizer.state_dict(), "model": model.state_dict()})
     ours = adamw(net(seed=1))
@@ -124,7 +123,7 @@ def test_other_names_are_matched_by_position_as_torch_does(tmp_path: Path) -> No
     assert not differences(ours.state_dict(), theirs.state_dict())
 
 
-def test_groups_that_differ_are_refused(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_groups_that_differ_are_refused(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "f.pt", {"optimizer": run[1].state_dict()})
     assert "2 in the checkpoint, 1 in the optimizer" in refusal(path, KINDS["AdamW"](net()))
     model = net()
@@ -142,14 +141,14 @@ def test_state_of_a_different_shape_is_refused(tmp_path: Path) -> None:
     assert "'momentum_buffer' of parameter 4 is [6, 10] in the checkpoint, the parameter is [3]" in text
 
 
-def test_names_need_a_model(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_names_need_a_model(tmp_path: Path, run: Run) -> None:
     state = get_optimizer_state_dict(*run)
     path = write(tmp_path / "f.pt", state)
     assert "pass model=" in refusal(path, adamw(net()))
     again = net(seed=1)
     ours = torch.optim.AdamW([{**group, "params": named(again, group["params"])} for group in grouped(again)])
     sluice.load_optimizer(ours, path)  # its groups are named
-    assert not differences(by_parameter(again, ours), by_parameter(*run))
+    assert not differences(states_by_name(again, ours), states_by_name(*run))
 
 
 def named(model: nn.Module, parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
@@ -158,9 +157,7 @@ def named(model: nn.Module, parameters: list[nn.Parameter]) -> list[tuple[str, n
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_names_that_are_missing_are_refused_and_extra_ones_reported(
-    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], flat: bool
-) -> None:
+def test_names_that_are_missing_are_refused_and_extra_ones_reported(tmp_path: Path, run: Run, flat: bool) -> None:
     model, optimizer = run
     path = write(tmp_path / "f.pt", get_optimizer_state_dict(model, optimizer, options=FLAT if flat else None))
     larger = nn.ModuleDict({"up": nn.Linear(6, 10), "new": nn.Linear(2, 2)})
@@ -177,7 +174,7 @@ def test_names_that_are_missing_are_refused_and_extra_ones_reported(
     assert ours.param_groups[1]["lr"] == 0.03
 
 
-def test_groups_of_names_have_to_be_the_same_sets(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_groups_of_names_have_to_be_the_same_sets(tmp_path: Path, run: Run) -> None:
     nested = write(tmp_path / "f.pt", get_optimizer_state_dict(*run))
     model = net()
     one = torch.optim.AdamW(model.parameters())
@@ -191,7 +188,7 @@ def test_groups_of_names_have_to_be_the_same_sets(tmp_path: Path, run: tuple[Net
     assert "differ in 'weight_decay'" in refusal(flat, one, model=model)
 
 
-def test_candidates_are_listed(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_candidates_are_listed(tmp_path: Path, run: Run) -> None:
     _, optimizer = run
     other = torch.optim.AdamW(adamw(net()).param_groups)
     content = {"opt": [optimizer.state_dict(), other.state_dict()], "small": KINDS["SGD"](net()).state_dict()}
@@ -207,13 +204,13 @@ def test_candidates_are_listed(tmp_path: Path, run: tuple[Net, torch.optim.Optim
     assert "none of these (3)" in refusal(path, torch.optim.SGD(net().up.parameters()))
 
 
-def test_one_object_at_two_places_is_one_candidate(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_one_object_at_two_places_is_one_candidate(tmp_path: Path, run: Run) -> None:
     state = run[1].state_dict()
     path = write(tmp_path / "f.pt", {"optimizer": state, "best": {"optimizer": state}})
     assert sluice.load_optimizer(adamw(net()), path).key == "optimizer"
 
 
-def test_values_that_are_not_an_optimizer(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_values_that_are_not_an_optimizer(tmp_path: Path, run: Run) -> None:
     state = run[1].state_dict()["state"]  # without groups
     path = write(
         tmp_path / "f.pt", {"model": run[0].state_dict(), "state": {"x": {"y": 1}}, "optimizer": {"state": state}}
@@ -247,9 +244,7 @@ def test_odd_states_are_refused_with_a_mismatch(tmp_path: Path, state: Any) -> N
             sluice.load_optimizer(kind(net()), path, model=net())
 
 
-def test_code_in_the_state_is_refused_but_elsewhere_it_is_not(
-    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]
-) -> None:
+def test_code_in_the_state_is_refused_but_elsewhere_it_is_not(tmp_path: Path, run: Run) -> None:
     state = run[1].state_dict()
     path = write(tmp_path / "f.pt", {"optimizer": state, "args": argparse.Namespace(lr=1)})
     assert sluice.load_optimizer(adamw(net()), path).tensors == 12
@@ -258,7 +253,7 @@ def test_code_in_the_state_is_refused_but_elsewhere_it_is_not(
         sluice.load_optimizer(adamw(net()), write(tmp_path / "g.pt", {"optimizer": state}))
 
 
-def test_a_pre_hook_may_adapt_what_does_not_fit(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_a_pre_hook_may_adapt_what_does_not_fit(tmp_path: Path, run: Run) -> None:
     _, optimizer = run
     path = write(tmp_path / "f.pt", optimizer.state_dict())
     ours = KINDS["AdamW"](net())
@@ -286,7 +281,7 @@ def test_a_pre_hook_may_adapt_what_does_not_fit(tmp_path: Path, run: tuple[Net, 
     assert len(ours.state) == 4
 
 
-def test_accelerates_wrapper_is_looked_through(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_accelerates_wrapper_is_looked_through(tmp_path: Path, run: Run) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     path = write(tmp_path / "f.pt", OrderedDict(run[1].state_dict()))
     inner = adamw(net())
@@ -294,7 +289,7 @@ def test_accelerates_wrapper_is_looked_through(tmp_path: Path, run: tuple[Net, t
     assert not differences(inner.state_dict(), run[1].state_dict())
 
 
-def test_the_tensors_of_the_state_are_counted(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_the_tensors_of_the_state_are_counted(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "f.pt", {"optimizer": run[1].state_dict()})
     report = sluice.load_optimizer(adamw(net()), path)
     assert str(report).startswith(f"loaded 12 of 12 tensors of the optimizer state from {path} (torch-zip, key ")
@@ -306,7 +301,7 @@ def test_the_tensors_of_the_state_are_counted(tmp_path: Path, run: tuple[Net, to
     assert (report.loaded, report.total) == (12, 13)
 
 
-def test_state_of_which_nothing_is_used_is_refused(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_state_of_which_nothing_is_used_is_refused(tmp_path: Path, run: Run) -> None:
     state: dict[str, Any] = run[1].state_dict()
     state["state"] = {number + 100: values for number, values in state["state"].items()}
     text = refusal(write(tmp_path / "f.pt", state), adamw(net()))

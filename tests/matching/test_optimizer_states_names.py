@@ -19,7 +19,7 @@ from sluice.matching.optimizer_states import OptimizerOutline, ParameterOutline,
 from sluice.matching.renaming import Rename
 from sluice.records import Entry, elements_of
 from support.distributed import save as save_distributed
-from support.training_runs import Net, differences, grouped, net, train
+from support.training_runs import Net, differences, grouped, net, states_by_name, train
 from support.work import at_most
 
 RENAMES: dict[str, Rename] = {
@@ -37,8 +37,11 @@ class Old(nn.Module):
         self.old = old
 
 
+Run = tuple[Net, torch.optim.Optimizer]
+
+
 @pytest.fixture
-def run() -> tuple[Net, torch.optim.Optimizer]:
+def run() -> Run:
     model = net()
     optimizer = torch.optim.AdamW(grouped(model))
     train(model, optimizer, 3)
@@ -63,48 +66,42 @@ def fill(path: Path, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer, slui
     return again, ours, sluice.load_optimizer(ours, path, model=again, **how)
 
 
-def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
-
-
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod."])
-def test_full_state_dicts_of_fsdp_also_under_wrappers(
-    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], prefix: str
-) -> None:
+def test_full_state_dicts_of_fsdp_also_under_wrappers(tmp_path: Path, run: Run, prefix: str) -> None:
     torch.save({"optim": full_state_dict(*run, prefix=prefix)}, tmp_path / "f.pt")
     again, ours, report = fill(tmp_path / "f.pt")
     assert report.key == "optim"
-    assert not differences(states(again, ours), states(*run))
+    assert not differences(states_by_name(again, ours), states_by_name(*run))
     again.load_state_dict(run[0].state_dict())
     for one, other in (run, (again, ours)):
         train(one, other, 20, first=3)
     assert not differences(again.state_dict(), run[0].state_dict())
-    assert not differences(states(again, ours), states(*run))
+    assert not differences(states_by_name(again, ours), states_by_name(*run))
 
 
-def test_a_wrapped_model_takes_plain_names(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_a_wrapped_model_takes_plain_names(tmp_path: Path, run: Run) -> None:
     torch.save(full_state_dict(*run), tmp_path / "f.pt")
     again = net(seed=1)
     ours = torch.optim.AdamW(grouped(again))
     wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": again})})
     sluice.load_optimizer(ours, tmp_path / "f.pt", model=wrapped)
-    assert not differences(states(again, ours), states(*run))
+    assert not differences(states_by_name(again, ours), states_by_name(*run))
 
 
 @pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
 @pytest.mark.parametrize("form", ["nested", "flat"])
-def test_rename(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], form: str, rename: Rename) -> None:
+def test_rename(tmp_path: Path, run: Run, form: str, rename: Rename) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
     state = get_optimizer_state_dict(Old(run[0]), run[1], options=options)
     path = save_distributed(tmp_path / "d", {"optim": state})
     with pytest.raises(MismatchError):
         fill(path)
     again, ours, report = fill(path, rename=rename)
-    assert not differences(states(again, ours), states(*run))
+    assert not differences(states_by_name(again, ours), states_by_name(*run))
     assert not report.unexpected
 
 
-def test_dropped_names_are_not_unexpected(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_dropped_names_are_not_unexpected(tmp_path: Path, run: Run) -> None:
     state = full_state_dict(*run, prefix="old.")
     state["state"]["old.more"] = {"exp_avg": torch.ones(2)}
     torch.save(state, tmp_path / "f.pt")
@@ -115,10 +112,10 @@ def test_dropped_names_are_not_unexpected(tmp_path: Path, run: tuple[Net, torch.
 
     again, ours, report = fill(tmp_path / "f.pt", rename=without)
     assert report.unexpected == ()
-    assert not differences(states(again, ours), states(*run))
+    assert not differences(states_by_name(again, ours), states_by_name(*run))
 
 
-def test_two_names_that_become_one_are_refused(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_two_names_that_become_one_are_refused(tmp_path: Path, run: Run) -> None:
     torch.save(full_state_dict(*run, prefix="old."), tmp_path / "f.pt")
     with pytest.raises(MismatchError, match=r"rename gives 'old\.up\.weight' and 'old\.down\.weight' the same"):
         fill(tmp_path / "f.pt", rename={"old.up.weight": "up.weight", "old.down.weight": "up.weight"})
@@ -132,28 +129,26 @@ def test_param_names_are_renamed_too(tmp_path: Path) -> None:
     again = net(seed=1)
     ours = torch.optim.AdamW(reversed(list(again.named_parameters())))
     report = sluice.load_optimizer(ours, tmp_path / "f.pt", rename=lambda name: name.removeprefix("old."))
-    assert not differences(states(again, ours), states(model, optimizer))
+    assert not differences(states_by_name(again, ours), states_by_name(model, optimizer))
     assert ours.param_groups[0]["param_names"] == [f"old.{name}" for name, _ in again.named_parameters()][::-1]
     assert any("param_names" in note for note in report.notes)
 
 
-def test_numbers_have_nothing_to_rename(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_numbers_have_nothing_to_rename(tmp_path: Path, run: Run) -> None:
     torch.save(run[1].state_dict(), tmp_path / "f.pt")
     with pytest.raises(MismatchError, match=re.escape("numbered, so rename= does not apply")):
         fill(tmp_path / "f.pt", rename={"a": "b"})
 
 
 @pytest.mark.parametrize("missing", [1, 2], ids=["one fits", "none fits"])
-def test_of_several_optimizers_the_one_that_fits(
-    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], missing: int
-) -> None:
+def test_of_several_optimizers_the_one_that_fits(tmp_path: Path, run: Run, missing: int) -> None:
     other = torch.optim.SGD(run[0].up.parameters(), lr=0.1)
     for number, name in enumerate(("optimizer.bin", "optimizer_1.bin")):
         torch.save((other if number < missing else run[1]).state_dict(), tmp_path / name)
     if missing == 1:
         again, ours, report = fill(tmp_path)
         assert report.source == str(tmp_path / "optimizer_1.bin")
-        assert not differences(states(again, ours), states(*run))
+        assert not differences(states_by_name(again, ours), states_by_name(*run))
         return
     with pytest.raises(MismatchError, match="more than one optimizer, and none of them fits") as caught:
         fill(tmp_path)

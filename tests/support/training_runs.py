@@ -46,6 +46,10 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def states_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+
+
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.dim() == 2]
 
