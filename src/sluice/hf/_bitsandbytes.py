@@ -79,7 +79,8 @@ class BitsAndBytesQuantizer(Quantizer):
             if self.pre_quantized:
                 self._flatten_scales(path, names)
                 if text is not None and len(text.shape) == 1 and text.shape[0] <= _TEXT_BYTES:
-                    layer.register_parameter(_TEXT, _meta_parameter(text.shape, torch.uint8))
+                    place = torch.empty(text.shape, dtype=torch.uint8, device="meta")
+                    layer.register_parameter(_TEXT, nn.Parameter(place, requires_grad=False))
             elif layer.source_cls is not nn.Linear and weight in names.entries:
                 names.entries[weight] = permute(names.entries[weight], (1, 0))
 
@@ -128,10 +129,6 @@ class BitsAndBytesQuantizer(Quantizer):
             full_layer_name=f"{path}.weight",
         )
         layer.weight = made["weight"]
-
-
-def _meta_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 def _plain_tensors(weight: Any) -> dict[str, torch.Tensor]:

@@ -329,17 +329,6 @@ def _finish(model: Any, names: MatchedWeights, path: str) -> None:
     model.eval()
     model.set_use_kernels(False, None)
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):
-        model.adjust_generation_fn(
-            None,
-            False,
-            None,
-            path,
-            cache_dir=None,
-            force_download=False,
-            proxies=None,
-            local_files_only=True,
-            token=None,
-            revision=None,
-            subfolder="",
-            trust_remote_code=False,
-        )
+        nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+        local = {"force_download": False, "local_files_only": True, "subfolder": "", "trust_remote_code": False}
+        model.adjust_generation_fn(None, False, None, path, **nothing, **local)

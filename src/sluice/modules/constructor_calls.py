@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -167,9 +167,8 @@ def _changed_on_meta(func: _Function, args: tuple[Any, ...], options: dict[str, 
 
 def refusal(func: _Function) -> EmptyInitError:
     """Return the error for a call that needs values, with the innermost line that is neither torch's nor sluice's."""
-    frame: FrameType | None = sys._getframe()  # the public way builds the whole stack
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_CONSTRUCTORS):
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    frame = next((each for each in frames if not each.f_code.co_filename.startswith(_NOT_CONSTRUCTORS)), None)
     where = "the constructor"
     if frame is not None:
         owner = frame.f_locals.get("self")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -60,12 +61,7 @@ class NotFollowedError(Exception):
 
 def reason_of(error: Exception) -> str:
     """Return why code failed on tensors without data, and the line of the module's code where it did."""
-    frames = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frames.append((traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    where = _line_of(reversed(frames))
+    where = _line_of(reversed(list(walk_tb(error.__traceback__))))
     if isinstance(error, CannotFollow):
         return f"computes with values: {error}{where}"
     return f"fails on tensors without data: {type(error).__name__}: {error}{where}"
@@ -73,14 +69,7 @@ def reason_of(error: Exception) -> str:
 
 def _calling_line() -> str:
     """Return the line of the module's code that is running."""
-
-    def frames() -> Iterator[tuple[FrameType, int]]:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            yield frame, frame.f_lineno
-            frame = frame.f_back
-
-    return _line_of(frames())
+    return _line_of(walk_stack(sys._getframe(1)))
 
 
 def _line_of(frames: Iterable[tuple[FrameType, int]]) -> str:

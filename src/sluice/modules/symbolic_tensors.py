@@ -79,11 +79,12 @@ class SymbolicTensor(torch.Tensor):
         Raises:
             CannotFollow: The operation does not only move elements.
         """
-        name = func.overloadpacket.__name__
+        name, options = func.overloadpacket.__name__, dict(kwargs or {})
         if name in _CREATIONS:
-            return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **_on_cpu(kwargs))
+            options["device"] = options.get("device") or "cpu"
+            return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **options)
         follow = _OPERATIONS.get(name)
-        dtype = (kwargs or {}).get("dtype")
+        dtype = options.get("dtype")
         if follow is None or not (dtype is None or dtype is args[0].dtype):
             raise CannotFollow(f"torch.{_PLAIN_NAMES.get(name, name)} computes elements, or is not supported")
         if name not in _OF_ALL and args[0].entry.composite is not None:
@@ -93,10 +94,6 @@ class SymbolicTensor(torch.Tensor):
         except ValueError as error:
             raise CannotFollow(f"torch.{name}: {error}") from error
         return [cls(entry) for entry in result] if isinstance(result, list) else cls(result)
-
-
-def _on_cpu(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {**(kwargs or {}), "device": (kwargs or {}).get("device") or "cpu"}
 
 
 def entry_of_values(tensor: torch.Tensor) -> Entry:
