@@ -115,7 +115,7 @@ def test_metadata_that_names_something_else(tmp_path: Path, value: object) -> No
         (distributed_metadata({}, {index_key(1): place("f", 0, 30)}), FormatError, "has no name"),
         (distributed_metadata({}, {index_key("w"): 1}), FormatError, "is not a _StorageInfo"),
         (distributed_metadata({}, {index_key("w", ("0",)): place("f", 0, 9)}), FormatError, "torch.Size holds a value"),
-        (distributed_metadata({}, Raw(pickled(b"q")[2:-1] + b"Q")), FormatError, "metadata refers to a storage"),
+        (distributed_metadata({}, Raw(pickled(b"q")[2:-1] + b"Q")), FormatError, "refers to a storage"),
     ],
 )
 def test_metadata_that_is_none(tmp_path: Path, data: bytes, kind: type[CheckpointError], problem: str) -> None:

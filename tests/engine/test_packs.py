@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sluice.engine.packs import DECODERS, compute, decode_packs
-from sluice.formats.gguf.types import TYPES
+from sluice.formats.gguf.header import TYPES
 from sluice.records import Packing
 from support import fresh_process
 from support.oracles import bits

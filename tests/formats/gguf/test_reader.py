@@ -14,8 +14,8 @@ from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedEr
 from sluice._options import Limits
 from sluice.engine.packs import DECODERS
 from sluice.formats.gguf import reader
+from sluice.formats.gguf.header import TYPES
 from sluice.formats.gguf.reader import GgufFormat
-from sluice.formats.gguf.types import TYPES
 from sluice.records import Entry, Index, UnsupportedValue
 from support.gguf_files import Tensor, array, gguf_bytes, number, packed, plain, text
 from support.sources import MemorySource, RecordingSource

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from functools import partial
 from reprlib import repr as short_repr
-from typing import Any, Never
+from typing import Any
 
 from msgspec import Struct
 
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject
+from sluice.formats.pickles.unpickler import Allowlist, Constructor, KeyGuard, PendingObject
 from sluice.formats.torch_save.plain_values import PlainValues, plain_global
 from sluice.records import Opaque
 
@@ -75,11 +75,12 @@ class _MetadataKeyGuard(KeyGuard):
             super().check(key)
 
 
-class MetadataAllowlist:
-    """The permitted globals of one pickle; see ``Allowlist``."""
+class MetadataAllowlist(Allowlist):
+    """The permitted globals of one pickle."""
 
     def __init__(self, limits: Limits, pickle_bytes: int) -> None:
-        self.keys: KeyGuard = _MetadataKeyGuard(limits)
+        super().__init__(limits)
+        self.keys = _MetadataKeyGuard(limits)
         #: The globals of metadata.
         self.names = PlainValues(self.keys, pickle_bytes).names()
         for module, name in _RECORDS:
@@ -97,9 +98,6 @@ class MetadataAllowlist:
 
     def find(self, module: str, name: str) -> object | None:
         return self.names.get((module, name)) or plain_global(module, name)
-
-    def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - every id is refused
-        raise FormatError("the metadata refers to a storage")
 
 
 def _begin(kind: str, arguments: tuple[Any, ...]) -> PendingObject:

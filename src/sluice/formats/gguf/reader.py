@@ -18,8 +18,8 @@ Refused: files in big-endian byte order, and version 1, which had other lengths;
 arrays, as in llama.cpp; rows that are not whole packs; offsets that are not aligned; tensors that overlap or pass the
 end of the file. As in ggml, bytes between tensors and after the last one may be anything.
 
-Dtypes: F32, F16, BF16, F64 and integers are those of torch. Packs of the quantized types (``types``) are decoded to
-float32, those with tables of values by the package gguf. Tensors of other types become ``UnsupportedValue`` leaves.
+Dtypes: F32, F16, BF16, F64 and integers are those of torch. Packs of the quantized types (``header.TYPES``) are decoded
+to float32, those with tables of values by the package gguf. Tensors of other types become ``UnsupportedValue`` leaves.
 
 The tree is a flat dict in data order: names are those of llama.cpp, and shapes are in the order of torch, the reverse
 of that in the file.

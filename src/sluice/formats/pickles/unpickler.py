@@ -21,7 +21,7 @@ regardless of the depth of the data.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
@@ -90,21 +90,22 @@ class KeyGuard:
                 raise LimitError("a key is an integer of more than 61 bits")
 
 
-class Allowlist(Protocol):
-    """The globals and persistent ids that a pickle may use."""
+class Allowlist:
+    """The globals and persistent ids that a pickle may use: none, unless a subclass permits some."""
+
+    def __init__(self, limits: Limits) -> None:
+        #: Checks of dict keys and set elements.
+        self.keys = KeyGuard(limits)
 
     def find(self, module: str, name: str) -> object | None:
         """Return the replacement of a permitted global, or the function that builds its values; None for any other."""
-        ...
-
-    @property
-    def keys(self) -> KeyGuard:
-        """Checks of dict keys and set elements."""
-        ...
+        del module, name
+        return None
 
     def load_persistent(self, identity: object) -> object:
         """Return the object of a persistent id, or refuse it as ``Constructor.build`` refuses arguments."""
-        ...
+        del identity
+        raise FormatError("the pickle refers to a storage outside the object of a file")
 
 
 class Unpickler(Machine):

@@ -46,7 +46,10 @@ class SafetensorsFormat(LocatedByIndex):
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():
-            columns, metadata, data_start = _read_columns(source, limits)
+            header = _read_header(source, limits)
+            data_start = LENGTH_BYTES + len(header)
+            columns, metadata = parse_header(header, source.path, limits)
+            del header  # of up to a hundred megabytes
             columns = _in_file_order(columns)
             tree = _tree(columns, source.path)
             _check_cover(columns, source, data_start)
@@ -60,13 +63,6 @@ class SafetensorsFormat(LocatedByIndex):
                 notes=ties.notes,
                 tied=ties.stored,
             )
-
-
-def _read_columns(source: Source, limits: Limits) -> tuple[Columns, dict[str, str], int]:
-    """Return the tensors and metadata of the header and the offset of the data; the header bytes are released."""
-    header = _read_header(source, limits)
-    columns, metadata = parse_header(header, source.path, limits)
-    return columns, metadata, LENGTH_BYTES + len(header)
 
 
 def _read_header(source: Source, limits: Limits) -> bytes:

@@ -35,7 +35,7 @@ from sluice._dtypes import ITEM_BYTES, MAX_SIGNED, number_bytes
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.machine import WrapperError
-from sluice.formats.pickles.unpickler import Constructor, KeyGuard
+from sluice.formats.pickles.unpickler import Constructor
 from sluice.formats.torch_save.composites import PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
 from sluice.formats.torch_save.plain_values import (
     DTYPE_PREFIX,
@@ -71,8 +71,7 @@ class TorchAllowlist(DeclaredStorages):
             pickle_bytes: Size of the pickle, in bytes.
             big_endian: Whether the data of the storages is big-endian.
         """
-        super().__init__()
-        self.keys = KeyGuard(limits)
+        super().__init__(limits)
         #: Number of dropped Python attributes of tensors: objects of arbitrary classes.
         self.attributes_dropped = 0
         self._limits = limits

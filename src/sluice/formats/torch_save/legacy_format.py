@@ -45,7 +45,7 @@ from functools import partial
 from itertools import accumulate, repeat
 from operator import add
 from reprlib import repr as short_repr
-from typing import Any, Never
+from typing import Any
 
 from sluice._errors import (
     TORCH_MAY_READ,
@@ -57,7 +57,7 @@ from sluice._errors import (
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.detection import LEGACY_MAGIC
-from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject, unpickle_at
+from sluice.formats.pickles.unpickler import Allowlist, Constructor, PendingObject, unpickle_at
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.plain_values import from_bytes
@@ -202,22 +202,9 @@ class _LegacyAllowlist(TorchAllowlist):
         return self._rebuild_parameter((data, requires_grad, OrderedDict() if hooks is None else hooks))
 
 
-class _EmptyAllowlist:
-    """The allowlist of the pickles around the object: no globals and no storages."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.keys = KeyGuard(limits)
-
-    def find(self, module: str, name: str) -> None:  # noqa: ARG002 - every global is a leaf
-        return None
-
-    def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - every id is refused
-        raise FormatError("a storage outside the object in the file")
-
-
 def _read_plain(source: Source, start: int, limits: Limits) -> tuple[object, int]:
     """Read the pickle of a plain value at byte ``start``; return the value and the offset after the pickle."""
-    value, unpickler, end = unpickle_at(source, start, _EmptyAllowlist(limits), limits)
+    value, unpickler, end = unpickle_at(source, start, Allowlist(limits), limits)
     if unpickler.refusal is not None:
         raise unpickler.refusal.error
     for leaf in unpickler.opaque.values():

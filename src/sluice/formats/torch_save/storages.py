@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsupportedError
+from sluice._options import Limits
+from sluice.formats.pickles.unpickler import Allowlist
 from sluice.formats.torch_save.composites import PACKED_DTYPES, QUANTIZED_DTYPES
 from sluice.formats.torch_save.plain_values import from_bytes
 from sluice.records import Opaque
@@ -83,10 +85,11 @@ class StorageReference(NamedTuple):
         return QUANTIZED_DTYPES.get(self.dtype) or PACKED_DTYPES.get(self.dtype) or self.dtype
 
 
-class DeclaredStorages:
+class DeclaredStorages(Allowlist):
     """The storages that one pickle has used so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
         #: Storages in the order of first use.
         self.storages: list[StorageReference] = []
         #: Names of the storage classes that sluice does not know.
