@@ -1,4 +1,4 @@
-"""The parts that ranks write: every element of every tensor once, for any mesh; replicas balanced by bytes."""
+"""The parts of tensors that ranks write: every element once, for any mesh; replicas balanced; runs in their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from sluice import SaveError
 from sluice.sharding.regions import Region, Sharding, Split, region_of
+from sluice.writing.ranks import shared_writes as module
 from sluice.writing.ranks.division import HeldTensor, agreed_ties, boxes, divide
+from sluice.writing.ranks.shared_writes import Runs
 
 Held = dict[str, HeldTensor]
 
@@ -33,6 +35,11 @@ def elements(region: Region, shape: tuple[int, ...]) -> list[int]:
     return found
 
 
+def placements(shape: tuple[int, ...]) -> st.SearchStrategy[Split | None]:
+    split = st.builds(Split, dim=st.integers(0, len(shape) - 1), pieces=st.integers(1, 3))
+    return st.none() | split if shape else st.none()
+
+
 @st.composite
 def models(draw: st.DrawFn) -> list[Held]:
     """Ranks of a mesh of up to two dimensions that hold tensors in any layout, some on each row of the mesh only."""
@@ -41,10 +48,8 @@ def models(draw: st.DrawFn) -> list[Held]:
     ranks: list[Held] = [{} for _ in coordinates]
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-        split = st.builds(Split, dim=st.integers(0, len(shape) - 1), pieces=st.integers(1, 3))
-        placements = st.none() | split if shape else st.none()
         submesh = draw(st.booleans())  # a mesh of its own for each row: each row holds the whole tensor
-        chosen = tuple(draw(placements) for _ in mesh[submesh:])
+        chosen = tuple(draw(placements(shape)) for _ in mesh[submesh:])
         for rank, at in zip(ranks, coordinates, strict=True):
             sharding = Sharding(mesh=mesh[submesh:], coordinate=at[submesh:], placements=chosen)
             rank[f"t{number}"] = held(shape, region_of(shape, sharding))
@@ -97,3 +102,56 @@ def test_a_rank_without_elements_follows_the_ties_of_the_others() -> None:
     untied = {"a": held((3,), (full,), tied_to="a"), "b": held((3,), (full,), tied_to="b")}
     assert agreed_ties([first, none]) == {"b": "a"}
     assert agreed_ties([first, untied]) == {}
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Sharding]]:
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
+    mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    chosen = tuple(draw(placements(shape)) for _ in mesh)
+    coordinates = itertools.product(*map(range, mesh))
+    return shape, [Sharding(mesh=mesh, coordinate=at, placements=chosen) for at in coordinates]
+
+
+def positions(runs: Runs, first: int, last: int) -> list[int]:
+    return [
+        element
+        for starts, counts in runs.within(first, last)
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+        for element in range(start, start + count)
+    ]
+
+
+def expected_positions(shape: tuple[int, ...], region: Region) -> list[int]:
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    selected = [[index for start, stop in intervals for index in range(start, stop)] for intervals in region]
+    chosen: list[int] = (numbers[np.ix_(*selected)] if shape else numbers).reshape(-1).tolist()
+    return chosen
+
+
+@given(shardings(), st.data())
+def test_runs_are_the_elements_of_a_rank_in_its_own_order(
+    layout: tuple[tuple[int, ...], list[Sharding]], data: st.DataObject
+) -> None:
+    shape, ranks = layout
+    for sharding in ranks:
+        region = region_of(shape, sharding)
+        runs, expected = Runs(shape, region), expected_positions(shape, region)
+        assert positions(runs, 0, runs.elements) == expected
+        first = data.draw(st.integers(0, runs.elements))
+        last = data.draw(st.integers(first, runs.elements))
+        assert positions(runs, first, last) == expected[first:last]
+
+
+def test_columns_have_a_run_for_each_row_and_rows_have_one() -> None:
+    (columns,) = Runs((1000, 8), (((0, 1000),), ((2, 4),))).within(0, 2000)
+    assert (len(columns[0]), set(columns[1].tolist())) == (1000, {2})
+    (rows,) = Runs((1000, 8), (((250, 500),), ((0, 8),))).within(0, 2000)
+    assert (rows[0].tolist(), rows[1].tolist()) == ([2000], [2000])
+
+
+def test_many_runs_come_in_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH", 3)
+    runs = Runs((10, 2), (((0, 10),), ((1, 2),)))
+    assert [len(starts) for starts, _ in runs.within(2, 10)] == [3, 3, 2]
+    assert positions(runs, 2, 10) == list(range(5, 20, 2))

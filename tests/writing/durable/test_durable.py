@@ -1,0 +1,143 @@
+"""Files that are replaced atomically: hidden names, commits and other writers; directories that saves use at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+
+import pytest
+
+import sluice
+from sluice import SaveError
+from sluice.writing.durable import directories as _directories
+from sluice.writing.durable.directories import locked_directory
+from sluice.writing.durable.partial_files import ATTEMPTS, hidden_path, hidden_stem, try_lock
+from sluice.writing.durable.replacement import Replacement
+
+NEW = b"new" * 1000
+
+
+def write(path: Path, content: bytes = NEW, *, overwrite: bool = True) -> None:
+    with Replacement(path, overwrite=overwrite) as file:
+        file.reserve(len(content) + 100)
+        file.write_at(10, content[10:])
+        file.write_at(0, content[:10])
+        file.commit(nbytes=len(content))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_existing_files_are_kept_unless_overwriting_is_requested(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    with pytest.raises(sluice.SaveError, match=r"already exists; pass overwrite=True"):
+        Replacement(tmp_path / "f", overwrite=False)
+    with Replacement(tmp_path / "g", overwrite=False) as file:
+        (tmp_path / "g").write_bytes(b"faster")
+        with pytest.raises(sluice.SaveError, match="another process created the file"):
+            file.commit()
+    assert (tmp_path / "g").read_bytes() == b"faster"
+    assert names(tmp_path) == ["f", "g"]
+
+
+def test_a_live_hidden_file_is_left_and_a_dead_one_removed(tmp_path: Path) -> None:
+    with Replacement(tmp_path / "f", overwrite=True) as slow:
+        slow.write_at(0, b"slow")
+        (tmp_path / ".f.0123456789abcdef.sluice-partial").write_bytes(b"dead")
+        (tmp_path / ".fg.0123456789abcdef.sluice-partial").write_bytes(b"another name's")
+        write(tmp_path / "f")
+        assert len([name for name in names(tmp_path) if name.startswith(".f.")]) == 1
+        slow.commit()
+    assert (tmp_path / "f").read_bytes() == b"slow"
+    assert names(tmp_path) == [".fg.0123456789abcdef.sluice-partial", "f"]
+
+
+@pytest.mark.parametrize("name", ["model.pt", ".hidden", "a b\n.c", "ü.safetensors"])
+@pytest.mark.parametrize("in_set", [False, True])
+def test_a_hidden_path_contains_its_final_name(tmp_path: Path, name: str, *, in_set: bool) -> None:
+    path = hidden_path(str(tmp_path), name, in_set=in_set)
+    assert os.path.dirname(path) == str(tmp_path)
+    assert path != hidden_path(str(tmp_path), name, in_set=in_set)
+    assert hidden_stem(os.path.basename(path), in_set=in_set) == name
+    assert hidden_stem(os.path.basename(path), in_set=not in_set) is None
+    assert hidden_stem(name, in_set=in_set) is None
+
+
+def test_a_long_name_is_shortened_to_what_file_systems_take(tmp_path: Path) -> None:
+    name = "ü" * 127
+    path = hidden_path(str(tmp_path), name, in_set=True)
+    Path(path).touch()
+    stem = hidden_stem(os.path.basename(path), in_set=True)
+    assert stem
+    assert name.startswith(stem)
+
+
+@contextmanager
+def held_by_another(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "above" / "model"
+    real = _directories._locked
+    with ExitStack() as others:
+
+        def lock(name: str) -> AbstractContextManager[None]:
+            others.enter_context(held_by_another(path))  # between creating and locking the directory
+            return real(name)
+
+        monkeypatch.setattr(_directories, "_locked", lock)
+        with pytest.raises(SaveError, match="another save is writing"), locked_directory(str(path)):
+            pass
+        assert path.is_dir()
+
+
+@pytest.mark.parametrize("times", [1, ATTEMPTS])
+def test_a_directory_that_vanishes_before_it_is_opened_is_made_again_unless_it_always_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    path = tmp_path / "above" / "model"
+    entered, real = [], _directories._locked
+
+    def lock(name: str) -> AbstractContextManager[None]:
+        entered.append(1)
+        if len(entered) <= times:
+            path.rmdir()
+            path.parent.rmdir()
+        return real(name)
+
+    monkeypatch.setattr(_directories, "_locked", lock)
+    fails = pytest.raises(SaveError, match="No such file") if times == ATTEMPTS else nullcontext()
+    with fails, locked_directory(str(path)):
+        assert path.is_dir()
+    assert len(entered) == min(times + 1, ATTEMPTS)
+    assert not list(tmp_path.iterdir()) or times == 1
+
+
+def test_a_directory_that_vanishes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    locked = []
+
+    def lock(descriptor: int) -> bool | None:
+        locked.append(descriptor)
+        if len(locked) == 1:
+            path.rmdir()
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(_directories, "try_lock", lock)
+    with locked_directory(str(path)):
+        (path / "file").touch()  # the locked directory still has its name
+    assert len(locked) == 2
