@@ -266,14 +266,6 @@ def test_the_tree_mirrors_the_file(tmp_path: Path) -> None:
         assert tree["steps"][1].name == "steps.1"
 
 
-def test_names_that_collide_are_an_error_on_the_dotted_view_only(tmp_path: Path) -> None:
-    torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, tmp_path / "f.pth")
-    with sluice.open(tmp_path / "f.pth") as checkpoint:
-        assert checkpoint.tree["a"]["b"].read().item() == 0.0
-        with pytest.raises(sluice.FormatError, match="same dotted name"):
-            len(checkpoint)
-
-
 def test_metadata_is_that_of_the_file(file: Path) -> None:
     with sluice.open(file) as checkpoint:
         wanted = {"f.pth": ("byteorder", "little"), "f.safetensors": ("format", "pt")}[file.name]
