@@ -23,13 +23,14 @@ from support.trained_net import empty
 
 MIB = 1 << 20
 
-#: Arguments of each form, and the name that it is saved under.
-FORMS: list[tuple[str, dict[str, Any]]] = [
-    ("model.pth", {}),
-    ("model.safetensors", {}),
-    ("whole", {}),
-    ("sharded", {"max_shard_size": MIB}),
-]
+#: Arguments of each form, by the name that it is saved under.
+FORMS: dict[str, dict[str, Any]] = {
+    "model.pth": {},
+    "model.safetensors": {},
+    "whole": {},
+    "sharded": {"max_shard_size": MIB},
+}
+EVERY_FORM = pytest.mark.parametrize("name", FORMS)
 
 
 def state(value: float, rows: int = 1) -> dict[str, torch.Tensor]:
@@ -67,19 +68,19 @@ def small_disk() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the tests of full disks are for Linux")
-@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
-def test_a_full_disk(small_disk: Path, name: str, arguments: dict[str, Any]) -> None:
+@EVERY_FORM
+def test_a_full_disk(small_disk: Path, name: str) -> None:
     path = small_disk / name
-    sluice.save(state(1), path, **arguments)
+    sluice.save(state(1), path, **FORMS[name])
     before = names(small_disk)
     with pytest.raises(sluice.SaveError, match="No space left on device"):
-        sluice.save(state(2, rows=2), path, **arguments, overwrite=True)
+        sluice.save(state(2, rows=2), path, **FORMS[name], overwrite=True)
     assert value_of(path) == 1
     assert names(small_disk) == before
     with pytest.raises(sluice.SaveError, match="No space left on device"):
-        sluice.save(state(2, rows=2), small_disk / f"other-{name}", **arguments)
+        sluice.save(state(2, rows=2), small_disk / f"other-{name}", **FORMS[name])
     assert names(small_disk) == before
-    sluice.save(state(3), path, **arguments, overwrite=True)
+    sluice.save(state(3), path, **FORMS[name], overwrite=True)
     assert value_of(path) == 3
 
 
@@ -94,30 +95,28 @@ def file_limit(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("reserving", [True, False])
-@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+@EVERY_FORM
 def test_a_limit_on_the_size_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], reserving: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reserving: bool
 ) -> None:
     if not reserving:  # the write itself reaches the limit: it is cut short, then it fails
         monkeypatch.delattr(os, "posix_fallocate")
     path = tmp_path / name
-    sluice.save(state(1), path, **arguments)
+    sluice.save(state(1), path, **FORMS[name])
     before = names(tmp_path)
     with file_limit(MIB // 2 + 17), pytest.raises(sluice.SaveError, match="File too large"):
-        sluice.save(state(2), path, **arguments, overwrite=True)
+        sluice.save(state(2), path, **FORMS[name], overwrite=True)
     assert value_of(path) == 1
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
-def test_destinations_that_are_not_checkpoints_are_refused_and_kept(
-    tmp_path: Path, name: str, arguments: dict[str, Any]
-) -> None:
+@EVERY_FORM
+def test_destinations_that_are_not_checkpoints_are_refused_and_kept(tmp_path: Path, name: str) -> None:
     is_file = "." in name
     path = tmp_path / name
     os.mkfifo(path)
     with pytest.raises(sluice.SaveError, match="found a FIFO"):
-        sluice.save(state(1), path, **arguments, overwrite=True)
+        sluice.save(state(1), path, **FORMS[name], overwrite=True)
     assert stat.S_ISFIFO(path.stat().st_mode)
     path.unlink()
     if is_file:
@@ -125,19 +124,19 @@ def test_destinations_that_are_not_checkpoints_are_refused_and_kept(
     else:
         path.write_bytes(b"mine")
     with pytest.raises(sluice.SaveError, match="found a directory" if is_file else "found a file"):
-        sluice.save(state(1), path, **arguments, overwrite=True)
+        sluice.save(state(1), path, **FORMS[name], overwrite=True)
     assert path.is_dir() if is_file else path.read_bytes() == b"mine"
     with pytest.raises(sluice.SaveError, match="found a device"):
-        sluice.save(state(1), "/dev/null", **{"format": "torch" if is_file else "huggingface", **arguments})
+        sluice.save(state(1), "/dev/null", **{"format": "torch" if is_file else "huggingface", **FORMS[name]})
     with pytest.raises(sluice.SaveError, match="File name too long"):
-        sluice.save(state(1), tmp_path / ("x" * 256 + path.suffix), **arguments)
+        sluice.save(state(1), tmp_path / ("x" * 256 + path.suffix), **FORMS[name])
     assert names(tmp_path) == {name}
 
 
-@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
-def test_a_link_to_nothing_is_followed(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
+@EVERY_FORM
+def test_a_link_to_nothing_is_followed(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to(f"elsewhere-{name}")
-    sluice.save(state(1), tmp_path / name, **arguments)
+    sluice.save(state(1), tmp_path / name, **FORMS[name])
     assert (tmp_path / name).is_symlink()
     assert not (tmp_path / f"elsewhere-{name}").is_symlink()
     assert value_of(tmp_path / f"elsewhere-{name}") == 1
@@ -191,22 +190,22 @@ def test_what_may_not_be_written_is_refused(tmp_path: Path) -> None:
         assert (place / "open" / "model.pth").read_bytes() == b"old"
 
 
-@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
-def test_modes_are_those_that_a_user_expects(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
+@EVERY_FORM
+def test_modes_are_those_that_a_user_expects(tmp_path: Path, name: str) -> None:
     def modes() -> set[int]:
         return {stat.S_IMODE(path.stat().st_mode) for path in [path, *path.rglob("*")] if path.is_file()}
 
     path = tmp_path / name
     before = os.umask(0o026)
     try:
-        sluice.save(state(1), path, **arguments)
+        sluice.save(state(1), path, **FORMS[name])
         assert modes() == {0o640}
         if path.is_dir():
             assert stat.S_IMODE(path.stat().st_mode) == 0o751
             path.chmod(0o700)
         else:
             path.chmod(0o604)
-        sluice.save(state(2), path, **arguments, overwrite=True)
+        sluice.save(state(2), path, **FORMS[name], overwrite=True)
         assert modes() == ({0o640} if path.is_dir() else {0o604})
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o604)
     finally:
@@ -223,30 +222,28 @@ def test_the_owner_of_a_replaced_file_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["copy", "map"])
-@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
-def test_saving_over_what_a_live_model_was_loaded_from(
-    tmp_path: Path, name: str, arguments: dict[str, Any], place: Any
-) -> None:
+@EVERY_FORM
+def test_saving_over_what_a_live_model_was_loaded_from(tmp_path: Path, name: str, place: Any) -> None:
     def model() -> torch.nn.Sequential:
         return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
 
     path = tmp_path / name
-    sluice.save(model(), path, **{**arguments, **({"max_shard_size": 20_000} if name == "sharded" else {})})
+    sluice.save(model(), path, **{**FORMS[name], **({"max_shard_size": 20_000} if name == "sharded" else {})})
     loaded = empty(model)
     sluice.load_into(loaded, path, place=place)
     with torch.no_grad():
         next(loaded.parameters()).mul_(2)
     expected = {key: tensor.clone() for key, tensor in loaded.state_dict().items()}
     for _ in range(2):
-        sluice.save(loaded, path, **arguments, overwrite=True)
+        sluice.save(loaded, path, **FORMS[name], overwrite=True)
         assert all(same(tensor, expected[key]) for key, tensor in loaded.state_dict().items())
         assert all(same(tensor, expected[key]) for key, tensor in sluice.load_state_dict(path).items())
 
 
 def test_a_failed_save_removes_the_directories_that_it_made(tmp_path: Path) -> None:
-    for name, arguments in FORMS[2:]:
+    for name in ("whole", "sharded"):
         with file_limit(1000), pytest.raises(sluice.SaveError):
-            sluice.save(state(1), tmp_path / "a" / "b" / name, **arguments)
+            sluice.save(state(1), tmp_path / "a" / "b" / name, **FORMS[name])
     assert names(tmp_path) == set()
 
 
@@ -272,7 +269,7 @@ for name, arguments in eval(sys.argv[3]):
 
 @pytest.mark.usefixtures("fresh_processes")
 def test_two_writers_of_one_checkpoint(tmp_path: Path) -> None:
-    forms = [(name, {"max_shard_size": 70_000} if name == "sharded" else arguments) for name, arguments in FORMS]
+    forms = [*list(FORMS.items())[:3], ("sharded", {"max_shard_size": 70_000})]
     writers = [
         fresh_process.SUBPROCESS.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(number), repr(forms)],

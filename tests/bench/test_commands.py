@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from bench import _stream_nested, construction, index, load, merge, ranks, refresh, save, shared, small, startup, stream
 from sluice.benchmark.gpt2 import random_state_dict
@@ -23,8 +22,11 @@ from sluice.measuring import memory_limit_refusal
 from support.comparisons import FakeRunner
 
 
-def _invoke(command: click.Command, *arguments: str | Path) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+def run(bench: Any, *arguments: object, codes: tuple[int, ...] = (0,)) -> str:
+    """Return the output of ``python -m bench.NAME``."""
+    done = CliRunner().invoke(bench.main, list(map(str, arguments)))
+    assert done.exit_code in codes, done.output
+    return done.output
 
 
 def _terminate_inside(parent: Path) -> None:
@@ -47,8 +49,7 @@ def test_load_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     arguments: list[str] = ["--size", "tiny", "--runs", "1", "--case", "pth-bf16", "--case", "safetensors-fp32"]
     arguments += ["--method", "torch-load", "--method", "raw-direct", "--method", "sluice-map"]
     folders: list[str | Path] = ["--directory", tmp_path / "files", "--out", tmp_path / "out"]
-    result = _invoke(load.main, *arguments, *folders)
-    assert result.exit_code == 0, result.output
+    run(load, *arguments, *folders)
     assert [(s.dtype, s.states, list(s.checkpoints)) for s in runner.scenarios] == [
         ("bfloat16", ("cold", "warm"), ["raw-direct", "torch-load", "sluice-map"]),
         ("float32", ("cold", "warm"), ["raw-direct", "sluice-map"]),
@@ -58,7 +59,7 @@ def test_load_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert document["command"] == " ".join(["python -m bench.load", *arguments])
 
     before = (tmp_path / "files/tiny.pth").stat().st_mtime_ns
-    _invoke(load.main, *arguments, *folders)
+    run(load, *arguments, *folders)
     assert (tmp_path / "files/tiny.pth").stat().st_mtime_ns == before  # reused, not written again
 
 
@@ -66,7 +67,7 @@ def test_load_lists_absent_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(load, "run_with_progress", FakeRunner())
     monkeypatch.setattr(load, "_PACKAGES", ("torch", "no-such-loader"))
     arguments = ["--size", "tiny", "--runs", "1", "--case", "pth-fp32", "--directory", str(tmp_path)]
-    _invoke(load.main, *arguments, "--out", tmp_path / "out")
+    run(load, *arguments, "--out", tmp_path / "out")
     assert "no-such-loader absent" in (tmp_path / "out/load.md").read_text()
 
 
@@ -99,36 +100,29 @@ def test_only_a_machine_with_a_balloon_waits(
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_commands_with_a_goal(bench: Any, arguments: str, shown: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(bench.main, arguments.split())
-    assert done.exit_code in {0, 1}, done.output  # one run of a small size says nothing about the goal
-    assert [what for what in shown if what not in done.output] == []
+    done = run(bench, *arguments.split(), codes=(0, 1))  # one run of a small size says nothing about the goal
+    assert [what for what in shown if what not in done] == []
 
 
 def test_constructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(construction, "find_spec", lambda _: None)  # transformers takes seconds to import
-    done = CliRunner().invoke(construction.main, ["--runs", "1", "--size", "small"])
-    assert done.exit_code in {0, 1}, done.output
-    assert "GPT-2 small" in done.output
+    assert "GPT-2 small" in run(construction, "--runs", "1", "--size", "small", codes=(0, 1))
 
 
 @pytest.mark.long
 def test_a_refresh(tmp_path: Path) -> None:
-    done = CliRunner().invoke(refresh.main, ["--runs", "1", "--megabytes", "1", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "sluice.refresh, 11 %" in done.output
+    assert "sluice.refresh, 11 %" in run(refresh, "--runs", "1", "--megabytes", "1", "--out", tmp_path)
 
 
 @pytest.mark.long
 def test_shared_copies_leave_nothing(tmp_path: Path) -> None:
-    done = CliRunner().invoke(shared.main, ["--size=tiny", "--runs=2", "--processes=2", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    run(shared, "--size=tiny", "--runs=2", "--processes=2", "--out", str(tmp_path))
     assert not any("sluice-bench" in path.name for path in Path("/dev/shm").iterdir())
 
 
 def test_merges_are_compared(tmp_path: Path) -> None:
     options = ["--size=tiny", "--runs=1", f"--out={tmp_path / 'out'}", "--inputs=2", "--method=swa"]
-    done = CliRunner().invoke(merge.main, options)
-    assert done.exit_code == 0, done.output
+    run(merge, *options)
     assert list(json.loads((tmp_path / "out/merge.json").read_text())["seconds"]) == ["swa, sluice", "swa, torch"]
 
 
@@ -137,8 +131,7 @@ def test_ranks_finish_with_the_same_weights_by_every_method(tmp_path: Path) -> N
     (tmp_path / "files").mkdir()
     command = ["--size", "tiny", "--ranks", "2", "--runs", "1", "--file", "shards", "--dtype", "float32"]
     folders = ["--directory", str(tmp_path / "files"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(ranks.main, [*command, *folders])
-    assert done.exit_code == 0, done.output
+    run(ranks, *command, *folders)
     cells = json.loads((tmp_path / "out/ranks.json").read_text())["cells"]
     assert {cell["method"] for cell in cells} == {"sluice", "set_model_state_dict", "accelerate", "torch DCP"}
     assert [cell["problem"] for cell in cells] == [""] * len(cells)
@@ -164,8 +157,7 @@ def test_when_a_goal_is_kept() -> None:
 def test_saves_are_made_by_processes_of_their_own_and_removed(tmp_path: Path) -> None:
     chosen = ["transposed: sluice.save .safetensors"]
     options = ["--size", "tiny", "--runs", "1", "--directory", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(save.main, [*options, *(f"--method={name}" for name in chosen)])
-    assert done.exit_code == 0, done.output
+    run(save, *options, *(f"--method={name}" for name in chosen))
     seconds = json.loads((tmp_path / "out" / "save.json").read_text(encoding="utf-8"))["seconds"]
     assert list(seconds) == chosen
     assert all(each > 0 for runs in seconds.values() for each in runs)
@@ -207,8 +199,7 @@ def test_the_command_on_a_small_model(tmp_path: Path, more: list[str]) -> None:
     if reason := memory_limit_refusal():
         pytest.skip(reason)
     options = ["--size", "small", "--share", "50", "--runs", "1", "--method", "sluice", "--method", "mmap", *more]
-    done = CliRunner().invoke(stream.main, [*options, "--directory", str(tmp_path / "in"), "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    run(stream, *options, "--directory", str(tmp_path / "in"), "--out", str(tmp_path))
     assert (tmp_path / "stream.md").read_text().count("| yes |") == 2
 
 
@@ -222,6 +213,5 @@ def test_the_tables_of_nested_models_and_of_generation(
         pytest.skip(reason)
     monkeypatch.setattr("bench._stream_nested.NESTED", {"Swin": _stream_nested.NESTED["Swin"]})
     monkeypatch.setattr("bench._stream_generation.BATCHES", (1, 2))
-    done = CliRunner().invoke(stream.main, [more, "--size", "small", "--share", "50", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    run(stream, more, "--size", "small", "--share", "50", "--out", str(tmp_path))
     assert (tmp_path / "stream.md").read_text().count("| yes |") == count
