@@ -110,17 +110,6 @@ def test_it_trains_like_the_original(use: str | None, place: str, tmp_path: Path
     gc.collect()  # an optimizer of torch 2.6 is in a cycle, and holds the descriptors of shared memory
 
 
-def test_state_dicts_are_taken_and_loaded(tmp_path: Path) -> None:
-    model, expected = pair(tmp_path / "f.pth")
-    for one, name in ((model, "again.pth"), (expected, "fagan.pth")):
-        torch.save(one.state_dict(), tmp_path / name)  # the code contains a file name
-    assert (tmp_path / "again.pth").stat().st_size == (tmp_path / "fagan.pth").stat().st_size
-    expected.load_state_dict(torch.load(tmp_path / "again.pth"))
-    model.load_state_dict(Net().state_dict())
-    sluice.load_into(model, tmp_path / "again.pth")
-    assert torch.equal(model.head.weight, expected.head.weight)
-
-
 _COMPILED = """
 import sys, torch, sluice
 

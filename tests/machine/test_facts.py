@@ -13,7 +13,7 @@ from sluice.benchmark.machine import make_cold
 from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
 from sluice.machine.cgroups import cgroup_headroom
-from sluice.machine.facts import file_facts, machine_facts, probe_cache
+from sluice.machine.facts import file_facts, probe_cache
 from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
 from support.sources import MemorySource
@@ -75,14 +75,6 @@ CGROUPS: dict[str, tuple[dict[str, str], int | None]] = {
 @pytest.mark.parametrize(("files", "left"), CGROUPS.values(), ids=CGROUPS)
 def test_what_control_groups_leave(tmp_path: Path, files: dict[str, str], left: int | None) -> None:
     assert cgroup_headroom(make(tmp_path, files)) == left
-
-
-def test_headroom_names_its_origin(file: LocalFile) -> None:
-    facts = machine_facts([file])
-    assert facts.cores >= 1
-    nbytes, origin = facts.host_headroom
-    assert 0 < nbytes <= facts.memory_available_bytes
-    assert origin in {"free memory", "left in the control group"}
 
 
 def test_small_files_are_not_probed(file: LocalFile) -> None:

@@ -53,18 +53,6 @@ def test_without_an_accelerator_everything_goes_to_the_cpu(file: Path, monkeypat
     assert auto_placement([], rooms(10)) == {}
 
 
-def test_accelerators_are_filled_in_order_and_the_rest_goes_to_the_cpu() -> None:
-    assert auto_placement(members(TRANSFORMER), rooms(70, 90), whole=BLOCKS) == {
-        "embed": "cuda:0",
-        "blocks.0": "cuda:0",
-        "blocks.1": "cuda:1",
-        "blocks.2": "cuda:1",
-        "blocks.3": "cpu",
-        "norm": "cpu",
-        "head": "cpu",
-    }
-
-
 def test_divisible_modules_are_split_down_to_modules_without_children() -> None:
     placed = auto_placement(members(TRANSFORMER), rooms(50))
     assert placed["blocks.0.attention"] == "cuda:0"

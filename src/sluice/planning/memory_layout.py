@@ -182,10 +182,7 @@ def _filled_target(
 
     Raises:
         UnsupportedError: It needs parts of packs.
-        ValueError: It has a finisher and is not a new tensor.
     """
-    if request.finisher is not None and request.existing:
-        raise ValueError("a finisher needs a new tensor")
     numel = entry.numel
     elements = numel if request.existing else span_elements(entry.shape, stride)
     if entry.parts or entry.constant is not None:
