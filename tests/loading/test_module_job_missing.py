@@ -43,9 +43,8 @@ def test_every_kind_of_problem_is_in_one_error_with_close_matches() -> None:
 
 
 def test_without_strict_live_values_stay_and_meta_modules_are_initialised(tmp_path: Path) -> None:
-    state = {
-        name: tensor for name, tensor in Model().state_dict().items() if name not in {"lm_head.weight", "body.0.bias"}
-    }
+    state = Model().state_dict()
+    del state["lm_head.weight"], state["body.0.bias"]
     torch.save({**state, "spare": torch.ones(1)}, tmp_path / "f.pth")
     live = Model()
     kept = live.lm_head.weight.clone()
@@ -79,7 +78,11 @@ def test_attention_initialises_itself(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_large_missing_modules_keep_the_memory_contract(dtype: torch.dtype | None, tmp_path: Path) -> None:
     torch.save({"1.weight": torch.ones(512, 512)}, tmp_path / "f.pth")
-    model = empty(lambda: nn.Sequential(nn.Embedding(16384, 1024), nn.Linear(512, 512, bias=False)))
+
+    def build() -> nn.Module:
+        return empty(lambda: nn.Sequential(nn.Embedding(16384, 1024), nn.Linear(512, 512, bias=False)))
+
+    model = build()
     final = 16384 * 1024 * (4 if dtype is None else 2)
     memory = sluice.MemoryLimits(staging="4MiB")
     with assert_peak(final + (1 + 4 + 32) * MIB):
@@ -87,14 +90,9 @@ def test_large_missing_modules_keep_the_memory_contract(dtype: torch.dtype | Non
     assert report.initialised == ("0.weight",)
     assert report.final_bytes >= final
     assert 0.9 < model.get_parameter("0.weight")[:100].float().std() < 1.1
+    memory = sluice.MemoryLimits(host=final, staging="4MiB")
     with pytest.raises(sluice.BudgetError):
-        sluice.load_into(
-            empty(lambda: nn.Sequential(nn.Embedding(16384, 1024), nn.Linear(512, 512, bias=False))),
-            tmp_path / "f.pth",
-            strict=False,
-            dtype=dtype,
-            memory=sluice.MemoryLimits(host=final, staging="4MiB"),
-        )
+        sluice.load_into(build(), tmp_path / "f.pth", strict=False, dtype=dtype, memory=memory)
 
 
 def test_post_hooks_may_change_the_lists_as_in_load_state_dict(tmp_path: Path) -> None:
@@ -115,8 +113,7 @@ def test_a_failing_post_hook_leaves_a_complete_module_and_is_reported(tmp_path: 
 
     source = nn.Linear(2, 2)
     torch.save(source.state_dict(), tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = nn.Linear(2, 2)
+    model = empty(lambda: nn.Linear(2, 2))
     model.register_load_state_dict_post_hook(fail)  # type: ignore[no-untyped-call]
     with pytest.raises(sluice.PartialLoadError, match="every tensor was loaded, but a load_state_dict post-hook"):
         sluice.load_into(model, tmp_path / "f.pth")

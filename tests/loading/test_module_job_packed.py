@@ -51,8 +51,7 @@ def test_modules_get_the_decoded_elements(file: Path, live: bool, dtype: torch.d
 
 
 def test_factors_and_joins_of_packed_tensors(file: Path) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(256, 192, bias=False)
+    model = nn.Linear(256, 192, bias=False, device="meta")
     joined = rules.concatenate(("up.weight", "down.weight"), "weight")
     changed = [rules.scale("up.weight", 0.5), joined]
     sluice.load_into(model, file, rename=RENAME, rules=changed, strict=False)

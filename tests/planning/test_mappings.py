@@ -126,8 +126,7 @@ def test_a_tensor_that_cannot_be_mapped_is_copied_and_the_report_has_the_reason(
 def test_the_pages_are_those_of_the_page_cache_until_they_are_written_to(tmp_path: Path) -> None:
     tensor = torch.randn(4 * MIB)
     safetensors.torch.save_file({"0": tensor}, tmp_path / "f.safetensors")
-    with torch.device("meta"):
-        model = nn.ParameterList([torch.empty(4 * MIB)])
+    model = nn.ParameterList([torch.empty(4 * MIB, device="meta")])
     mapped(tmp_path / "f.safetensors", model)
     model[0].sum()
     touch = """if True:
@@ -174,8 +173,7 @@ def test_a_file_larger_than_memory_is_ready_at_once(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + 4 * count)
-    with torch.device("meta"):
-        model = nn.ParameterList([nn.Parameter(torch.empty(count))])
+    model = nn.ParameterList([torch.empty(count, device="meta")])
     _, report = mapped(path, model)
     assert report.mapped_bytes == 60 << 30
     assert float(model[0].detach()[count // 2]) == 0.0
@@ -183,7 +181,7 @@ def test_a_file_larger_than_memory_is_ready_at_once(tmp_path: Path) -> None:
         model[0][count - 1] = 7.0
     assert smaps(path)["Anonymous"] == 4096
     with pytest.raises(sluice.BudgetError, match=r"What would fit: place='map' \(needs 16\.0 MiB of host memory\)"):
-        sluice.load_into(nn.ParameterList([nn.Parameter(torch.empty(count, device="meta"))]), path)
+        sluice.load_into(nn.ParameterList([torch.empty(count, device="meta")]), path)
 
 
 def test_a_file_that_was_replaced_is_not_mapped(file: Path) -> None:

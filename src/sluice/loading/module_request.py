@@ -6,7 +6,7 @@ All that headers can show is settled here, before a byte of tensor data is read:
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Self
@@ -62,6 +62,11 @@ class IntoModule(LoadRequest, frozen=True, kw_only=True):
         """See ``LoadRequest.tensors``."""
         reshard(self.model)  # a gathered parameter is an ordinary tensor
         return chain(self.model.parameters(), self.model.buffers())
+
+    def offers(self) -> Sequence[Change]:
+        """See ``LoadRequest.offers``: the changes that keep every value."""
+        places = [Change(place="map")] if self.options.place == "copy" else []
+        return [*places, *(Change(device=other) for other in other_devices(parse_placement(self.device)))]
 
 
 class ModuleRequest(IntoModule, frozen=True, kw_only=True):
@@ -194,7 +199,7 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
         """See ``LoadRequest.offers``."""
         # If the caller asked for a cast, the file's own dtypes may fit: they can be mapped, or are in place.
         dtypes = (_SMALLER_DTYPE, "auto") if self.dtype not in {None, "auto"} else (_SMALLER_DTYPE,)
-        return [*_other_places(self.device, self.options), *(Change(dtype=dtype) for dtype in dtypes)]
+        return [*super().offers(), *(Change(dtype=dtype) for dtype in dtypes)]
 
 
 class EntriesRequest(IntoModule, frozen=True, kw_only=True):
@@ -215,10 +220,6 @@ class EntriesRequest(IntoModule, frozen=True, kw_only=True):
         match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
         return module_job(checkpoint, state, match_on, self, strict=False)
 
-    def offers(self) -> Sequence[Change]:
-        """See ``LoadRequest.offers``."""
-        return list(_other_places(self.device, self.options))
-
 
 def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Mapping[str, Entry]:
     """Return the entries, of which those that are assigned keep the dtype of the checkpoint."""
@@ -226,14 +227,6 @@ def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Ma
         name: replace(entry, cast=entry.cast or entry.dtype) if name in assigned else entry
         for name, entry in entries.items()
     }
-
-
-def _other_places(device: Device, options: TransferOptions) -> Iterator[Change]:
-    """Yield the changes that keep every value."""
-    if options.place == "copy":
-        yield Change(place="map")
-    for other in other_devices(parse_placement(device)):
-        yield Change(device=other)
 
 
 def _refuse_opaques(

@@ -1,8 +1,11 @@
-"""Ties and shared memory are kept, regardless of which of the names the checkpoint has."""
+"""``load_into`` against ``load_state_dict(torch.load())`` for every kind of module; ties and shared memory are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,77 @@ import torch
 from torch import nn
 
 import sluice
+from support.module_zoo import ZOO, sample, trained
+from support.oracles import bits, same
+
+
+@pytest.fixture(autouse=True)
+def _old_functions() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", message=".*Lazy modules.*")
+        yield
+
+
+def build(name: str, how: str) -> nn.Module:
+    torch.manual_seed(7)
+    with nullcontext() if how == "live" else sluice.empty_init():
+        return ZOO[name][0]()
+
+
+def reference(name: str, file: Path) -> nn.Module:
+    module = build(name, "live")
+    module.load_state_dict(torch.load(file))
+    return module
+
+
+def named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def flags(module: nn.Module) -> list[tuple[str, str, torch.dtype, tuple[int, ...], bool]]:
+    return [(name, type(t).__name__, t.dtype, t.stride(), t.requires_grad) for name, t in named(module)]
+
+
+def groups(module: nn.Module) -> list[list[str]]:
+    """Return the names of each tensor object."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in named(module):
+        found.setdefault(id(tensor), []).append(name)
+    return list(found.values())
+
+
+def compare_outputs(module: nn.Module, expected: nn.Module, name: str) -> None:
+    outputs = []
+    for one in (module, expected):
+        torch.manual_seed(3)
+        outputs.append(torch.utils._pytree.tree_leaves(one(sample(name))))
+    assert same(*outputs)
+
+
+#: Modules whose constructors read values of parameters; see ``empty_init``.
+NEEDS_VALUES = {"orthogonal"}
+
+CASES = [(name, how) for name in ZOO for how in ("live", "empty") if how == "live" or name not in NEEDS_VALUES]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_a_loaded_module_equals_that_of_load_state_dict(name: str, how: str, tmp_path: Path) -> None:
+    torch.save(trained(name).state_dict(), tmp_path / "f.pth")
+    expected = reference(name, tmp_path / "f.pth")
+    module = build(name, how)
+    held = [*module.parameters()]
+    sluice.load_into(module, tmp_path / "f.pth")
+    assert all(one is other for one, other in zip(held, module.parameters(), strict=True))
+    assert flags(module) == flags(expected)
+    assert groups(module) == groups(expected)
+    ours, theirs = dict(module.state_dict()), dict(expected.state_dict())
+    assert same(ours, theirs)
+    for (key, one), (_, other) in zip(module.named_buffers(), expected.named_buffers(), strict=True):
+        assert bits(one) == bits(other), key
+    if "pruned" not in name:  # modules with pruning cannot be copied, with torch's load either
+        compare_outputs(copy.deepcopy(module), copy.deepcopy(expected), name)
+    compare_outputs(module, expected, name)
 
 
 class Tied(nn.Module):
@@ -48,10 +122,8 @@ TIES = [by_object, by_data, by_setting_data, by_frozen_data]
 EMBEDDING, HEAD = "body.embedding.weight", "head.weight"
 
 
-def build(tie: Callable[[nn.Embedding, nn.Linear], None], *, empty: bool) -> Tied:
-    if not empty:
-        return Tied(tie)
-    with sluice.empty_init():
+def tied(tie: Callable[[nn.Embedding, nn.Linear], None], *, empty: bool) -> Tied:
+    with sluice.empty_init() if empty else nullcontext():
         return Tied(tie)
 
 
@@ -68,7 +140,7 @@ def test_ties_survive_whichever_name_the_checkpoint_has(
 ) -> None:
     values = torch.randn(6, 4)
     torch.save({name: values.clone() for name in names}, tmp_path / "f.pth")
-    model = build(tie, empty=empty)
+    model = tied(tie, empty=empty)
     one, other = model.embedding.weight, model.head.weight
     report = sluice.load_into(model, tmp_path / "f.pth", dtype=dtype)
     assert model.embedding.weight is one
@@ -88,7 +160,7 @@ def test_conflicting_values_are_an_error_before_anything_changes(
 ) -> None:
     values = torch.randn(6, 4)
     torch.save({EMBEDDING: values, HEAD: values + 1}, tmp_path / "f.pth")
-    model = build(tie, empty=empty)
+    model = tied(tie, empty=empty)
     before = model.embedding.weight.detach().clone()
     with pytest.raises(sluice.MismatchError, match=f"'{EMBEDDING}' and '{HEAD}' are tied"):
         sluice.load_into(model, tmp_path / "f.pth")
@@ -103,7 +175,7 @@ def test_names_of_one_storage_are_not_compared(tmp_path: Path, monkeypatch: pyte
     values = torch.randn(6, 4)
     torch.save({EMBEDDING: values, HEAD: values}, tmp_path / "f.pth")
     monkeypatch.setattr("sluice.loading.module_fill.same_values", pytest.fail)
-    report = sluice.load_into(build(by_object, empty=True), tmp_path / "f.pth")
+    report = sluice.load_into(tied(by_object, empty=True), tmp_path / "f.pth")
     assert report.read_bytes == values.nbytes
 
 
@@ -114,7 +186,7 @@ def test_a_conflict_is_found_at_any_position_and_in_any_layout(tmp_path: Path) -
         changed[row, 3] += 1
         torch.save({EMBEDDING: values, HEAD: changed}, tmp_path / "f.pth")
         with pytest.raises(sluice.MismatchError, match="are tied"):
-            sluice.load_into(build(by_object, empty=True), tmp_path / "f.pth")
+            sluice.load_into(tied(by_object, empty=True), tmp_path / "f.pth")
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
