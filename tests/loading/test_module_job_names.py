@@ -1,4 +1,4 @@
-"""How many tensors came from the file: none is an error unless it is allowed by name, as are names of another shape."""
+"""How many tensors came from the file: to have none, or names with a different shape, has to be allowed by name."""
 
 from __future__ import annotations
 
