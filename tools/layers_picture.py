@@ -1,7 +1,7 @@
 """Draw the layers of the package for docs/design.md, from the import contract and the heads of the packages.
 
 ``python tools/layers_picture.py`` prints the picture; ``--write`` puts it between the markers of docs/design.md.
-tests/contracts/test_layers_picture.py fails if the page and the contract differ.
+tests/contracts/test_package.py fails if the page and the contract differ.
 """
 
 from __future__ import annotations

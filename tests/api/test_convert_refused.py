@@ -17,8 +17,8 @@ import sluice
 from sluice import Limits, MemoryLimits
 from support import distributed
 from support.directories import write_parameters
-from support.fault_injection import Injection, failing
 from support.oracles import same
+from support.system_calls import Injection, failing
 
 
 def listing(path: Path) -> dict[str, bytes]:

@@ -14,8 +14,8 @@ from torch import nn
 
 import sluice
 from sluice.merging import source as _source
-from support.fault_injection import Injection, failing
 from support.range_server import RangeServer
+from support.system_calls import Injection, failing
 
 State = dict[str, torch.Tensor]
 

@@ -26,8 +26,8 @@ from sluice.checking.consumers import NonFiniteCounter
 from sluice.formats.manifest import read_manifest
 from support import fresh_process
 from support.dtypes import TORCH_DTYPES
-from support.fault_injection import Injection, failing
 from support.hostile_archives import compressed, coo
+from support.system_calls import Injection, failing
 from support.torch_files import saved
 from support.whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
 

@@ -16,8 +16,8 @@ import sluice
 from sluice.engine import targets as engine_targets
 from sluice.engine.host_memory import HostMemory
 from sluice.loading.module_fill import partial_load
-from support.fault_injection import Injection, failing
 from support.oracles import bits
+from support.system_calls import Injection, failing
 from support.trained_net import empty
 
 

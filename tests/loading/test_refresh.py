@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sluice
 from sluice import rules
-from support.fault_injection import Injection, failing
 from support.range_server import RangeServer
 from support.ranks import Ranks
+from support.system_calls import Injection, failing
 
 
 class Tied(nn.Module):

@@ -21,9 +21,9 @@ from torch import nn
 import sluice
 from sluice._errors import PartialLoadError, SluiceError, StreamError
 from sluice.modules.unloaded import Guard, ParkedParameter
-from support.fault_injection import Injection, failing
 from support.hf_architectures import CASES
 from support.module_zoo import ZOO, sample, trained
+from support.system_calls import Injection, failing
 
 Build = Callable[[], nn.Module]
 Call = Callable[[nn.Module], list[torch.Tensor]]

@@ -22,8 +22,8 @@ from sluice.sources import local as _local
 from sluice.sources import pages as _pages
 from sluice.sources.descriptors import DescriptorCache, OwnedFile
 from sluice.sources.local import LocalFile
-from support.fault_injection import failing
 from support.leaks import open_files
+from support.system_calls import failing
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from sluice.records import FileIdentity
 from sluice.sources import local
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import DirectIOUnavailable
-from support.fault_injection import Injection, failing, short
 from support.leaks import open_files
+from support.system_calls import Injection, failing, short
 
 CONTENT = bytes(range(251)) * 100
 

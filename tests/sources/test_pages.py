@@ -15,7 +15,7 @@ import pytest
 
 from sluice.benchmark.machine import make_cold
 from sluice.sources.pages import FileWatch, cached_bytes, resident_bytes
-from support.fault_injection import failing
+from support.system_calls import failing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks of open file descriptions are Linux's")
 

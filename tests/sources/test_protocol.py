@@ -23,9 +23,9 @@ from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from sluice.sources.ranges import MemoryFile
 from sluice.sources.wrappers import ReadAhead, Section
-from support.fault_injection import Injection, failing
 from support.source_conformance import check_source
 from support.sources import FaultySource, MemorySource, RecordedRead, RecordingSource
+from support.system_calls import Injection, failing
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)
 

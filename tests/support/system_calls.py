@@ -1,14 +1,14 @@
-"""Stop a save at its k-th system call, by replacing functions of ``os`` that it calls, and read what is left."""
+"""Faults of the operating system where sluice calls it: reads that fail, and saves that stop at their k-th call."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
@@ -63,17 +63,6 @@ class SystemCalls:
         return call
 
 
-def failing(number: int) -> Callable[[Callable[[], Any], str], Any]:
-    """Return a function that raises an error of the operating system; descriptors to be closed are closed first."""
-
-    def fail(real: Callable[[], Any], name: str) -> Any:
-        if name == "close":
-            real()
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
 def _module(name: str) -> Any:
     return __import__(name, fromlist=["_"])
 
@@ -119,3 +108,53 @@ def force_direct_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(defaults, "DIRECT_FILE_BYTES", 1)
     patch.setattr(defaults, "DIRECT_WRITE_BYTES", 4096)
     patch.setattr(_direct, "takes_direct_io", lambda _: True)
+
+
+#: Replaces a read. Arguments: the real read with all arguments bound, the buffer and the offset.
+Fault: TypeAlias = Callable[[Callable[[memoryview], int], memoryview, int], int]
+
+
+class Injection:
+    """Replaces ``os.preadv``: the ``at``-th read gets the fault, counted from 1 over all threads; 0 faults them all.
+
+    Attributes:
+        hits: Number of reads that got the fault; a test with zero hits has tested nothing.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, fault: Fault, at: int = 0) -> None:
+        self._real = os.preadv
+        self._fault = fault
+        self._at = at
+        self._count = 0
+        self.hits = 0
+        patch.setattr(os, "preadv", self._preadv)
+
+    def _preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        def read(buffer: memoryview) -> int:
+            return self._real(descriptor, [buffer], offset, flags)
+
+        self._count += 1  # not exact with threads, but close enough to reach every read
+        if self._at not in {0, self._count}:
+            return read(buffers[0])
+        self.hits += 1
+        return self._fault(read, buffers[0], offset)
+
+
+def failing(number: int) -> Callable[..., Any]:
+    """Return the fault, or a function of the system, that raises its error; what is to be closed is closed first."""
+
+    def fail(*arguments: Any, **_: object) -> Any:
+        if arguments[1:] == ("close",):
+            arguments[0]()
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def short(most: int) -> Fault:
+    """Return the fault that reads ``most`` bytes at most."""
+
+    def cut(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
+        return read(buffer[:most])
+
+    return cut

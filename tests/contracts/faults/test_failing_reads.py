@@ -14,7 +14,7 @@ import torch
 import sluice
 from sluice import _defaults, _options
 from support.directories import write_legacy, write_parameters, write_safetensors, write_zip
-from support.fault_injection import Injection, failing, short
+from support.system_calls import Injection, failing, short
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="this platform has no preadv")
 

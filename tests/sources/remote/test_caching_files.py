@@ -20,8 +20,8 @@ from sluice.sources.protocol import checks_with_data
 from sluice.sources.remote import cache_directory
 from sluice.sources.remote.caching import CachedFile, CompleteFile
 from support.cached_objects import PIECE, VersionedObject, content, entries, filled, loaded, opened, parts, read
-from support.fault_injection import failing
 from support.source_conformance import check_source
+from support.system_calls import failing
 
 CONTENT = content()
 
