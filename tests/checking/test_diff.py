@@ -21,11 +21,9 @@ from support.directories import write_parameters
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.whole_checkpoints import MAKERS, Tensors, composites, plain_tensors, views
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.quantize_per"),
-    pytest.mark.filterwarnings("ignore:Sparse"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per", "ignore:Sparse", "ignore:TypedStorage is deprecated"
+)
 
 FORMATS = ["torch-zip", "torch-legacy", "safetensors", "shards", "parameters", "distributed"]
 

@@ -31,11 +31,9 @@ from support.system_calls import Injection, failing
 from support.torch_files import saved
 from support.whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.quantize_per"),
-    pytest.mark.filterwarnings("ignore:Sparse"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per", "ignore:Sparse", "ignore:TypedStorage is deprecated"
+)
 
 
 @pytest.fixture(params=[(4096, 9000), (4 << 20, 24 << 20)], ids=["small pieces", "usual pieces"])
@@ -251,7 +249,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_still_verified(
 
         def fail(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
             if offset <= bad < offset + len(buffer):
-                return failing(errno.EIO)(read, buffer, offset)
+                failing(errno.EIO)()
             return read(buffer)
 
         injected = Injection(monkeypatch, fail)

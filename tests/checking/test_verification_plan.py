@@ -14,11 +14,9 @@ from support.sources import record_reads
 from support.torch_files import saved_big_endian
 from support.whole_checkpoints import Tensors, files_of, hashed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.quantize_per"),
-    pytest.mark.filterwarnings("ignore:Sparse"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per", "ignore:Sparse", "ignore:TypedStorage is deprecated"
+)
 
 
 def large() -> Tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from support.hostile_archives import (
     torch_archive,
     value_metadata,
 )
+from support.mutations import edits
 from support.oracles import same
 from support.sources import MemorySource
 
@@ -503,19 +504,6 @@ def small(tmp_path: Path) -> Path:
     return write(tmp_path / "d", {"m.w": halves}, {"n": 3}, paths={"m.w": ("m", "w"), "n": ("n",)})
 
 
-#: Mask of kept bits of a byte, and mask of flipped bits.
-EDITS = {"0": (0, 0), "255": (0, 255), "^128": (255, 128), "^1": (255, 1)}
-
-
-def edits(data: bytes, how: str) -> Iterator[bytes]:
-    """Yield the data with one byte changed, for each byte that differs from the result."""
-    kept, flipped = EDITS[how]
-    for position, byte in enumerate(data):
-        changed = byte & kept ^ flipped
-        if changed != byte:
-            yield data[:position] + bytes([changed]) + data[position + 1 :]
-
-
 def test_every_truncation_of_the_metadata(small: Path) -> None:
     data = (small / ".metadata").read_bytes()
     read_metadata(MemorySource(data), Limits())
@@ -524,10 +512,10 @@ def test_every_truncation_of_the_metadata(small: Path) -> None:
             read_metadata(MemorySource(data[:nbytes]), Limits())
 
 
-@pytest.mark.parametrize("how", EDITS)
-def test_every_byte_of_the_metadata(small: Path, how: str) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_every_byte_of_the_metadata(small: Path, part: int) -> None:
     seen: set[type[CheckpointError]] = set()
-    for data in edits((small / ".metadata").read_bytes(), how):
+    for data in islice(edits((small / ".metadata").read_bytes()), part, None, 4):
         try:
             read_metadata(MemorySource(data), Limits())
             (small / ".metadata").write_bytes(data)
@@ -541,11 +529,11 @@ def test_every_byte_of_the_metadata(small: Path, how: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", EDITS)
-def test_every_byte_of_the_items(small: Path, how: str) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_every_byte_of_the_items(small: Path, part: int) -> None:
     honest = torch_loaded(small)
     seen: set[type[CheckpointError]] = set()
-    for data in edits((small / FILE).read_bytes(), how):
+    for data in islice(edits((small / FILE).read_bytes()), part, None, 4):
         (small / FILE).write_bytes(data)
         try:
             ours = everything_in(small)

@@ -349,3 +349,10 @@ def run(name: str, count: int, seed: int = 20) -> Verdicts:
     for content in generate(count, seed):
         judge(content, verdicts)
     return verdicts
+
+
+def edits(content: bytes) -> Iterator[bytes]:
+    """Yield the content with each byte set to 0, 0xFF, ^0x80 and ^0x01."""
+    for position, byte in enumerate(content):
+        for value in {0, 0xFF, byte ^ 0x80, byte ^ 0x01} - {byte}:
+            yield content[:position] + bytes([value]) + content[position + 1 :]

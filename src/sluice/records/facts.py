@@ -60,14 +60,8 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
     distinct = set(accesses) or {local_access()}
     if len(distinct) == 1:
         return distinct.pop()
-    return AccessFacts(
-        request_bytes=max(access.request_bytes for access in distinct),
-        gap_bytes=max(access.gap_bytes for access in distinct),
-        parallel_requests=max(access.parallel_requests for access in distinct),
-        first_bytes=max(access.first_bytes for access in distinct),
-        header_bytes=max(access.header_bytes for access in distinct),
-        joins_reads=any(access.joins_reads for access in distinct),
-    )
+    largest = {fact: max(getattr(access, fact) for access in distinct) for fact in AccessFacts.__struct_fields__}
+    return AccessFacts(**largest)
 
 
 class FileIdentity(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from sluice._options import Limits
 from sluice.formats.detection import detect
 from sluice.formats.shard_index import parse_shard_index
 from support.hostile_archives import legacy_file, legacy_storage, storage, tensor_call, torch_archive
-from support.mutations import Verdicts, judge_safetensors, judge_torch
+from support.mutations import Verdicts, edits, judge_safetensors, judge_torch
 from support.sources import MemorySource, RecordingSource
 from support.torch_files import saved
 
@@ -49,13 +49,6 @@ FILES: dict[str, tuple[Callable[[], bytes], Callable[[bytes, Verdicts], None]]] 
     "legacy": (legacy, judge_torch),
     "safetensors": (safetensors_file, judge_safetensors),
 }
-
-
-def edits(content: bytes) -> Iterator[bytes]:
-    """Yield the content with each byte set to 0, 0xFF, ^0x80 and ^0x01."""
-    for position, byte in enumerate(content):
-        for value in {0, 0xFF, byte ^ 0x80, byte ^ 0x01} - {byte}:
-            yield content[:position] + bytes([value]) + content[position + 1 :]
 
 
 @pytest.mark.parametrize("name", FILES)
