@@ -156,7 +156,7 @@ def _check_memory(entries: Entries, memory: MemoryLimits, tensors: int, more: in
     """Raise ``BudgetError`` if the conversion needs more than a limit."""
     staging = parse_bytes(memory.staging)
     needed = staging + more + defaults.OVERHEAD_BYTES + defaults.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
-    limit, origin = entries.host_headroom
+    limit, origin = entries.reader.facts.host_headroom
     if memory.host is not None:
         limit, origin = parse_bytes(memory.host), "MemoryLimits(host=...)"
     if needed > limit:

@@ -65,18 +65,14 @@ class Entries:
         self._batch_bytes = batch_bytes
         self._staging_bytes = staging_bytes
         self._page_cache: PageCache = page_cache
-        self._reader = CheckpointReader(checkpoint)
+        #: Reads the entries.
+        self.reader = CheckpointReader(checkpoint)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._reader.__exit__(*error)
-
-    @property
-    def host_headroom(self) -> tuple[int, str]:
-        """Host memory that may be used, in bytes, and what limits it."""
-        return self._reader.facts.host_headroom
+        self.reader.__exit__(*error)
 
     def finished(self, entry: Entry) -> str:
         """Return the dtype of an entry in the file."""
@@ -120,7 +116,7 @@ class Entries:
             started = None
             if batch is not None:
                 entries = [entry for _, entry in batch]
-                running = self._reader.start(entries, staging_bytes=self._staging_bytes, page_cache=self._page_cache)
+                running = self.reader.start(entries, staging_bytes=self._staging_bytes, page_cache=self._page_cache)
                 started = [item for item, _ in batch], running
                 del running
             if pending is not None:

@@ -59,18 +59,14 @@ def test_the_whole_object_is_that_of_torch(name: str) -> None:
     assert same(ours, theirs)
 
 
-def state_key(name: str) -> str | None:
-    return (
-        "state_dict"
-        if isinstance(load_with_torch(name, ENCODINGS.get(name, "utf-8")), dict)
-        and ("training" in name or name in {"torch-1.0.0-pickle-module", "torch-1.4.0-protocol-1"})
-        else None
-    )
+#: Files whose state dict is a part of a dict.
+WITH_KEY = {name for name in READ if "training" in name} | {"torch-1.0.0-pickle-module", "torch-1.4.0-protocol-1"}
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name != "torch-1.0.0-tensor"])
 def test_verify_load_convert_and_diff(tmp_path: Path, name: str) -> None:
-    encoding, key, path = ENCODINGS.get(name, "utf-8"), state_key(name), FILES[name]
+    encoding, path = ENCODINGS.get(name, "utf-8"), FILES[name]
+    key = "state_dict" if name in WITH_KEY else None
     assert sluice.verify(path, encoding=encoding).ok
     expected = load_with_torch(name, encoding)
     state_dict = sluice.load_state_dict(path, key=key, encoding=encoding)

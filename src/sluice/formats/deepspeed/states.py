@@ -22,7 +22,6 @@ Refused: parameters that were divided in other ways as well (tensor, pipeline or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from itertools import chain
 from math import prod
 from typing import TypeGuard, TypeVar
@@ -137,23 +136,19 @@ def model_states(tree: object, file: str, limits: Limits) -> ModelStates:
     [(often, times)] = Counter(chain.from_iterable(shapes)).most_common(1) or [("", 1)]
     if times > 1:
         raise FormatError("a parameter is in two flat vectors", file=file, tensor=often)
-    fragments = fields.get("frozen_param_fragments", dict) or {}
+    fragments, shared = (fields.get(key, dict) or {} for key in ("frozen_param_fragments", "shared_params"))
     facts = ("ds_version", "global_steps", "dp_world_size")
     return ModelStates(
         file=file,
         module=fields.need("module", dict),
         shapes=shapes,
         buffers=frozenset(name for name in fields.get("buffer_names", list) or () if isinstance(name, str)),
-        shared=_texts(fields.get("shared_params", dict) or {}),
+        shared={name: other for name, other in shared.items() if isinstance(name, str) and isinstance(other, str)},
         frozen=_shapes(fields.get("frozen_param_shapes", dict) or {}, "frozen_param_shapes", file, limits),
         fragments={name: value for name, value in fragments.items() if isinstance(value, Entry)},
         world=fields.get("dp_world_size", int) or 0,
         facts={name: str(fields.values[name]) for name in facts if isinstance(fields.values.get(name), (int, str))},
     )
-
-
-def _texts(names: Mapping[object, object]) -> dict[str, str]:
-    return {name: other for name, other in names.items() if isinstance(name, str) and isinstance(other, str)}
 
 
 def _refuse_other_divisions(fields: _Fields) -> None:
