@@ -1,4 +1,4 @@
-"""torch zip files whose bytes are written in any order, with the CRCs of records in pieces."""
+"""Archives of pieces in any order, their checksums, and tensors that are written in place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import zlib
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.writing.torch_zip import TorchZipWriter, moved
+from sluice.writing.write_queue import Staging, chunks
 
 
 class Memory:
@@ -63,3 +65,15 @@ def test_a_far_piece_agrees_with_zlib() -> None:
 def test_distances_of_terabytes_agree_with_steps() -> None:
     """zlib itself cannot check them: the same distance in one step and in two gives the same sum."""
     assert moved(97_654_321, (1 << 42) + 12_345) == moved(moved(97_654_321, 1 << 42), 12_345)
+
+
+def test_only_contiguous_host_tensors_of_the_same_dtype_are_written_in_place() -> None:
+    staging = Staging.make(1 << 16)
+    tensor = torch.arange(12.0).reshape(3, 4)
+    (whole,) = chunks(tensor, "float32", staging)
+    assert whole.in_place is not None
+    assert whole.in_place.obj is not None
+    tensor[0, 0] = 7.0
+    assert bytes(whole.in_place[:4]) == torch.tensor(7.0).numpy().tobytes()
+    assert all(chunk.in_place is None for chunk in chunks(tensor.t(), "float32", staging))
+    assert all(chunk.in_place is None for chunk in chunks(tensor, "float16", staging))
