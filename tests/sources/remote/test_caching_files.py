@@ -120,7 +120,7 @@ def test_another_process_may_get_the_lock_of_a_part_that_is_being_published(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system drops the exclusive lock before it gives a shared one."""
-    lock, (first, *others) = cache_directory.flock, [opened(remote, tmp_path) for _ in range(2)]
+    lock, (first, *others) = fcntl.flock, [opened(remote, tmp_path) for _ in range(2)]
 
     def dropping(file: OwnedFile, kind: int) -> None:
         if kind == fcntl.LOCK_SH and others:
