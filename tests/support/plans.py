@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import torch
 from msgspec.structs import replace
 
@@ -33,6 +34,7 @@ from sluice.records import (
 )
 from sluice.records.geometry import contiguous_stride, span_elements
 from sluice.sources.local import LocalFile
+from sluice.sources.pages import FileWatch
 from sluice.sources.protocol import Source
 from support.fake_accelerator import FakeAccelerator
 
@@ -209,7 +211,9 @@ def load(
             stored.index = replace(stored.index, storages=storages)
         plan, views = stored.plan_of(requests, facts(cached=cached, cores=cores), staging=staging, share=share)
         memory = Targets(plan, existing, accelerators={"fake:0": fake} if fake else {})
-        execute(plan, [stored.source], memory)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FileWatch, "cached_share", lambda *_: float(cached))  # although it has just been written
+            execute(plan, [stored.source], memory)
     if fake:
         fake.assert_filled_once()
     return memory.tensors(views)
