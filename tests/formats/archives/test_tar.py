@@ -25,6 +25,7 @@ from sluice import (
     UnsupportedError,
 )
 from sluice.formats.archives.tar import TarDirectory, is_tar
+from support.oracles import same
 from support.range_server import RangeServer
 from support.sources import MemorySource
 
@@ -46,21 +47,13 @@ def nemo(tmp_path: Path, form: int = tarfile.PAX_FORMAT, prefix: str = "./") -> 
     return packed(tmp_path / "m.nemo", members, form, prefix)
 
 
-def equal(found: dict[str, object]) -> None:
-    assert found.keys() == STATE.keys()
-    for name, tensor in STATE.items():
-        value = found[name]
-        assert isinstance(value, torch.Tensor)
-        assert torch.equal(value, tensor)
-
-
 @pytest.mark.parametrize("prefix", ["", "./", "one/directory/", "long" * 40 + "/"], ids=["", "dot", "below", "long"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_nemo_archives(tmp_path: Path, form: int, prefix: str) -> None:
     if form == tarfile.USTAR_FORMAT and len(prefix) > 100:
         pytest.skip("its names are short")
     path = nemo(tmp_path, form, prefix)
-    equal(dict(sluice.load_state_dict(path)))
+    assert same(dict(sluice.load_state_dict(path)), STATE)
     with sluice.open(path) as checkpoint:
         assert checkpoint.format == "tar-torch-zip"
         assert checkpoint.files == (str(path),)
@@ -81,7 +74,7 @@ def test_every_verb(tmp_path: Path) -> None:
     model.b = torch.nn.Parameter(torch.empty(3, dtype=torch.bfloat16, device="meta"))
     assert sluice.plan(model, path).read_bytes
     sluice.load_into(model, path, place="map")
-    equal({name: tensor.detach() for name, tensor in model.state_dict().items()})
+    assert same({name: model.state_dict()[name].detach() for name in STATE}, STATE)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -91,9 +84,9 @@ def test_every_verb(tmp_path: Path) -> None:
 def test_other_checkpoints_in_archives(tmp_path: Path) -> None:
     sluice.save(STATE, tmp_path / "model", max_shard_size="1MB")
     path = packed(tmp_path / "m.tar", sorted((tmp_path / "model").iterdir()))
-    equal(dict(sluice.load_state_dict(path)))
+    assert same(dict(sluice.load_state_dict(path)), STATE)
     assert sluice.verify(path).ok
-    equal(dict(sluice.load_state_dict(io.BytesIO(path.read_bytes()))))
+    assert same(dict(sluice.load_state_dict(io.BytesIO(path.read_bytes()))), STATE)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -105,13 +98,13 @@ def test_nemo_archives_of_distributed_checkpoints(tmp_path: Path) -> None:
         archive.add(tmp_path / "model_weights", "./model_weights")
     found = dict(sluice.load_state_dict(tmp_path / "m.nemo"))
     assert found.pop("step") == 3
-    equal(found)
+    assert same(found, STATE)
     assert sluice.verify(tmp_path / "m.nemo").ok
 
 
 def test_over_http(tmp_path: Path) -> None:
     with RangeServer({"/m.nemo": nemo(tmp_path).read_bytes()}) as server:
-        equal(dict(sluice.load_state_dict(server.url("/m.nemo"))))
+        assert same(dict(sluice.load_state_dict(server.url("/m.nemo"))), STATE)
         with sluice.open(server.url("/m.nemo")) as checkpoint:
             assert checkpoint["a.weight"][7:9].read().tolist() == [7.0, 8.0]
 

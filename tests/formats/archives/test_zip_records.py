@@ -25,6 +25,7 @@ from sluice.formats.archives.zip_directory import read_directory
 from sluice.formats.archives.zip_records import ZipRecord, expect_records, locate_records
 from support.hostile_archives import ArchiveRecord, Stream, build_archive
 from support.sources import MemorySource
+from support.torch_files import saved
 
 STATE = {
     "a": torch.arange(1, 12, dtype=torch.float32),
@@ -37,12 +38,6 @@ STATE = {
 FOLLOW = 0x808
 
 
-def saved() -> bytes:
-    file = io.BytesIO()
-    torch.save(STATE, file)
-    return file.getvalue()
-
-
 def descriptor(data: bytes, *, wide: bool = False, signed: bool = True) -> bytes:
     sizes = (len(data), len(data))
     return b"PK\7\x08" * signed + struct.pack("<IQQ" if wide else "<III", zlib.crc32(data), *sizes)
@@ -50,7 +45,7 @@ def descriptor(data: bytes, *, wide: bool = False, signed: bool = True) -> bytes
 
 def built(**changes: Callable[[ArchiveRecord], Any]) -> bytes:
     """Return the records of ``saved`` in a new archive, with fields computed from each record."""
-    with zipfile.ZipFile(io.BytesIO(saved())) as archive:
+    with zipfile.ZipFile(io.BytesIO(saved(STATE))) as archive:
         records = [ArchiveRecord(name=name.encode(), data=archive.read(name)) for name in archive.namelist()]
     return build_archive(
         replace(record, **{name: change(record) for name, change in changes.items()}) for record in records
@@ -63,7 +58,7 @@ def described(after: Callable[[bytes], bytes]) -> bytes:
 
 
 def repacked(target: io.BytesIO) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(saved())) as source, zipfile.ZipFile(target, "w") as archive:
+    with zipfile.ZipFile(io.BytesIO(saved(STATE))) as source, zipfile.ZipFile(target, "w") as archive:
         for name in source.namelist():
             archive.writestr(name, source.read(name))
     return target.getvalue()
@@ -72,13 +67,13 @@ def repacked(target: io.BytesIO) -> bytes:
 def without_checksums() -> bytes:
     set_crc32_options(False)
     try:
-        return saved()
+        return saved(STATE)
     finally:
         set_crc32_options(True)
 
 
 HEALTHY: dict[str, Callable[[], bytes]] = {
-    "torch": saved,
+    "torch": lambda: saved(STATE),
     "torch, no checksums": without_checksums,
     "zipfile": lambda: repacked(io.BytesIO()),
     "zipfile, to a stream": lambda: repacked(Stream()),
@@ -182,7 +177,7 @@ class Expecting(MemorySource):
 @pytest.mark.parametrize("descriptor_bytes", [16, 24])
 def test_headers_of_packed_records_are_checked_with_the_data(descriptor_bytes: int) -> None:
     """Records in files beyond 4 GiB have descriptors with wide sizes."""
-    content = saved()
+    content = saved(STATE)
     header = next(storage_headers(content))
     (length,) = struct.unpack_from("<H", content, header + 28)
     name = content[header + 30 :][: struct.unpack_from("<H", content, header + 26)[0]]

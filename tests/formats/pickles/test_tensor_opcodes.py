@@ -16,16 +16,14 @@ from sluice.formats.pickles.tensor_opcodes import take_tensor
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, elements_of
+from support import torch_files
 from support.hostile_archives import Global, encode
 from support.pickles import LIMITS, body, load, machine
 
 
 def saved(value: object, protocol: int) -> bytes:
     """Return data.pkl as ``torch.save`` writes it."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_protocol=protocol)
-    buffer.seek(0)
-    data: bytes = torch._C.PyTorchFileReader(buffer).get_record("data.pkl")
+    data: bytes = torch._C.PyTorchFileReader(io.BytesIO(torch_files.saved(value, protocol))).get_record("data.pkl")
     return data
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +48,20 @@ class Net(nn.Module):
         return torch.as_tensor(self.tail(self.head(pooled)) * self.scale + self.state.sum() + self.sizes[0])
 
 
-def script(path: Path, *, traced: bool) -> tuple[Net, dict[str, torch.Tensor]]:
+def script(path: Path, *, traced: bool = False) -> dict[str, torch.Tensor]:
     model = Net().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         compiler: Any = torch.jit
         made = compiler.trace(model, torch.ones(1, 3, 4, 4)) if traced else compiler.script(model)
         made.save(str(path))
-        return model, compiler.load(str(path)).state_dict()
+        state_dict: dict[str, torch.Tensor] = compiler.load(str(path)).state_dict()
+        return state_dict
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["scripted", "traced"])
 def test_the_state_dict_of_a_script_is_that_of_torch_and_fills_the_eager_class(tmp_path: Path, traced: bool) -> None:
-    _, expected = script(tmp_path / "m.pt", traced=traced)
+    expected = script(tmp_path / "m.pt", traced=traced)
     found = sluice.load_state_dict(tmp_path / "m.pt")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -83,7 +82,7 @@ def test_the_state_dict_of_a_script_is_that_of_torch_and_fills_the_eager_class(t
 
 
 def test_every_verb_takes_an_archive(tmp_path: Path) -> None:
-    _, expected = script(tmp_path / "m.pt", traced=False)
+    expected = script(tmp_path / "m.pt")
     sluice.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     assert sluice.diff(tmp_path / "m.pt", tmp_path / "m.safetensors").same
     assert sluice.plan(Net(), tmp_path / "m.pt").format == "torch-script"
@@ -101,19 +100,6 @@ def test_frozen_programs_are_refused_by_name(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         compiler.freeze(compiler.script(nn.Linear(3, 2).eval())).save(str(tmp_path / "m.pt"))
     with pytest.raises(UnsupportedError, match=r"frozen TorchScript program.* before torch\.jit\.freeze"):
-        sluice.open(tmp_path / "m.pt")
-
-
-def test_damaged_code_is_found_by_verify(tmp_path: Path) -> None:
-    script(tmp_path / "m.pt", traced=False)
-    content = bytearray((tmp_path / "m.pt").read_bytes())
-    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
-        record = next(each for each in archive.infolist() if each.filename.endswith("/linear.py"))
-    name, extra = struct.unpack_from("<HH", content, record.header_offset + 26)
-    at = record.header_offset + 30 + name + extra + record.compress_size // 2
-    content[at : at + 4] = bytes(byte ^ 0xFF for byte in content[at : at + 4])
-    (tmp_path / "m.pt").write_bytes(content)
-    with pytest.raises(CheckpointError):
         sluice.open(tmp_path / "m.pt")
 
 
