@@ -208,19 +208,19 @@ def test_damaged_headers_are_refused(tmp_path: Path, header: str | bytes, data: 
 
 
 @pytest.mark.parametrize(
-    ("header", "data", "error"),
+    ("header", "data"),
     [
-        ("{}", b"x", FormatError),
-        ('{"a":' + ONE + ',"b":' + ONE.replace("0,4", "5,9") + "}", bytes(9), FormatError),
-        ('{"a":' + ONE + ',"b":' + ONE.replace("0,4", "2,6") + "}", bytes(6), FormatError),
-        ('{"a":' + ONE + ',"b":' + EMPTY.replace("0,0", "2,2") + "}", FOUR, FormatError),
-        ('{"a":' + ONE + ',"b":' + ONE + "}", FOUR, FormatError),
+        ("{}", b"x"),
+        ('{"a":' + ONE + ',"b":' + ONE.replace("0,4", "5,9") + "}", bytes(9)),
+        ('{"a":' + ONE + ',"b":' + ONE.replace("0,4", "2,6") + "}", bytes(6)),
+        ('{"a":' + ONE + ',"b":' + EMPTY.replace("0,0", "2,2") + "}", FOUR),
+        ('{"a":' + ONE + ',"b":' + ONE + "}", FOUR),
     ],
     ids=["data of no tensor", "hole", "overlap", "empty inside", "same bytes"],
 )
-def test_data_must_be_covered_exactly(tmp_path: Path, header: str, data: bytes, error: type[SluiceError]) -> None:
+def test_data_must_be_covered_exactly(tmp_path: Path, header: str, data: bytes) -> None:
     path = tmp_path / "x"
-    with pytest.raises(error) as caught:
+    with pytest.raises(FormatError) as caught:
         index_of(path, file_bytes(header, data))
     assert caught.value.offset is not None
     assert caught.value.offset >= 8 + len(header)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice._errors import CheckpointError, FormatError
+from sluice._errors import FormatError
 from sluice.records import NO_STORAGE, Quantized, Sparse
 from support.hostile_archives import Call, Global, storage, tensor_call
 from support.pickles import load
@@ -78,10 +78,9 @@ def test_fields_of_an_entry(value: Call, shape: tuple[int, ...], components: int
     assert entry.layout in {"quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"}
 
 
-def refused(value: Call, kind: type[CheckpointError], problem: str) -> None:
-    with pytest.raises(kind, match=problem) as caught:
+def refused(value: Call, problem: str) -> None:
+    with pytest.raises(FormatError, match=problem) as caught:
         load({"layers": [value]})
-    assert type(caught.value) is kind
     assert caught.value.tensor == "layers.0"
     assert caught.value.offset is not None
 
@@ -113,7 +112,7 @@ def refused(value: Call, kind: type[CheckpointError], problem: str) -> None:
     ],
 )
 def test_coo_tensors_that_contradict_themselves(data: tuple[object, ...], problem: str) -> None:
-    refused(sparse("sparse_coo", *data), FormatError, problem)
+    refused(sparse("sparse_coo", *data), problem)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_coo_tensors_that_contradict_themselves(data: tuple[object, ...], proble
     ],
 )
 def test_compressed_tensors_that_contradict_themselves(name: str, data: tuple[object, ...], problem: str) -> None:
-    refused(sparse(name, *data), FormatError, problem)
+    refused(sparse(name, *data), problem)
 
 
 def test_other_layouts() -> None:
@@ -153,9 +152,9 @@ def test_other_layouts() -> None:
         leaf = load([sparse(name, longs(1), floats(1), size(1))])[0]
         assert repr(leaf) == f"<not loaded: a sparse tensor with a layout that torch does not load, torch.{name}>"
     function = Global("torch._utils", "_rebuild_sparse_tensor")
-    refused(Call(function, (1, ())), FormatError, "not a layout")
-    refused(Call(function, (layout("sparse_coo"), [])), FormatError, "not a layout")
-    refused(Call(function, ()), FormatError, "not a layout")
+    refused(Call(function, (1, ())), "not a layout")
+    refused(Call(function, (layout("sparse_coo"), [])), "not a layout")
+    refused(Call(function, ()), "not a layout")
 
 
 @pytest.mark.parametrize(
@@ -171,36 +170,36 @@ def test_quantized_tensors_that_are_not_read(value: Call, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "problem"),
+    ("value", "problem"),
     [
-        (quantized(AFFINE, shape=(13,)), FormatError, "past the end"),
-        (quantized(AFFINE, offset=1), FormatError, "past the end"),
-        (quantized(AFFINE, stride=(-4, 1)), FormatError, "not a valid integer"),
-        (quantized(AFFINE, requires_grad=True), FormatError, "a tensor of qint8 has an invalid requires_grad"),
-        (quantized(AFFINE, kind="CharStorage"), FormatError, "not a view of a quantized storage"),
-        (quantized(()), FormatError, "has no quantization scheme"),
-        (quantized((AFFINE[0], 1, 3)), FormatError, "no valid scale"),
-        (quantized((AFFINE[0], 0.5, 3.0)), FormatError, "no valid scale"),
-        (quantized((AFFINE[0], 0.5, 2**63)), FormatError, "no valid scale"),
-        (quantized((AFFINE[0], 0.5)), FormatError, "no valid scale"),
-        (quantized(channels(DOUBLES, longs(3), 2)), FormatError, "not one of its dimensions"),
-        (quantized(channels(DOUBLES, longs(3), -1)), FormatError, "not one of its dimensions"),
-        (quantized(channels(DOUBLES, longs(3), True)), FormatError, "not one of its dimensions"),
-        (quantized(channels(DOUBLES, longs(3), 0)[:3]), FormatError, "not one of its dimensions"),  # type: ignore[index]
-        (quantized(channels(DOUBLES, longs(4))), FormatError, "for each channel"),
-        (quantized(channels(DOUBLES, longs(3), 1)), FormatError, "for each channel"),
-        (quantized(channels(DOUBLES, longs(3, 1))), FormatError, "for each channel"),
-        (quantized(channels(longs(3), longs(3))), FormatError, "unexpected dtypes"),
-        (quantized(channels(floats(3), longs(3))), FormatError, "unexpected dtypes"),
-        (quantized(channels(DOUBLES, longs(3, kind="IntStorage"))), FormatError, "unexpected dtypes"),
-        (quantized(channels(DOUBLES, longs(3, stride=(0,)))), FormatError, "not contiguous"),
-        (quantized(channels(DOUBLES, longs(3, stride=(2,)))), FormatError, "not contiguous"),
-        (quantized(channels([0.5, 0.5], [1, 2, 3])), FormatError, "for each channel"),
-        (quantized(channels([0.5, 0.5, 1], [1, 2, 3])), FormatError, "not numbers"),
-        (quantized(channels([0.5, 0.5, 1.0], [1, 2, 2.0])), FormatError, "not numbers"),
-        (quantized(channels([0.5, 0.5, 1.0], [1, 2, 2**64])), FormatError, "not numbers"),
-        (quantized(channels([0.5, 0.5, 1.0], longs(3))), FormatError, "not a dense"),
+        (quantized(AFFINE, shape=(13,)), "past the end"),
+        (quantized(AFFINE, offset=1), "past the end"),
+        (quantized(AFFINE, stride=(-4, 1)), "not a valid integer"),
+        (quantized(AFFINE, requires_grad=True), "a tensor of qint8 has an invalid requires_grad"),
+        (quantized(AFFINE, kind="CharStorage"), "not a view of a quantized storage"),
+        (quantized(()), "has no quantization scheme"),
+        (quantized((AFFINE[0], 1, 3)), "no valid scale"),
+        (quantized((AFFINE[0], 0.5, 3.0)), "no valid scale"),
+        (quantized((AFFINE[0], 0.5, 2**63)), "no valid scale"),
+        (quantized((AFFINE[0], 0.5)), "no valid scale"),
+        (quantized(channels(DOUBLES, longs(3), 2)), "not one of its dimensions"),
+        (quantized(channels(DOUBLES, longs(3), -1)), "not one of its dimensions"),
+        (quantized(channels(DOUBLES, longs(3), True)), "not one of its dimensions"),
+        (quantized(channels(DOUBLES, longs(3), 0)[:3]), "not one of its dimensions"),  # type: ignore[index]
+        (quantized(channels(DOUBLES, longs(4))), "for each channel"),
+        (quantized(channels(DOUBLES, longs(3), 1)), "for each channel"),
+        (quantized(channels(DOUBLES, longs(3, 1))), "for each channel"),
+        (quantized(channels(longs(3), longs(3))), "unexpected dtypes"),
+        (quantized(channels(floats(3), longs(3))), "unexpected dtypes"),
+        (quantized(channels(DOUBLES, longs(3, kind="IntStorage"))), "unexpected dtypes"),
+        (quantized(channels(DOUBLES, longs(3, stride=(0,)))), "not contiguous"),
+        (quantized(channels(DOUBLES, longs(3, stride=(2,)))), "not contiguous"),
+        (quantized(channels([0.5, 0.5], [1, 2, 3])), "for each channel"),
+        (quantized(channels([0.5, 0.5, 1], [1, 2, 3])), "not numbers"),
+        (quantized(channels([0.5, 0.5, 1.0], [1, 2, 2.0])), "not numbers"),
+        (quantized(channels([0.5, 0.5, 1.0], [1, 2, 2**64])), "not numbers"),
+        (quantized(channels([0.5, 0.5, 1.0], longs(3))), "not a dense"),
     ],
 )
-def test_quantized_tensors_that_contradict_themselves(value: Call, kind: type[CheckpointError], problem: str) -> None:
-    refused(value, kind, problem)
+def test_quantized_tensors_that_contradict_themselves(value: Call, problem: str) -> None:
+    refused(value, problem)
