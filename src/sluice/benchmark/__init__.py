@@ -2,6 +2,5 @@
 
 In: a model, a checkpoint and names of methods. Out: time, memory and correctness of each, as tables and files.
 
-Entry functions: ``comparison.scenario`` plans a table, ``runner.run_with_progress`` runs it, and
-``table.print_tables``, ``results.write_results`` and ``report.write_report`` present it.
+Entry functions: ``comparison.scenario`` plans a table, ``runner.run_with_progress`` runs it, and ``results`` shows it.
 """

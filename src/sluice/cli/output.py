@@ -17,9 +17,8 @@ from sluice.cli.remote_options import Command, together
 from sluice.reports.document import Grid, Report, Section, lines_of, printable_paragraph, rich_sections
 
 __all__ = [
+    "OVER_BUDGET",
     "Failure",
-    "Interrupted",
-    "OverBudget",
     "describe",
     "failure_of",
     "output_options",
@@ -30,26 +29,20 @@ __all__ = [
 ]
 
 
-class Failure(click.ClickException):
-    """The checkpoint, the model or the disk is at fault."""
+#: Exit code of a load that does not fit into the memory limits.
+OVER_BUDGET = 3
 
-    exit_code = 1
+
+class Failure(click.ClickException):
+    """A failed command; with exit code 1 the checkpoint, the model or the disk is at fault."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
 
     def format_message(self) -> str:
         """Return the paragraph, with text from files made printable."""
         return printable_paragraph(self.message)
-
-
-class OverBudget(Failure):
-    """The load does not fit into the memory limits."""
-
-    exit_code = 3
-
-
-class Interrupted(Failure):
-    """The user interrupted the command."""
-
-    exit_code = INTERRUPTED
 
 
 @contextmanager
@@ -68,9 +61,9 @@ def wrong_options() -> Iterator[None]:
 def failure_of(error: BaseException) -> Failure:
     """Return the failure for an exception that ended a command."""
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted("interrupted")
+        return Failure("interrupted", INTERRUPTED)
     if isinstance(error, BudgetError):
-        return OverBudget(str(error))
+        return Failure(str(error), OVER_BUDGET)
     if isinstance(error, SluiceError):
         return Failure(str(error).replace("pass overwrite=True", "use --force"))
     return Failure(

@@ -27,7 +27,7 @@ from sluice.cli.options import (
     source_of,
     together,
 )
-from sluice.cli.output import OverBudget, output_options, progress_wanted, show_report, wrong_options
+from sluice.cli.output import OVER_BUDGET, output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options
 
 if TYPE_CHECKING:
@@ -173,4 +173,4 @@ def plan_command(*, as_json: bool, **options: Any) -> None:
         report = sluice.plan(model, source, **keywords)
     show_report(report, as_json=as_json)
     if not report.fits:
-        raise click.exceptions.Exit(OverBudget.exit_code)
+        raise click.exceptions.Exit(OVER_BUDGET)

@@ -16,22 +16,20 @@ from sluice.cli.output import Failure, output_options, progress_wanted, show_rep
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.formats.manifest import HashAlgorithm
 
-__all__ = ["Unreadable", "diff_command", "unreadable", "verify_command"]
+__all__ = ["diff_command", "verify_command"]
 
 
-class Unreadable(Failure):
-    """There is no result, because a file could not be read or written."""
-
-    exit_code = 2
+#: Exit code if there is no result, because a file could not be read or written: 1 is a result.
+_UNREADABLE = 2
 
 
 @contextmanager
-def unreadable() -> Iterator[None]:
-    """Turn errors into exit code 2: 1 is a result."""
+def _unreadable() -> Iterator[None]:
+    """Turn errors into failures without a result."""
     try:
         yield
     except (SluiceError, ImportError) as error:
-        raise Unreadable(str(error)) from error
+        raise Failure(str(error), _UNREADABLE) from error
 
 
 @click.command("verify")
@@ -114,8 +112,8 @@ def verify_command(
     if write_manifest and os.path.realpath(write_manifest) in map(os.path.realpath, paths):
         raise click.UsageError("the manifest needs a different path than the checkpoint")
     if write_manifest and not force and os.path.lexists(write_manifest):  # before hashing
-        raise Unreadable(f"{write_manifest}: the file already exists; use --force to replace it")
-    with unreadable():
+        raise Failure(f"{write_manifest}: the file already exists; use --force to replace it", _UNREADABLE)
+    with _unreadable():
         report = sluice.verify(
             source_of(paths),
             hashes=(algorithm or "sha256") if write_manifest else None,
@@ -189,7 +187,7 @@ def diff_command(a: str, b: str, *, as_json: bool, quiet: bool, **options: Any) 
     """
     if options["sparse"] and options["patch"] is None:
         raise click.UsageError("--sparse is for --patch")
-    with unreadable():
+    with _unreadable():
         report = sluice.diff(with_settings(a), with_settings(b), progress=progress_wanted(quiet=quiet), **options)
     show_report(report, as_json=as_json, quiet=quiet)
     if not report.same:
