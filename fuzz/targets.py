@@ -21,7 +21,7 @@ from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Format
 from sluice.formats.safetensors.reader import SafetensorsFormat
-from sluice.formats.shard_index import parse_shard_index
+from sluice.formats.shard_index import read_shard_index
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.formats.torch_save.tree_limits import check_object
@@ -75,7 +75,7 @@ def legacy_file(data: bytes) -> None:
 def shard_index(data: bytes) -> None:
     """Parse the JSON index of a sharded checkpoint."""
     with suppress(CheckpointError):
-        parse_shard_index(data, "memory", _LIMITS)
+        read_shard_index(MemorySource(data), _LIMITS)
 
 
 def dcp_metadata(data: bytes) -> None:

@@ -28,7 +28,7 @@ from sluice.formats.strict_json import count_strings, decode_json
 from sluice.records import collector_paused
 from sluice.sources.protocol import Source
 
-__all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index"]
+__all__ = ["ShardIndex", "is_plain_path", "read_shard_index"]
 
 #: Most strings in the file besides those of the weight map.
 _MORE_STRINGS = 10_000
@@ -37,8 +37,6 @@ _MORE_STRINGS = 10_000
 class ShardIndex(Struct, frozen=True, kw_only=True):
     """The content of an index file, not yet checked against the shards."""
 
-    #: The index file.
-    path: str
     #: File name of the shard for each tensor, relative to the directory of the index.
     weight_map: Mapping[str, str]
     #: Bytes of all tensors as declared in the index, or None.
@@ -58,11 +56,7 @@ def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
         CheckpointError: The file violates the format.
         PathEscapeError: It names a file outside its directory.
     """
-    return parse_shard_index(read_whole(source, limits, "the index"), source.path, limits)
-
-
-def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
-    """Parse and check the bytes of an index file; raises as ``read_shard_index`` does."""
+    data, path = read_whole(source, limits, "the index"), source.path
     check_limit(limits, "entries", (count_strings(data) - _MORE_STRINGS + 1) // 2, "the index", file=path)
     with collector_paused():
         try:
@@ -76,7 +70,7 @@ def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
         raw = bytes(members["weight_map"])
         weight_map = decode_json(raw, dict[str, str], "the weight_map of the index", path)
     _check_weight_map(weight_map, count_strings(raw), path, limits)
-    return ShardIndex(path=path, weight_map=weight_map, total_bytes=_total_size(members))
+    return ShardIndex(weight_map=weight_map, total_bytes=_total_size(members))
 
 
 def _total_size(members: Mapping[str, Raw]) -> int | float | None:

@@ -95,14 +95,11 @@ class ScriptAllowlist(TorchAllowlist):
     def find(self, module: str, name: str) -> object | None:
         if module.partition(".")[0] == _CLASSES:
             kind = f"{module}.{name}"
-            return Constructor(qualified_name=kind, build=partial(self._create, kind), creates=True)
+            finish = partial(self._fill, kind)
+            return Constructor(qualified_name=kind, build=lambda _: PendingObject(finish=finish), creates=True)
         if module == "torch.jit._pickle":
             return _first_argument  # lists and their types
         return super().find(module, name)
-
-    def _create(self, kind: str, arguments: tuple[object, ...]) -> object:
-        del arguments
-        return PendingObject(finish=partial(self._fill, kind))
 
     def _fill(self, kind: str, state: object) -> object:
         if type(state) is not dict:
