@@ -16,8 +16,6 @@ import torch
 
 import sluice
 from support.command_line import printed
-from support.distributed import item
-from support.hostile_archives import chunk_metadata, distributed_metadata, index_key, place, tensor_metadata
 
 
 class Tagged(torch.Tensor):
@@ -165,19 +163,6 @@ def test_safetensors(tmp_path: Path) -> None:
         assert checkpoint["w"].read().tolist() == [6, 7, 8]
         with pytest.raises(sluice.UnsupportedError, match="no such dtype; found F6_E2M3"):
             checkpoint["odd"]
-
-
-def test_distributed(tmp_path: Path) -> None:
-    data = item(torch.ones(3))
-    (tmp_path / "__0_0.distcp").write_bytes(data)
-    whole = chunk_metadata((0,), (3,))
-    items = {"w": tensor_metadata((3,), [whole]), "odd": tensor_metadata((3,), [whole], dtype="qint8")}
-    stored = {index_key("w", (0,)): place("__0_0.distcp", 0, len(data))}
-    (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored))
-    with sluice.open(tmp_path) as checkpoint:
-        assert list(checkpoint) == ["w"]
-        with pytest.raises(sluice.UnsupportedError, match=r"found torch\.qint8"):
-            sluice.load_state_dict(checkpoint)
 
 
 def test_inspect_lists_it(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ class VerificationPlan:
                 check.record = records.pop((storage.file, first, end), None)
             if check.record is not None or storage.file not in recorded:
                 covered[storage.file].add((first, end))
-        return [list(_gaps(extent, covered[file])) for file, extent in enumerate(self._checkpoint.extents)]
+        files = enumerate(self._checkpoint.open_files)
+        return [list(_gaps(file.start, file.end, covered[number])) for number, file in files]
 
 
 def indices_of(entry: Entry) -> tuple[Entry, ...]:
@@ -144,8 +145,7 @@ def indices_of(entry: Entry) -> tuple[Entry, ...]:
     return entry.composite.indices if isinstance(entry.composite, Sparse) else ()
 
 
-def _gaps(extent: tuple[int, int], covered: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    at, last = extent
+def _gaps(at: int, last: int, covered: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     for first, end in sorted(covered):
         if at < first:
             yield at, first

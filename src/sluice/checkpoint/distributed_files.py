@@ -12,7 +12,7 @@ from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointErr
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
 from sluice._threads import in_threads
-from sluice.checkpoint.survey import open_member
+from sluice.checkpoint.open_file import open_member
 from sluice.formats.distributed.items import ChunkHeader, Item, ItemReader, check_items, small_items
 from sluice.formats.distributed.metadata import SavedChunk, TensorItem
 from sluice.records import Index
@@ -78,7 +78,9 @@ class DataFiles:
             if source is None:
                 missing.append(position)
             elif not missing:
-                self._read_values(source, listed[position])
+                check_items(source, [each.item for each in listed[position]])
+                for item, data in small_items(source, [each.item for each in listed[position] if each.tensor is None]):
+                    self._read_value(source, item, data)
 
         try:
             in_threads(work, len(names), threads=INDEXING_THREADS, name="sluice-index")
@@ -114,11 +116,6 @@ class DataFiles:
         """Close the files."""
         for source in self.sources:
             source.close()
-
-    def _read_values(self, source: Source, listed: Sequence[ListedItem]) -> None:
-        check_items(source, [each.item for each in listed])
-        for item, data in small_items(source, [each.item for each in listed if each.tensor is None]):
-            self._read_value(source, item, data)
 
     def _read_value(self, source: Source, item: Item, data: bytes | None) -> None:
         with self._parsing:  # the limit is that of all values together

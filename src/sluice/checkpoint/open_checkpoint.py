@@ -169,11 +169,6 @@ class OpenCheckpoint:
         return [file.checksums(self.limits) for file in self.open_files]
 
     @property
-    def extents(self) -> tuple[tuple[int, int], ...]:
-        """The first byte of the checkpoint in each file, and the end of its bytes."""
-        return tuple((file.start, file.end) for file in self.open_files)
-
-    @property
     def source_notes(self) -> tuple[str, ...]:
         """Remarks of the files for the report of a load, one sentence each; also after closing."""
         return tuple(source_notes(file.source for file in self.open_files))

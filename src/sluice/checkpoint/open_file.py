@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._errors import CheckpointError, FormatError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, MissingFileError, TruncatedError
 from sluice._options import Limits
 from sluice.formats.detection import Head, detect
 from sluice.formats.protocol import Checksum, Locator
@@ -21,7 +21,7 @@ from sluice.sources.wrappers import ReadAhead, Section
 if TYPE_CHECKING:
     from sluice.formats.shard_index import ShardIndex
 
-__all__ = ["METADATA_FILE", "PARAMETER_SUFFIX", "PLACES", "CheckpointLayout", "OpenFile", "open_file"]
+__all__ = ["METADATA_FILE", "PARAMETER_SUFFIX", "PLACES", "CheckpointLayout", "OpenFile", "open_file", "open_member"]
 
 #: File that describes a torch.distributed.checkpoint directory.
 METADATA_FILE = ".metadata"
@@ -110,6 +110,24 @@ class OpenFile(Struct, frozen=True, kw_only=True):
     def _section(self) -> Source:
         left = self.source.identity.nbytes - self.start if self.nbytes is None else self.nbytes
         return Section(self.source, self.start, left) if self.start else self.source
+
+
+def open_member(directory: Directory, name: str, limits: Limits) -> Source | None:
+    """Return a file of a checkpoint directory as a source, or None if it does not exist.
+
+    Raises:
+        PathEscapeError: It leads out of the directory through a symbolic link, and the limits do not allow that.
+        CheckpointError: It is empty or not a regular file.
+        ReadError: It cannot be examined.
+    """
+    if not limits.symlinks_outside:
+        directory.check_inside(name)
+    try:
+        return directory.open(name)
+    except CheckpointError as error:
+        if isinstance(error, MissingFileError) or isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
 
 
 def open_file(source: Source, limits: Limits, encoding: str, layout: CheckpointLayout | None = None) -> OpenFile:

@@ -17,8 +17,7 @@ from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.merging import incomplete, merge
-from sluice.checkpoint.open_file import CheckpointLayout, OpenFile, open_file
-from sluice.checkpoint.survey import open_member
+from sluice.checkpoint.open_file import CheckpointLayout, OpenFile, open_file, open_member
 from sluice.checkpoint.zero import merge_zero
 from sluice.formats.archives.tar import ArchiveMember
 from sluice.records import Index, collector_paused
@@ -73,7 +72,12 @@ def _in_archives(index: Index, files: Sequence[OpenFile]) -> tuple[Index, tuple[
     """Return an index and its files with offsets in the archives that hold them, in place of those in members."""
     if not any(isinstance(file.source, ArchiveMember) for file in files):
         return index, tuple(files)
-    opened = tuple(map(_in_archive, files))
+    opened = tuple(
+        replace(file, source=file.source.archive, start=file.source.start, nbytes=file.source.identity.nbytes)
+        if isinstance(file.source, ArchiveMember)
+        else file
+        for file in files
+    )
     storages = (
         replace(storage, offset=storage.offset + opened[storage.file].start) if opened[storage.file].start else storage
         for storage in index.storages
@@ -84,10 +88,3 @@ def _in_archives(index: Index, files: Sequence[OpenFile]) -> tuple[Index, tuple[
     )
     name = f"tar-{index.format}"
     return replace(index, format=name, storages=tuple(storages), files=tuple(records)), opened
-
-
-def _in_archive(file: OpenFile) -> OpenFile:
-    member = file.source
-    if not isinstance(member, ArchiveMember):
-        return file
-    return replace(file, source=member.archive, start=member.start, nbytes=member.identity.nbytes)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from itertools import filterfalse
@@ -58,7 +58,7 @@ from sluice.sources.directory import Directory, DirectoryEntry, Subdirectory
 from sluice.sources.opening import Place, missing_advice
 from sluice.sources.protocol import Source
 
-__all__ = ["index_layout", "listed_layout", "open_member", "optimizer_files", "survey", "zero_directory"]
+__all__ = ["index_layout", "listed_layout", "optimizer_files", "survey"]
 
 _PARTS_SUFFIX = ".safetensors"
 
@@ -210,7 +210,7 @@ def survey(directory: Directory, limits: Limits) -> CheckpointLayout:
         files: tuple[str, ...] = (METADATA_FILE,)
         return CheckpointLayout(path=path, directory=directory, kind="distributed", files=files, notes=notes)
     _check_distributed_parts(path, listing.names)
-    zero = zero_directory(directory, listing.names, limits)
+    zero = zero_layout(directory, listing.names, limits)
     return replace(zero, notes=notes) if zero is not None else _parts(directory, listing, limits, notes)
 
 
@@ -251,32 +251,6 @@ def index_layout(
     return CheckpointLayout(
         path=index_file.path, directory=directory, kind="shards", files=files, shard_index=index, notes=notes
     )
-
-
-def zero_directory(
-    directory: Directory, names: Collection[str], limits: Limits, *, optimizer: bool = False
-) -> CheckpointLayout | None:
-    """Return the layout of a directory that holds these files if DeepSpeed wrote them; see ``zero_layout``."""
-    opened = partial(open_member, directory, limits=limits)
-    return zero_layout(directory, names, opened, limits, optimizer=optimizer)
-
-
-def open_member(directory: Directory, name: str, limits: Limits) -> Source | None:
-    """Return a file of a checkpoint directory as a source, or None if it does not exist.
-
-    Raises:
-        PathEscapeError: It leads out of the directory through a symbolic link, and the limits do not allow that.
-        CheckpointError: It is empty or not a regular file.
-        ReadError: It cannot be examined.
-    """
-    if not limits.symlinks_outside:
-        directory.check_inside(name)
-    try:
-        return directory.open(name)
-    except CheckpointError as error:
-        if isinstance(error, MissingFileError) or isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
 
 
 class _Listing(NamedTuple):

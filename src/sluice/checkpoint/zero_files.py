@@ -21,13 +21,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from typing import Literal, TypeAlias
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, PathEscapeError
 from sluice._messages import check_limit
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.checkpoint.open_file import CheckpointLayout
+from sluice.checkpoint.open_file import CheckpointLayout, open_member
 from sluice.formats.deepspeed.states import ModelStates, model_states, rank_states, universal_states
 from sluice.formats.detection import detect
 from sluice.formats.shard_index import is_plain_path
@@ -50,19 +51,18 @@ _FILE = re.compile(r"(?:(?:\w{1,8}_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:optim|mod
 #: Files of each parameter in the optimizer of a universal checkpoint.
 _STATES = ("exp_avg.pt", "exp_avg_sq.pt")
 
-#: Opens a file of the directory, None if it does not exist; see ``survey.open_member``.
+#: Opens a file of the directory, None if it does not exist; see ``open_member``.
 _Open: TypeAlias = Callable[[str], Source | None]
 
 
 def zero_layout(
-    directory: Directory, names: Collection[str], opened: _Open, limits: Limits, *, optimizer: bool = False
+    directory: Directory, names: Collection[str], limits: Limits, *, optimizer: bool = False
 ) -> CheckpointLayout | None:
     """Return the layout of a directory of DeepSpeed's; None for any other directory.
 
     Args:
         directory: The directory.
         names: The names of its files.
-        opened: Opens one of them.
         limits: Bounds for hostile files.
         optimizer: Whether to read the state of the optimizer instead of the weights.
 
@@ -70,6 +70,7 @@ def zero_layout(
         CheckpointError: Its first files are damaged, missing or from different saves.
         LimitError: It has more than ``limits.files``.
     """
+    opened = partial(open_member, directory, limits=limits)
     tag = "" if any(map(_FILE.fullmatch, names)) else _tag(names, opened)
     if tag is None:
         return None

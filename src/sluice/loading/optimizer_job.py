@@ -22,7 +22,8 @@ from sluice._messages import SHOWN, section
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._private_torch import is_traceable_wrapper_subclass
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
-from sluice.checkpoint.survey import optimizer_files, zero_directory
+from sluice.checkpoint.survey import optimizer_files
+from sluice.checkpoint.zero_files import zero_layout
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.formats.divided import divided_directory
@@ -271,7 +272,7 @@ def optimizer_checkpoint(
     names = optimizer_files(listed) if listed else []
     if listed and not names:
         limits, found = limits or Limits(), {entry.name for entry in listed.entries()}
-        zero = zero_directory(listed, found, limits, optimizer=True)
+        zero = zero_layout(listed, found, limits, optimizer=True)
         if zero is not None:
             with OpenCheckpoint.of_layout(replace(zero, place=place), limits, encoding) as checkpoint:
                 yield checkpoint

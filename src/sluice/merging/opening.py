@@ -211,7 +211,8 @@ def _merged(recipe: Recipe, output: _Output, entries: Sequence[Entry], seed: int
     at = next((i for i, source in enumerate(sources) if source.model == base), None)
 
     def value(name: str, default: Any, source: InputSlice | None, tensor: str) -> Any:
-        return parameter(recipe.settings(part, source), name, default, tensor=tensor, at=output.at)
+        settings = (source.parameters if source else None, part.parameters, *recipe.parameters)
+        return parameter(settings, name, default, tensor=tensor, at=output.at)
 
     each = tuple(
         {}

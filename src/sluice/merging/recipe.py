@@ -9,7 +9,7 @@ Tokenizers are not merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
@@ -116,13 +116,6 @@ class Recipe(Struct, frozen=True, kw_only=True):
         found = dict.fromkeys(source.model for part in self.slices for source in part.sources)
         return tuple(dict.fromkeys([*found, *filter(None, [self.base, *(part.base_model for part in self.slices)])]))
 
-    def settings(self, part: OutputSlice, source: InputSlice | None = None) -> Iterator[_Settings]:
-        """Yield settings of a tensor, those that count first."""
-        if source is not None:
-            yield source.parameters
-        yield part.parameters
-        yield from self.parameters
-
 
 def recipe_of(config: Mapping[str, Any], file: str | None = None) -> Recipe:
     """Return the recipe of a configuration.
@@ -192,7 +185,7 @@ def _check_inputs(part: OutputSlice, method: str, base: str | None, file: str | 
         raise FormatError(f"the configuration of the merge is wrong: {problem}", file=file)
 
 
-def parameter(settings: Iterator[_Settings], name: str, default: Any, *, tensor: str, at: float) -> Any:
+def parameter(settings: Sequence[_Settings], name: str, default: Any, *, tensor: str, at: float) -> Any:
     """Return the value of a parameter for a tensor.
 
     Args:

@@ -229,7 +229,7 @@ def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int) -> Copy:
     return Copy(
         target=collapsed.target,
         offset=piece.start_byte - start,
-        elements=elements.native() if elements.swap_bytes else elements,
+        elements=replace(elements, swap_bytes=0) if elements.swap_bytes else elements,
         shape=piece.shape,
         source_stride=piece.source_stride,
         target_stride=piece.target_stride,

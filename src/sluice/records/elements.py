@@ -69,10 +69,6 @@ class Elements(Struct, frozen=True, kw_only=True):
         """Bytes of one stored element, or of one pack."""
         return ITEM_BYTES[self.dtype] if self.packing is None else self.packing.nbytes
 
-    def native(self) -> Elements:
-        """Return the same elements in native byte order."""
-        return replace(self, swap_bytes=0) if self.swap_bytes else self
-
     def without_math_bits(self) -> Elements:
         """Return the elements of the storage, neither conjugated nor negated."""
         return replace(self, math_bits=()) if self.math_bits else self
