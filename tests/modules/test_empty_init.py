@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import prune
 
 from sluice.modules import empty_init as empty_init_module
 from sluice.modules.empty_init import empty_init
@@ -196,15 +195,6 @@ def test_building_costs_little_memory_and_imports_no_compiler() -> None:
     assert kept < 4 * mask  # without precautions: 48 masks, and twice that in holes of the heap
     assert peak < 24 * mask
     assert not compiler
-
-
-def test_parametrizations_and_weight_norm_build() -> None:
-    with empty_init():
-        modern = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
-        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
-        pruned = prune.identity(nn.Linear(3, 4), "weight")  # type: ignore[no-untyped-call]
-    for module in (modern, spectral, pruned):
-        assert all(t.is_meta for t in module.state_dict().values())
 
 
 @pytest.mark.parametrize("at", range(5))

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from sluice.modules.empty_init import empty_init
-from sluice.modules.swap import swap_data
 from support.trained_net import TOKENS, Net, assert_equal, empty, load, problem, trained
 
 
@@ -67,6 +66,7 @@ def test_a_parameter_held_by_a_weak_reference_is_replaced_everywhere_and_named()
     replaced = load(module, source.state_dict()).replaced
     assert replaced == ("embedding.weight",)
     assert reference() is held is not module.embedding.weight
+    assert (held.is_meta, vars(held)) == (True, {"no_decay": True})  # unchanged
     assert module.head.weight is module.embedding.weight
     assert module.head.weight.no_decay
     assert_equal(module, source)
@@ -217,17 +217,3 @@ def test_reset_parameters_is_not_run_if_it_would_overwrite_live_tensors() -> Non
     module.weight = nn.Parameter(torch.full((2, 2), 7.0))
     assert "reset_parameters" in problem(module, {"weight": torch.zeros(2, 2)}, strict=False)
     assert torch.equal(module.weight, torch.full((2, 2), 7.0))
-
-
-def test_a_swap_is_refused_without_a_trace() -> None:
-    parameter = nn.Parameter(torch.empty(2, device="meta"))
-    parameter.mark = 1  # type: ignore[attr-defined]
-    reference = weakref.ref(parameter)
-    assert not swap_data(parameter, torch.ones(2))
-    assert parameter.is_meta
-    assert vars(parameter) == {"mark": 1}
-    assert reference() is parameter
-    del reference
-    assert swap_data(parameter, torch.ones(2))
-    assert torch.equal(parameter.detach(), torch.ones(2))
-    assert vars(parameter) == {"mark": 1}

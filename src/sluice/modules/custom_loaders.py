@@ -125,7 +125,7 @@ class _Follower:
     def run(self, state: Mapping[str, Any]) -> None:
         """Run the code, and note the problems."""
         try:
-            copy = MetaCopy(self._module, "", members=self._members)
+            copy = MetaCopy(self._module, self._members)
             try:
                 failure = self._failure(copy, state)
                 self._attributes = copy.attributes()

@@ -93,14 +93,11 @@ def _line_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 class MetaCopy:
     """A copy of a module and its children with tensors on meta and containers of its own."""
 
-    def __init__(
-        self, module: nn.Module, prefix: str, *, members: Callable[[nn.Module, str], Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, module: nn.Module, members: Callable[[nn.Module, str], Mapping[str, Any]]) -> None:
         """Copy a module.
 
         Args:
             module: The module; it is not changed.
-            prefix: Its name with a dot; empty for the root.
             members: Further attributes of each part, from the part and its prefix.
 
         Raises:
@@ -111,7 +108,7 @@ class MetaCopy:
         self._members = members
         self._copy_of: dict[int, nn.Module] = {}
         self._copies: list[tuple[nn.Module, str, dict[str, Any]]] = []
-        self.module = self._copy(module, prefix)
+        self.module = self._copy(module, "")
         for part, _, before in self._copies:
             held = vars(part)
             held.update({name: self._isolated(value) for name, value in held.items() if name not in _MEMBERS})
