@@ -65,8 +65,8 @@ def test_a_parameter_held_by_a_weak_reference_is_replaced_everywhere_and_named()
     source = trained()
     replaced = load(module, source.state_dict()).replaced
     assert replaced == ("embedding.weight",)
-    assert reference() is held is not module.embedding.weight
     assert (held.is_meta, vars(held)) == (True, {"no_decay": True})  # unchanged
+    assert reference() is held is not module.embedding.weight
     assert module.head.weight is module.embedding.weight
     assert module.head.weight.no_decay
     assert_equal(module, source)
