@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -99,20 +99,21 @@ def _find(tensor: torch.Tensor, used: Mapping[int, Unit], *, copies: bool) -> Sa
     if not plain or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return None
     for number, unit in used.items():
-        for part, weight in enumerate(unit.tensors):
-            same = tensor.dtype == weight.dtype
-            place = _place(tensor, weight) if same else _place_by_values(tensor, weight) if copies else None
-            if place is not None:
-                return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), place)
-        for part, each in enumerate(unit.plan.weights if copies else (), len(unit.tensors)):
-            place = _place_in_quantized(tensor, unit.parameter(part - len(unit.tensors))) if each.assembled else None
+        own = (_place(tensor, weight, copies=copies) for weight in unit.tensors)
+        quantized = (
+            _place_in_quantized(tensor, unit.parameter(position)) if copies and each.held.assembled else None
+            for position, each in enumerate(unit.plan.weights)
+        )
+        for part, place in enumerate(chain(own, quantized)):
             if place is not None:
                 return SavedWeight(number, part, tensor.dtype, tensor.shape, tensor.stride(), place)
     return None
 
 
-def _place(tensor: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """Return the offset of a tensor in the memory of a weight, in elements; None if it is not a view of it."""
+def _place(tensor: torch.Tensor, weight: torch.Tensor, *, copies: bool) -> int | None:
+    """Return the offset of a tensor in the memory of a weight or its cast, in elements; None if it is no view of it."""
+    if tensor.dtype != weight.dtype:
+        return _place_by_values(tensor, weight) if copies else None
     if tensor.device != weight.device:
         return None
     offset, rest = divmod(tensor.data_ptr() - weight.data_ptr(), weight.itemsize)

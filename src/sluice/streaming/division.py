@@ -24,30 +24,15 @@ from sluice.records import LoadPlan, Request
 from sluice.records.geometry import round_up
 from sluice.streaming.host_weights import resting_bytes
 from sluice.streaming.lookup import looks_up_rows
-from sluice.streaming.units import StreamedWeight, UnitPlan
+from sluice.streaming.units import HeldParameter, StreamedWeight, UnitPlan
 
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
 
-__all__ = ["Division", "HeldParameter", "divide", "held_parameters", "with_packed_rest"]
+__all__ = ["Division", "divide", "held_parameters", "with_packed_rest"]
 
 #: Parts of the memory of which one or more are tried for weights that rest as they are in the file.
 _PARTS = 16
-
-
-class HeldParameter(Struct, frozen=True, kw_only=True, eq=False):
-    """A parameter of the model, and what fills it."""
-
-    #: Positions of its requests: one, or those of the plain tensors of a quantized weight.
-    positions: tuple[int, ...]
-    #: Whether it consists of what they bring, as a quantized weight does.
-    assembled: bool
-    #: Its name in the model, for messages.
-    path: str
-    #: The parameter, which may be a buffer.
-    tensor: torch.Tensor
-    #: The modules that hold it.
-    owners: tuple[Owner, ...]
 
 
 class Division(Struct, frozen=True, kw_only=True, eq=False):
@@ -133,7 +118,7 @@ def divide(
     if small_bytes > memory_bytes * defaults.SMALL_WEIGHTS_SHARE:
         groups = _groups(job, held, nearest, 1)
         members = [_positions(group) for group in groups.values()]
-    units = [_plan_unit(job, blocks[used_by[0]].path, group, transfer) for used_by, group in groups.items()]
+    units = [_plan_unit(job, group, transfer) for group in groups.values()]
     streamed = {position for each in members for position in each}
     others = tuple(i for i in range(len(job.requests)) if i not in streamed)
     sizes, steps = [unit.nbytes for unit in units], list(_steps(blocks, list(groups)))
@@ -218,7 +203,7 @@ def _positions(group: Iterable[HeldParameter]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(position for each in group for position in each.positions))
 
 
-def _plan_unit(job: ModuleJob, name: str, group: Sequence[HeldParameter], transfer: TransferOptions) -> UnitPlan:
+def _plan_unit(job: ModuleJob, group: Sequence[HeldParameter], transfer: TransferOptions) -> UnitPlan:
     positions = _positions(group)
     requests = [job.requests[i] for i in positions]
     prepared = plan_transfer(job.checkpoint, requests, options=transfer, serial_bytes=0)
@@ -230,12 +215,8 @@ def _plan_unit(job: ModuleJob, name: str, group: Sequence[HeldParameter], transf
         finished = torch.empty_strided(each.tensor.shape, each.tensor.stride(), dtype=dtype, device="meta")
         parked = ParkedParameter.of(nn.Parameter(finished, each.tensor.requires_grad), each.path, first.device)
         parts = tuple(places[position] for position in each.positions)
-        weights.append(
-            StreamedWeight(
-                parts=parts, assembled=each.assembled, owners=each.owners, original=each.tensor, parked=parked
-            )
-        )
-    return UnitPlan(name=name, nbytes=_memory_bytes(prepared.plan), prepared=prepared, weights=tuple(weights))
+        weights.append(StreamedWeight(parts=parts, held=each, parked=parked))
+    return UnitPlan(nbytes=_memory_bytes(prepared.plan), prepared=prepared, weights=tuple(weights))
 
 
 def _memory_bytes(plan: LoadPlan) -> int:

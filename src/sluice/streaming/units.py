@@ -19,7 +19,22 @@ from sluice.quantizing.inner_tensors import assemble
 from sluice.reading.reader import CheckpointReader
 from sluice.reading.transfer import Prepared
 
-__all__ = ["StreamedWeight", "Unit", "UnitPlan"]
+__all__ = ["HeldParameter", "StreamedWeight", "Unit", "UnitPlan"]
+
+
+class HeldParameter(Struct, frozen=True, kw_only=True, eq=False):
+    """A parameter of the model, and what fills it."""
+
+    #: Positions of its requests: one, or those of the plain tensors of a quantized weight.
+    positions: tuple[int, ...]
+    #: Whether it consists of what they bring, as a quantized weight does.
+    assembled: bool
+    #: Its name in the model, for messages.
+    path: str
+    #: The parameter, which may be a buffer.
+    tensor: torch.Tensor
+    #: The modules that hold it.
+    owners: tuple[Owner, ...]
 
 
 class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
@@ -27,27 +42,22 @@ class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
 
     #: Positions of its tensors in the unit: one, or the plain tensors of a quantized weight.
     parts: tuple[int, ...]
-    #: Whether it consists of these tensors, as a quantized weight does.
-    assembled: bool
-
-    #: Every module that holds it.
-    owners: tuple[Owner, ...]
-    #: The parameter that they held before.
-    original: torch.Tensor
+    #: The parameter that the model held before.
+    held: HeldParameter
     #: Its replacement while it is not in memory.
     parked: ParkedParameter
 
     def made_of(self, tensors: Sequence[torch.Tensor]) -> nn.Parameter:
         """Return the parameter that has the tensors of the unit."""
         own = [tensors[part] for part in self.parts]
-        data = assemble(self.original.detach(), own) if self.assembled else own[0]
+        data = assemble(self.held.tensor.detach(), own) if self.held.assembled else own[0]
         # As the original: torch chooses some kernels by it, which differ in the last bit.
         return nn.Parameter(data, requires_grad=self.parked.requires_grad)
 
     def exchange(self, held: torch.Tensor, tensor: torch.Tensor) -> None:
         """Put a tensor where the owners hold another one. What the caller put there instead stays."""
         swapped = held is self.parked and type(held) is not ParkedParameter  # by torch.utils.swap_tensors
-        for owner in self.owners if not swapped else ():
+        for owner in self.held.owners if not swapped else ():
             tensors = registered(owner)
             if tensors.get(owner.name) is held:
                 tensors[owner.name] = tensor
@@ -56,8 +66,6 @@ class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
 class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
     """The decision about one unit."""
 
-    #: Name for messages: the block that uses it first.
-    name: str
     #: Bytes in memory.
     nbytes: int
     #: How it is read; one view for each of its tensors.
@@ -181,12 +189,13 @@ class Unit:
     def attach(self) -> None:
         """Park the parameters of the modules."""
         for weight in self.plan.weights:
-            hold(weight.owners, weight.parked)
+            hold(weight.held.owners, weight.parked)
 
     def restore(self) -> None:
         """Give the modules the parameters that they had before, frozen if the caller froze them since."""
         for weight in self.plan.weights:
             weight.parked.lend = None
-            if weight.original.requires_grad != weight.parked.requires_grad:
-                weight.original.requires_grad_(weight.parked.requires_grad)
-            weight.exchange(weight.parked, weight.original)
+            original = weight.held.tensor
+            if original.requires_grad != weight.parked.requires_grad:
+                original.requires_grad_(weight.parked.requires_grad)
+            weight.exchange(weight.parked, original)
