@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 
 import sluice
 from sluice.quantizing.inner_tensors import inner_tensors
+from support.directories import save_sharded
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -83,13 +83,10 @@ def save_bin(model: Any, saved: Path, directory: Path, *, shards: int) -> None:
     if shards == 1:
         torch.save(state, directory / "pytorch_model.bin")
         return
-    names: Sequence[str] = sorted(state)
-    weight_map = {name: f"pytorch_model-{i % shards + 1:05}-of-{shards:05}.bin" for i, name in enumerate(names)}
-    for file_name in set(weight_map.values()):
-        part = {name: state[name] for name in names if weight_map[name] == file_name}
-        torch.save(part, directory / file_name)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
+    parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for i, name in enumerate(sorted(state)):
+        parts[f"pytorch_model-{i % shards + 1:05}-of-{shards:05}.bin"][name] = state[name]
+    save_sharded(directory, "pytorch_model.bin.index.json", parts)
 
 
 def save_llama(transformers: Any, path: Path, **settings: Any) -> None:

@@ -11,12 +11,7 @@ import safetensors.torch
 import torch
 
 import sluice
-
-COUNT, WIDTH = 3, 300_000
-
-
-def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
-    return {f"w{number}": torch.full((WIDTH,), value) for number in range(COUNT)}
+from support.wide_tensors import module, tensors
 
 
 def write(path: Path) -> None:
@@ -51,11 +46,6 @@ def remove(path: Path) -> None:
 CHANGES = pytest.mark.parametrize(
     "change", [rewrite_in_place, replace_by_rename, truncate, append, remove], ids=lambda change: change.__name__
 )
-
-
-def module(*, live: bool) -> torch.nn.ParameterDict:
-    made = torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in tensors(0.0).items()})
-    return made if live else made.to("meta")
 
 
 class ChangeAt:

@@ -12,19 +12,7 @@ import pytest
 import torch
 
 import sluice
-
-COUNT, WIDTH = 4, 300_000
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    return {f"w{number}": torch.arange(WIDTH) + float(number) for number in range(COUNT)}
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("concurrent") / "f.pth"
-    torch.save(tensors(), path)
-    return path
+from support.wide_tensors import COUNT, module, tensors
 
 
 def assert_loaded(found: dict[str, torch.Tensor]) -> None:
@@ -49,10 +37,7 @@ def test_one_open_checkpoint_in_threads(file: Path) -> None:
 
 
 def test_two_modules_in_threads_and_one_module_twice(file: Path) -> None:
-    models = [
-        torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(WIDTH, device="meta")) for name in tensors()})
-        for _ in range(2)
-    ]
+    models = [module(live=False) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda model: sluice.load_into(model, file), models))
     sluice.load_into(models[0], file)

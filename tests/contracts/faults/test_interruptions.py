@@ -24,24 +24,7 @@ import sluice
 from sluice._threads import Worker, join_threads, start_threads
 from support.leaks import Holdings, open_files
 from support.waiting import PATIENCE_SECONDS, wait_until
-
-COUNT, WIDTH = 3, 300_000
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    return {f"w{number}": torch.full((WIDTH,), float(number)) for number in range(COUNT)}
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("interrupted") / "f.pth"
-    torch.save(tensors(), path)
-    return path
-
-
-def module(*, live: bool) -> torch.nn.ParameterDict:
-    made = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(WIDTH)) for name in tensors()})
-    return made if live else made.to("meta")
+from support.wide_tensors import module, tensors
 
 
 class Terminated(BaseException):
