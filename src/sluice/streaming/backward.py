@@ -111,7 +111,7 @@ def _find(tensor: torch.Tensor, used: Mapping[int, Unit], *, copies: bool) -> Sa
 
 
 def _place(tensor: torch.Tensor, weight: torch.Tensor, *, copies: bool) -> int | None:
-    """Return the offset of a tensor in the memory of a weight or its cast, in elements; None if it is no view of it."""
+    """Return the offset of a tensor in the memory of a weight or its cast, in elements; None if it views neither."""
     if tensor.dtype != weight.dtype:
         return _place_by_values(tensor, weight) if copies else None
     if tensor.device != weight.device:
