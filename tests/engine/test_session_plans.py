@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,6 @@ def weights(tmp_path: Path) -> Iterator[Weights]:
         yield made
 
 
-@contextmanager
-def counted_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Collect the names of the threads that are started."""
-    started: list[str] = []
-    start = threading.Thread.start
-
-    def noted(thread: threading.Thread) -> None:
-        started.append(thread.name)
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", noted)
-        yield started
-
-
 def test_plans_share_threads_and_staging(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = set()
     begin = Targets.begin
@@ -56,8 +41,16 @@ def test_plans_share_threads_and_staging(weights: Weights, monkeypatch: pytest.M
         pools.add(staging)
         begin(targets, staging)  # type: ignore[arg-type]
 
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
     monkeypatch.setattr(Targets, "begin", noted)
-    with counted_threads(monkeypatch) as started, closing(Session([weights.source])) as session:
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    with closing(Session([weights.source])) as session:
         for number in range(6):
             plan, views = weights.plan(number)
             targets = Targets(plan)
