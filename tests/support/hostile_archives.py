@@ -231,6 +231,7 @@ def legacy_file(
     value: object,
     storages: Mapping[str, tuple[int, bytes]] | None = None,
     *,
+    magic: object = 0x1950A86A20F9469CFC6C,
     version: object = 1001,
     system: object = _SYSTEM,
     keys: object = None,
@@ -238,7 +239,7 @@ def legacy_file(
 ) -> bytes:
     """Return a legacy file of a value, or of a complete pickle as bytes; storages by key: number of elements, data."""
     storages = storages or {}
-    head = b"".join(map(pickled, (0x1950A86A20F9469CFC6C, version, system)))
+    head = b"".join(map(pickled, (magic, version, system)))
     program = value if isinstance(value, bytes) else pickled(value)
     data = b"".join(struct.pack("<q", count) + raw for count, raw in storages.values())
     return head + program + pickled(list(storages) if keys is None else keys) + data + trailing
