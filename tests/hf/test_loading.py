@@ -315,7 +315,7 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_with_transformers_that_were_not_checked(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accepted: Any
 ) -> None:
-    monkeypatch.setattr(sluice.hf._library, "VERSIONS", accepted)
+    monkeypatch.setattr(sluice.hf._hub, "VERSIONS", accepted)
     with pytest.raises(ImportError, match=r"does not support transformers .*pip install 'sluice\[hf\]'"):
         sluice.hf.from_pretrained(tmp_path)
 

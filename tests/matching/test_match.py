@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._errors import MismatchError
+from sluice.entries.patterns import device_of
 from sluice.matching.match import Outline, Slot, finished_dtype, match
-from sluice.matching.placement import device_of
 from sluice.records import Entry, elements_of
 from sluice.records.geometry import contiguous_stride
 from support.dtypes import TORCH_DTYPES

@@ -13,8 +13,8 @@ from torch import nn
 
 import sluice
 from sluice._errors import BudgetError
+from sluice.entries.patterns import device_of
 from sluice.loading import devices as _devices
-from sluice.matching.placement import device_of
 from sluice.planning.auto_placement import Member, Room, auto_placement
 from sluice.planning.cuda_allocator import plan_reservation
 from sluice.records import DeviceFacts

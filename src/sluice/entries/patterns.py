@@ -1,4 +1,4 @@
-r"""Patterns of dotted names, and new names from a match. Pure; no torch.
+r"""Patterns of dotted names, new names from a match, and devices by prefixes of names. Pure; no torch.
 
 Text is a pattern with three wildcards; all other characters are literal:
 
@@ -14,14 +14,27 @@ pattern, in their order, or uses ``\1`` and ``\g<name>`` for groups of a regular
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 
 from msgspec import Struct
 
-__all__ = ["NamePattern", "compile_pattern", "compile_template", "expand", "is_pattern", "spell"]
+__all__ = [
+    "NamePattern",
+    "Placement",
+    "compile_pattern",
+    "compile_template",
+    "device_of",
+    "expand",
+    "is_pattern",
+    "spell",
+]
 
 #: Pattern of a rule.
 NamePattern = str | re.Pattern[str]
+
+#: Device by prefix of names, as torch writes it with its index; ``""`` is for all names. The longest prefix wins.
+Placement = Mapping[str, str]
 
 _WILDCARDS = re.compile(r"\*\*|\*|#")
 
@@ -121,3 +134,18 @@ def _translate(pattern: str) -> str:
         regex += re.escape(pattern[end : wildcard.start()]) + _MEANINGS[wildcard.group()]
         end = wildcard.end()
     return regex + re.escape(pattern[end:])
+
+
+def device_of(name: str, placement: Placement) -> str | None:
+    """Return the device of a tensor; None if no prefix fits and the tensor stays on its device.
+
+    Example:
+        >>> device_of("blocks.10.weight", {"blocks.1": "cuda:1", "blocks": "cuda:0"})
+        'cuda:0'
+    """
+    if not placement:
+        return None
+    prefix = name
+    while prefix and prefix not in placement:
+        prefix = prefix.rpartition(".")[0]
+    return placement.get(prefix)

@@ -22,7 +22,7 @@ from torch import nn
 from sluice._errors import MismatchError
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.assembly import permute, reshape
-from sluice.hf._library import bitsandbytes_operations
+from sluice.hf._hub import bitsandbytes_operations
 from sluice.hf._matching import MatchedWeights
 from sluice.hf._quantization import Quantizer
 from sluice.quantizing.functions import Quantize, quantize_layers, quantized_form

@@ -11,7 +11,7 @@ It follows the steps of transformers' ``from_pretrained``, with sluice reading t
 5. The library ties weights that the checkpoint has once, sluice fills the model as in ``load_into``, and the library
    computes the buffers that no checkpoint holds and, without ``strict``, missing weights.
 
-Private functions of transformers are imported in ``_library`` only.
+Private functions of transformers are imported in ``_hub`` only.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from sluice.api.checkpoint import open as open_checkpoint
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.hf._configuration import class_and_config, find_quantizer, prepare_ranks, settle_dtype
-from sluice.hf._hub import find_model
-from sluice.hf._library import find_library
+from sluice.hf._hub import find_library, find_model
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, missing_if_mismatched, tie
 from sluice.hf._quantization import Quantizer
 from sluice.loading.devices import Device

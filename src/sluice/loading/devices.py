@@ -15,8 +15,8 @@ from sluice._errors import BudgetError
 from sluice._options import NO_LIMITS, MemoryLimits
 from sluice._units import parse_bytes
 from sluice.engine.accelerators import accelerators, device_facts
+from sluice.entries.patterns import Placement
 from sluice.matching.match import Match
-from sluice.matching.placement import Placement
 from sluice.modules.collect import ModuleState, undivided
 from sluice.planning.auto_placement import Member, Room, auto_placement
 from sluice.planning.budget import device_limit

@@ -27,7 +27,7 @@ from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult, Surprise
 from sluice.engine.targets import Targets
-from sluice.matching.placement import Placement
+from sluice.entries.patterns import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.budget import for_whole_host
 from sluice.reading import transfer

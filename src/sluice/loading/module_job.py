@@ -14,11 +14,11 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.entries.patterns import Placement, device_of
 from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
 from sluice.matching.match import Match
-from sluice.matching.placement import Placement, device_of
 from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed

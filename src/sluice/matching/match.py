@@ -29,8 +29,8 @@ from msgspec.structs import replace
 
 from sluice._dtypes import is_castable, why_no_cast
 from sluice._messages import Findings, Shape
+from sluice.entries.patterns import Placement, device_of
 from sluice.entries.slicing import slice_entry
-from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Request
 from sluice.records.geometry import contiguous_stride, is_dense
 from sluice.sharding.regions import Region, select_region, shape_of

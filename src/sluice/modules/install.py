@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from sluice._errors import PartialLoadError
 from sluice._private_torch import IncompatibleKeys
+from sluice.entries.patterns import Placement, device_of
 from sluice.matching.match import Match
-from sluice.matching.placement import Placement, device_of
 from sluice.modules.collect import Holding, ModuleState, Owner, extra_state_names
 from sluice.modules.emptied import NESTING
 from sluice.modules.swap import swap_data, with_data

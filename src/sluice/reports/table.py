@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._units import format_bytes
+from sluice.entries.patterns import Placement, device_of
 from sluice.entries.tree import walk
 from sluice.matching.match import Match, Outline, Slot
-from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Index, LoadPlan, Request
 from sluice.reports.document import Grid, Report, Section, plain
 
