@@ -20,6 +20,7 @@ from sluice import FormatError, IncompleteCheckpointError, MismatchError, Unsupp
 from support.oracles import bits
 from support.range_server import RangeServer
 from support.zero_files import WRITTEN, Change, Training, example, unpacked, write_zero
+from tools.write_deepspeed_files import Net as DeepSpeedNet
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -27,23 +28,6 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert bits(found[name]) == bits(tensor), name
-
-
-class DeepSpeedNet(nn.Module):
-    """The names and shapes of the model in ``tools/write_deepspeed_files.py``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.norm = nn.LayerNorm(3)
-        self.frozen = nn.Linear(3, 3).requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-        self.conv = nn.Conv2d(1, 2, (2, 3))
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
 
 
 # Written by DeepSpeed itself
