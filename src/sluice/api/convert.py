@@ -18,7 +18,7 @@ from sluice.api.save import save_destination
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.convert import convert_checkpoint
 from sluice.entries.rules import Rule
-from sluice.formats.manifest import HashAlgorithm
+from sluice.formats.manifest import HashAlgorithm, new_hash
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
@@ -109,6 +109,8 @@ def convert(
     place = save_destination(destination, "destination")
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
+    if manifest is not None:
+        new_hash(manifest_hash)  # a dry run needs its library too
     merged = adapter_list(adapters)
     chosen = choose_format(Path(place.name), format, max_shard_size, CONVERT_FORMATS)
     with ExitStack() as stack:

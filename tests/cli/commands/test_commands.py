@@ -108,9 +108,10 @@ def test_a_missing_library_is_named(source: Path, tmp_path: Path, monkeypatch: p
     def missing(_: object) -> None:
         raise ImportError("xxh3_128 needs the library xxhash")
 
-    monkeypatch.setattr("sluice.writing.manifest.new_hash", missing)
+    monkeypatch.setattr("sluice.api.convert.new_hash", missing)
     options = ("--manifest", tmp_path / "m.json", "--manifest-hash", "xxh3_128")
-    assert "needs the library xxhash" in refused("convert", source, tmp_path / "out.pt", *options, code=1)
+    for more in ((), ("--dry-run",)):
+        assert "needs the library xxhash" in refused("convert", source, tmp_path / "out.pt", *options, *more, code=1)
 
 
 def test_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
