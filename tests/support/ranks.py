@@ -31,15 +31,6 @@ _TIMEOUT = 120.0
 _GROUP_TIMEOUT = 100.0
 
 
-class RankFailedError(AssertionError):
-    """A function failed on some ranks; ``errors`` has the traceback of each, by rank."""
-
-    def __init__(self, errors: dict[int, str]) -> None:
-        """Show every traceback."""
-        super().__init__("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())))
-        self.errors = errors
-
-
 class Ranks:
     """A process group of ``size`` processes; use it as a context manager."""
 
@@ -64,12 +55,12 @@ class Ranks:
         """Call ``function(*arguments)`` on every rank and return the results in the order of ranks.
 
         Raises:
-            RankFailedError: It raised on some ranks, a rank died, or a rank did not return in time.
+            AssertionError: It raised on some ranks, a rank died, or a rank did not return in time.
         """
         outcomes = self.outcomes(function, *arguments, timeout=timeout)
-        errors = {rank: value for rank, (ok, value) in enumerate(outcomes) if not ok}
+        errors = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
         if errors:
-            raise RankFailedError(errors)
+            raise AssertionError("\n".join(errors))
         return [value for _, value in outcomes]
 
     def outcomes(
