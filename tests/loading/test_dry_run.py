@@ -117,6 +117,12 @@ def test_methods_are_compared_from_before_the_model_exists(file: Path) -> None:
     assert own - MIB <= live <= own + MIB  # the model exists already: only the additional memory differs
 
 
+def test_formats_that_torch_does_not_read_are_reported(tmp_path: Path) -> None:
+    sluice.save({"w": torch.zeros(4)}, tmp_path / "f.safetensors")
+    report = sluice.plan(None, tmp_path / "f.safetensors")
+    assert all("needs one" in each.needs for each in report.methods if each.method != "sluice")
+
+
 def test_without_a_model_the_checkpoint_is_enough(file: Path) -> None:
     report = sluice.plan(None, file, dtype=torch.bfloat16)
     assert report.final_bytes == FINAL // 2

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sluice
-from sluice import MismatchError, ReadError
+from sluice import BudgetError, LimitError, MismatchError, ReadError
 from support.distributed import save as save_distributed
 from support.sources import FaultySource, record_reads
 from support.trained_net import empty
@@ -182,6 +182,16 @@ def test_a_lightning_checkpoint(tmp_path: Path) -> None:
     ours = kind(net())
     assert sluice.load_optimizer(ours, tmp_path / "l.ckpt").key == "optimizer_states.0"
     assert not differences(ours.state_dict(), optimizer.state_dict())
+
+
+def test_limits_that_cannot_be_kept(tmp_path: Path) -> None:
+    stopped(tmp_path / "run.pt", kind)
+    optimizer = kind(net())
+    with pytest.raises(BudgetError):
+        sluice.load_optimizer(optimizer, tmp_path / "run.pt", memory=sluice.MemoryLimits(host=1))
+    assert not optimizer.state
+    with pytest.raises(LimitError):
+        sluice.load_optimizer(optimizer, tmp_path / "run.pt", limits=sluice.Limits(entries=3))
 
 
 def test_the_report_and_progress(tmp_path: Path) -> None:

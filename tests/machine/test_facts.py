@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -83,6 +84,20 @@ def test_small_files_are_not_probed(file: LocalFile) -> None:
     assert known.cached == ()
 
 
+@contextmanager
+def cold_file(path: Path, nbytes: int) -> Iterator[int]:
+    """Open a file whose pages are not cached, for random reads."""
+    path.write_bytes(bytes(nbytes))
+    if not make_cold(path):
+        pytest.skip("this file system keeps all files in memory")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def count_no_pages(monkeypatch: pytest.MonkeyPatch, *, but: str = "") -> None:
     """Make the kernel refuse to count cached pages, except by one function."""
     for name in {"cached_bytes", "resident_bytes"} - {but}:
@@ -139,23 +154,13 @@ def like_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("like_overlay")
 def test_file_systems_that_answer_no_probe_are_asked_through_a_mapping(tmp_path: Path) -> None:
-    path, step = tmp_path / "f", MIB
-    path.write_bytes(bytes(8 * MIB + 1))
-    if not make_cold(path):
-        pytest.skip("this file system keeps all files in memory")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        assert probe_cache(descriptor, range(0, 8 * MIB + 1, step)) == (
-            4096 / MIB,
-            *(0.0,) * 8,
-        )  # the byte that shows whether pages are counted
+    with cold_file(tmp_path / "f", 8 * MIB + 1) as descriptor:
+        found = probe_cache(descriptor, range(0, 8 * MIB + 1, MIB))
+        assert found == (4096 / MIB, *(0.0,) * 8)  # the byte that shows whether pages are counted
         os.pread(descriptor, MIB, 2 * MIB)
         os.pread(descriptor, 1, 8 * MIB)
-        found = probe_cache(descriptor, range(0, 8 * MIB + 1, step))
+        found = probe_cache(descriptor, range(0, 8 * MIB + 1, MIB))
         assert found == (4096 / MIB, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.usefixtures("like_overlay")
@@ -174,14 +179,9 @@ def test_only_who_owns_a_file_or_may_write_to_it_asks_through_a_mapping(
 def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_pages: str
 ) -> None:
-    path, step = tmp_path / "f", 2 * MIB
-    path.write_bytes(bytes(16 * MIB))
-    if not make_cold(path):
-        pytest.skip("this file system keeps all files in memory")
+    step = 2 * MIB
     count_no_pages(monkeypatch, but=counts_pages)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    with cold_file(tmp_path / "f", 16 * MIB) as descriptor:
         if counts_pages and _facts._counter(descriptor) is None:
             pytest.skip("this kernel does not count cached pages")
         # Read-ahead differs between systems: of 32 samples, a few positions may coincide. On a busy machine pages that
@@ -189,7 +189,7 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
         for _ in range(3):
             probes = [probe_cache(descriptor, range(0, 16 * MIB, step)) for _ in range(4)]
             few = sum(map(sum, probes)) <= (4 * 4096 / step if counts_pages else 8)
-            if few or not make_cold(path):
+            if few or not make_cold(tmp_path / "f"):
                 break
         assert few, probes
         for offset in range(0, 16 * MIB, step):
@@ -197,8 +197,6 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
         assert not counts_pages or probe_cache(descriptor, range(0, 16 * MIB, step)) == (4096 / step,) * 8
         assert len(os.pread(descriptor, 16 * MIB, 0)) == 16 * MIB
         assert all(probe_cache(descriptor, range(0, 16 * MIB, step)))
-    finally:
-        os.close(descriptor)
 
 
 def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
