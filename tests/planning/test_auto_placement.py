@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,15 +226,18 @@ def test_nothing_fits_anywhere(file: Path, fakes: dict[str, FakeAccelerator]) ->
     assert model.embed.weight.is_meta
 
 
-@pytest.mark.parametrize("strategy", ["balanced", "balanced_low_0", "sequential"])
-def test_other_strategies_are_refused_by_name(file: Path, strategy: str) -> None:
-    with pytest.raises(ValueError, match=f"{strategy}.*'auto' fills accelerators in order"):
-        sluice.load_into(empty(Model), file, device=strategy)
-
-
-@pytest.mark.parametrize("device", ["disk", {"": "cpu", "head": "disk"}])
-def test_disk_is_refused_with_an_alternative(file: Path, device: str | dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"disk.*place='map'"):
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [
+        *(
+            (each, f"{each}.*'auto' fills accelerators in order")
+            for each in ("balanced", "balanced_low_0", "sequential")
+        ),
+        *((each, "disk.*place='map'") for each in ("disk", {"": "cpu", "head": "disk"})),
+    ],
+)
+def test_what_accelerate_takes_besides_is_refused_by_name(file: Path, device: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         sluice.load_into(empty(Model), file, device=device)
 
 

@@ -146,11 +146,6 @@ def test_big_endian_numbers_are_read_alone() -> None:
     ]
 
 
-def test_a_misaligned_offset_goes_through_staging_if_cold() -> None:
-    made = plan([big()], [(8193, 20 * MIB)], facts(cached=False))
-    assert all(read.into is None for read in made.reads)
-
-
 def test_live_tensors_are_read_in_place_when_cached_and_through_staging_when_cold() -> None:
     live = big(existing=True, stride=(1,))
     assert {read.into for read in plan([live], [(0, 20 * MIB)], facts(cached=True)).reads} == {0}
@@ -158,25 +153,21 @@ def test_live_tensors_are_read_in_place_when_cached_and_through_staging_when_col
     assert plan([live], [(0, 20 * MIB)], facts(cached=True)).predicted.total_bytes < 20 * MIB
 
 
-def test_a_permuted_live_tensor_is_copied_not_read_over() -> None:
-    live = request("w", entry((1024, 1024)), stride=(1, 1024), existing=True)
-    made = plan([live], [(0, 4 * MIB)], facts(cached=True))
+@pytest.mark.parametrize(
+    ("wanted", "offset", "cached"),
+    [
+        (big(), 8193, False),  # misaligned
+        (request("w", entry((1024, 1024)), stride=(1, 1024), existing=True), 0, True),  # permuted
+    ],
+)
+def test_what_cannot_be_read_in_place_goes_through_staging(wanted: Request, offset: int, cached: bool) -> None:
+    made = plan([wanted], [(offset, 20 * MIB)], facts(cached=cached))
     assert all(read.into is None for read in made.reads)
 
 
 def test_targets_of_several_fills_are_never_read_over_their_neighbors() -> None:
-    fills = tuple(
-        Fill(
-            file=0,
-            offset=start,
-            elements=Elements(dtype="float32"),
-            shape=(MIB // 4,),
-            source_stride=(1,),
-            target_stride=(1,),
-            target_start=number * MIB // 4,
-        )
-        for number, start in enumerate((100_000, 9_000_000))
-    )
+    parts = [filled(at, MIB).fills[0] for at in (100_000, 9_000_000)]
+    fills = tuple(replace(fill, target_start=number * MIB // 4) for number, fill in enumerate(parts))
     target = Target(name="w", dtype="float32", nbytes=2 * MIB, device="cpu", fills=fills)
     made = plan_load([target], (FILE,), facts(cached=False), staging_bytes=64 * MIB)
     assert all(read.into is None for read in made.reads)
