@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import torch_dtype
-from sluice._errors import Alternative, SluiceError
+from sluice._errors import Alternative, BudgetError, SluiceError
 from sluice._options import MemoryLimits, Place
-from sluice._units import parse_bytes
-from sluice.planning.budget import budget_error, plan_needs, shortages
+from sluice._units import format_bytes, parse_bytes
+from sluice.planning.budget import plan_needs, shortages
 from sluice.records import LoadPlan
 
 __all__ = ["Change", "Offer", "Replan", "check_budget", "find_alternatives"]
@@ -83,8 +83,16 @@ def check_budget(plan: LoadPlan, memory: MemoryLimits, replan: Replan, *, file: 
         BudgetError: The plan exceeds a limit.
     """
     exceeded = shortages(plan, memory)
-    if exceeded:
-        raise budget_error(exceeded, find_alternatives(plan, memory, replan, offer=offer), file=file)
+    if not exceeded:
+        return
+    first = exceeded[0]
+    raise BudgetError(
+        "; ".join(str(short) if short is first else f"{short}, {short.allowed}" for short in exceeded),
+        file=file,
+        expected=first.allowed,
+        found=format_bytes(first.needed_bytes),
+        alternatives=find_alternatives(plan, memory, replan, offer=offer),
+    )
 
 
 def find_alternatives(

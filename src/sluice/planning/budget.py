@@ -7,13 +7,12 @@ Pure functions: no I/O, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
-from sluice._errors import Alternative, BudgetError
 from sluice._options import MemoryLimits
 from sluice._units import format_bytes, parse_bytes
 from sluice.records import LoadPlan, MachineFacts
@@ -22,7 +21,6 @@ __all__ = [
     "HOST",
     "MemoryLimit",
     "Shortage",
-    "budget_error",
     "device_limit",
     "find_limits",
     "for_whole_host",
@@ -143,25 +141,6 @@ def shortages(plan: LoadPlan, memory: MemoryLimits) -> tuple[Shortage, ...]:
         Shortage(limit=limit, needed_bytes=needs[limit.where], weights_bytes=_weights(plan, limit.where))
         for limit in find_limits(plan.facts, memory)
         if needs.get(limit.where, 0) > limit.nbytes
-    )
-
-
-def budget_error(exceeded: Sequence[Shortage], alternatives: Sequence[Alternative], *, file: str) -> BudgetError:
-    """Return the error for exceeded limits, with the first of them in its fields.
-
-    Args:
-        exceeded: The shortages, at least one.
-        alternatives: Changes of the arguments with which the load would fit.
-        file: Path of the checkpoint.
-    """
-    first = exceeded[0]
-    text = "; ".join(str(short) if short is first else f"{short}, {short.allowed}" for short in exceeded)
-    return BudgetError(
-        text,
-        file=file,
-        expected=first.allowed,
-        found=format_bytes(first.needed_bytes),
-        alternatives=alternatives,
     )
 
 

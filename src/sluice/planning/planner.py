@@ -25,7 +25,7 @@ from sluice.planning.reads import (
     shared_ids,
     staged_reads,
 )
-from sluice.planning.threads import buffer_count, copier_count, reader_count, staging_buffer_bytes
+from sluice.planning.threads import buffer_count, reader_count, staging_buffer_bytes
 from sluice.records import (
     REMOTE_FILESYSTEM,
     Block,
@@ -91,7 +91,8 @@ def plan_load(
         arenas=arenas,
         reads=tuple(reads),
         readers=readers,
-        copiers=copier_count(readers, buffers, facts),
+        # Readers that rarely wait for a disk copy out of staging themselves.
+        copiers=max(0, min(facts.cores, buffers - 1)) if readers > facts.cores else 0,
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(each.finisher.finished_bytes if each.finisher else each.nbytes for each in targets),

@@ -11,7 +11,7 @@ from sluice.planning.reads import is_cached
 from sluice.records import AccessFacts, MachineFacts, Read, Target, largest_access, local_access
 from sluice.records.geometry import round_down
 
-__all__ = ["buffer_count", "copier_count", "reader_count", "staging_buffer_bytes"]
+__all__ = ["buffer_count", "reader_count", "staging_buffer_bytes"]
 
 
 def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) -> int:
@@ -105,11 +105,6 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
     most = max(defaults.MOST_WAITING_READERS, facts.access.parallel_requests)
     requests = sum(not read.continues for read in waiting)
     return min(min(_waiting_readers(waiting, facts), requests) + copying, most)
-
-
-def copier_count(readers: int, buffers: int, facts: MachineFacts) -> int:
-    """Return the number of threads that copy out of staging; 0 if readers do it because they rarely wait for a disk."""
-    return max(0, min(facts.cores, buffers - 1)) if readers > facts.cores else 0
 
 
 def _waits(read: Read, facts: MachineFacts) -> bool:
