@@ -154,14 +154,14 @@ def test_live_tensors_are_read_in_place_when_cached_and_through_staging_when_col
 
 
 @pytest.mark.parametrize(
-    ("wanted", "offset", "cached"),
+    ("requested", "offset", "cached"),
     [
         (big(), 8193, False),  # misaligned
         (request("w", entry((1024, 1024)), stride=(1, 1024), existing=True), 0, True),  # permuted
     ],
 )
-def test_what_cannot_be_read_in_place_goes_through_staging(wanted: Request, offset: int, cached: bool) -> None:
-    made = plan([wanted], [(offset, 20 * MIB)], facts(cached=cached))
+def test_what_cannot_be_read_in_place_goes_through_staging(requested: Request, offset: int, cached: bool) -> None:
+    made = plan([requested], [(offset, 20 * MIB)], facts(cached=cached))
     assert all(read.into is None for read in made.reads)
 
 
