@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ settings.load_profile("ci")
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give this process a temporary directory of its own, so that each file in it comes from its tests."""
+    multiprocessing.util.get_temp_dir()  # removed as the process ends, when pytest has removed its own
     with pytest.MonkeyPatch.context() as patch:
         directory = str(tmp_path_factory.mktemp("temporary"))
         patch.setenv("TMPDIR", directory)
