@@ -24,7 +24,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().flatten()
     if flat.is_conj() or flat.is_neg() or flat.stride() != (1,):  # else no copy: old versions cannot copy float4
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def parts(tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[object]]:
