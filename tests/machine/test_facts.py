@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.facts import file_facts, probe_cache
 from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
+from support.directories import write_texts
 from support.sources import MemorySource
 
 MIB = 1 << 20
@@ -28,13 +29,6 @@ def file(tmp_path: Path) -> Iterator[LocalFile]:
     source = LocalFile(tmp_path / "f")
     yield source
     source.close()
-
-
-def make(root: Path, files: Mapping[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
 
 
 #: Files of the kernel below /proc and /sys/fs/cgroup, and what the limits leave.
@@ -75,7 +69,7 @@ CGROUPS: dict[str, tuple[dict[str, str], int | None]] = {
 
 @pytest.mark.parametrize(("files", "left"), CGROUPS.values(), ids=CGROUPS)
 def test_what_control_groups_leave(tmp_path: Path, files: dict[str, str], left: int | None) -> None:
-    assert cgroup_headroom(make(tmp_path, files)) == left
+    assert cgroup_headroom(write_texts(tmp_path, files)) == left
 
 
 def test_small_files_are_not_probed(file: LocalFile) -> None:
@@ -233,7 +227,7 @@ def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = "sys/fs/cgroup/pod"
-    root = make(
+    root = write_texts(
         tmp_path, {"proc/self/cgroup": "0::/pod\n", f"{group}/memory.max": "max\n", f"{group}/memory.current": "1\n"}
     )
     asked: list[str] = []
@@ -246,7 +240,7 @@ def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
     assert cgroup_headroom(root) is None
     # Neither for its usage, nor is the root of the hierarchy asked for its limit: it never has one.
     assert [path.removeprefix(str(root)) for path in asked] == ["/proc/self/cgroup", f"/{group}/memory.max"]
-    make(tmp_path, {f"{group}/memory.max": "3\n"})  # a limit can be set while the process runs
+    write_texts(tmp_path, {f"{group}/memory.max": "3\n"})  # a limit can be set while the process runs
     assert cgroup_headroom(root) == 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from sluice.machine.cgroups import memory_groups
 from sluice.measuring import LimitedGroup, limited_group, memory_limit_refusal, run_limited
 from sluice.measuring._limit import _parents
+from support.directories import write_texts
 
 MIB = 1 << 20
 
@@ -80,13 +80,6 @@ def test_a_limit_is_positive() -> None:
         pass
 
 
-def make(root: Path, files: Mapping[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
 def test_without_control_groups_the_refusal_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="this process sees none"), limited_group(MIB, root=tmp_path):
         pass
@@ -94,7 +87,7 @@ def test_without_control_groups_the_refusal_says_what_is_missing(tmp_path: Path)
 
 def test_a_refusal_states_place_and_need_and_leaves_nothing(tmp_path: Path) -> None:
     """A directory that is not a control group: the kernel creates no files in its subdirectories."""
-    root = make(
+    root = write_texts(
         tmp_path,
         {
             "proc/self/cgroup": "4:memory:/job\n",
@@ -115,7 +108,7 @@ def test_a_refusal_states_place_and_need_and_leaves_nothing(tmp_path: Path) -> N
 
 def test_version_2_creates_its_group_below_one_that_has_the_controller(tmp_path: Path) -> None:
     """The process's own group has processes, so only groups below its ancestors can have a memory controller."""
-    root = make(
+    root = write_texts(
         tmp_path,
         {
             "proc/self/cgroup": "0::/slice/service\n",
@@ -138,7 +131,7 @@ def test_version_2_creates_its_group_below_one_that_has_the_controller(tmp_path:
     ],
 )
 def test_both_versions_tell_kills_and_peak(tmp_path: Path, version: int, files: dict[str, str]) -> None:
-    group = LimitedGroup(version=version, path=make(tmp_path, files), limit_bytes=8192)
+    group = LimitedGroup(version=version, path=write_texts(tmp_path, files), limit_bytes=8192)
     assert (group.oom_kills, group.peak_bytes) == (2, 4096)
 
 

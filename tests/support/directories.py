@@ -24,6 +24,14 @@ def tensors(*names: str) -> Tensors:
     return {name: torch.arange(12.0).reshape(3, 4) + 100 * number for number, name in enumerate(names)}
 
 
+def write_texts(root: Path, files: Mapping[str, str]) -> Path:
+    """Write files below a directory; return it."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
 def save(path: Path, content: Any) -> None:
     """Write a file in the format of its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from sluice._errors import (
 from sluice._threads import in_threads
 from sluice.sources.remote.fsspec_files import open_directory, open_source
 from sluice.sources.remote.location import Remote
-from support.memory_files import filesystem
+from support.object_stores import filesystem
 from support.source_conformance import check_source
 
 __all__ = ["filesystem"]

@@ -11,7 +11,7 @@ import pytest
 import sluice
 from sluice.records import AccessFacts
 from sluice.sources.remote.location import remote_location
-from support.memory_files import filesystem
+from support.object_stores import filesystem
 
 __all__ = ["filesystem"]
 

@@ -19,7 +19,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.ranges import MemoryFile
 from sluice.sources.remote.directory import SiblingFiles, below
 from support import oracles
-from support.memory_files import filesystem, put
+from support.object_stores import filesystem, put
 from support.whole_checkpoints import MAKERS
 
 __all__ = ["filesystem"]
