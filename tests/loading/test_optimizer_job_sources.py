@@ -21,8 +21,7 @@ from support.training_runs import KINDS, differences, net, stopped, train
 kind = KINDS["AdamW"]
 
 
-def everything(path: Path) -> tuple[Any, Any, Any, Any]:
-    """Write the state that a loop with a scheduler, mixed precision and random numbers needs to resume."""
+def test_the_recipe_for_a_scheduler_mixed_precision_and_random_numbers(tmp_path: Path) -> None:
     model = net()
     optimizer = kind(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
@@ -31,22 +30,9 @@ def everything(path: Path) -> tuple[Any, Any, Any, Any]:
         train(model, optimizer, 1, first=step)
         scheduler.step()
     scaler.load_state_dict({**scaler.state_dict(), "scale": 4096.0, "_growth_tracker": 1})
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "scheduler": scheduler.state_dict(),
-            "scaler": scaler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "step": 4,
-        },
-        path,
-    )
-    return model, optimizer, scheduler, scaler
-
-
-def test_the_recipe(tmp_path: Path) -> None:
-    model, optimizer, scheduler, scaler = everything(tmp_path / "run.pt")
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "rng": torch.get_rng_state(), "step": 4}, tmp_path / "run.pt")
     expected = torch.rand(3)
     again = empty(net)
     again.frozen.requires_grad_(False)

@@ -35,11 +35,6 @@ def test_small_tensors_are_cut_out_of_small_segments() -> None:
     assert made.reserved_bytes == 2 * MIB
 
 
-def test_nothing_reserves_nothing() -> None:
-    made = plan_reservation([0, 0])
-    assert (made.requested_bytes, made.block_bytes, made.reserved_bytes) == (0, 0, 0)
-
-
 def test_a_small_block_is_kept_out_of_the_large_segments() -> None:
     assert plan_reservation([2 * MIB]).reserved_bytes == 10 * MIB
     assert plan_reservation([2 * MIB], one_block=False).reserved_bytes == 20 * MIB

@@ -41,13 +41,6 @@ def test_nothing_is_read_ahead_if_only_one_unit_fits() -> None:
     assert (found.smallest_bytes, found.window_bytes) == (12, 13)
 
 
-def test_too_little_memory_names_the_smallest_that_works() -> None:
-    found = _decide([10, 30, 10], 25, fixed=1)
-    assert not found.fits(25)
-    assert found.fits(31)
-    assert found.smallest_bytes == 31
-
-
 def test_experts_stay_only_with_everything_else() -> None:
     steps = [
         Step(units=frozenset([0])),
