@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from support import growth_cases
-from support.growth import Growth, measure_growth
+from support.growth import FILES, MIB, Growth, measure_growth
 from support.growth_cases import BROKEN, CASES, Case, evict
-from support.growth_files import FILES, MIB
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_processes"),

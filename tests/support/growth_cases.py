@@ -1,7 +1,7 @@
 """Cases of the memory contract: every format, every verb and every mechanism that moves bytes differently.
 
-``CASES`` has the calls; ``support.growth_files`` writes their checkpoints. A test of the contract prepares a case in a
-fresh process; ``support.growth`` measures the call.
+``CASES`` has the calls. A test of the contract prepares a case in a fresh process; ``support.growth`` writes the
+checkpoint and measures the call.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch import nn
 
 import sluice
 from sluice import rules
-from support.growth import Outcome
-from support.growth_files import EVEN, LARGE, MANY, MIB, MOST, SHAPES, Shapes
+from support.growth import EVEN, LARGE, MANY, MIB, MOST, SHAPES, Outcome, Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One call."""
 
-    #: The checkpoint that it reads; a key of ``growth_files.FILES``, or empty.
+    #: The checkpoint that it reads; a key of ``growth.FILES``, or empty.
     file: str
     #: Prepares the call and yields, then makes it and yields its outcome. Takes the path of the file, a path for an
     #: output, and the limits of memory.
