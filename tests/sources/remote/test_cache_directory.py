@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -75,6 +76,20 @@ def test_parts_count_as_whole_files(tmp_path: Path) -> None:
     os.truncate(file.with_suffix(".part"), 10)
     load(2, tmp_path, BOUND - 1)
     assert not parts(tmp_path)
+
+
+def test_comparing_a_piece_takes_little_memory(tmp_path: Path) -> None:
+    remote = VersionedObject(bytes(6 << 20))
+    loaded(opened(remote, tmp_path))
+    entries(tmp_path)[0].touch()
+    tracemalloc.start()
+    try:
+        source = opened(remote, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    finally:
+        tracemalloc.stop()
+    assert isinstance(source, CompleteFile)
+    source.close()
 
 
 def test_space_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sluice._errors import MissingFileError, ReadError, RemoteError
 from sluice.sources.opening import find_place
 from sluice.sources.remote import caching
-from sluice.sources.remote.caching import CompleteFile, object_key
+from sluice.sources.remote.caching import CachedFile, CompleteFile, object_key
 from sluice.sources.remote.location import Remote
 from support.cached_objects import content, loaded, read
 from support.object_stores import filesystem
@@ -52,6 +52,14 @@ def test_version_size_and_endpoint_change_the_entry(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:2")
     found.add(object_key(remote, "v", 1))
     assert len(found) == 5
+
+
+def test_variables_of_other_services_do_not_change_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key("s3://bucket/m")
+    for name in ("AZURE_OPENAI_ENDPOINT", "AWS_ENDPOINT_URL_SQS", "HF_INFERENCE_ENDPOINT"):
+        monkeypatch.setenv(name, "https://host")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "")
+    assert key("s3://bucket/m") == before
 
 
 def test_stores_of_different_hosts_and_buckets_have_different_entries() -> None:
@@ -121,6 +129,14 @@ def store() -> Any:
 
 def test_objects_of_stores_in_memory_are_not_cached(tmp_path: Path, store: Any) -> None:
     refused(Remote("m.bin", store=store), tmp_path / "cache", "versions of this store")
+
+
+def test_bodies_of_obstore_are_cached(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching, "_LASTING_STORES", {"MemoryStore"})  # an S3 store needs a server
+    for kind in (CachedFile, CompleteFile):
+        source = find_place(Remote("m.bin", store=store, cache=tmp_path)).open_file()
+        assert isinstance(source, kind)
+        assert loaded(source) == CONTENT
 
 
 def test_a_complete_file_that_cannot_be_read_is_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +115,26 @@ def test_readers_at_once_share_one_download(remote: VersionedObject, tmp_path: P
     with Workers(3, "reader") as workers:
         tasks = [workers.start(partial(loaded, source)) for source in sources]
         assert all(task.result() == CONTENT for task in tasks)
+    assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
+
+
+def test_threads_that_share_a_source_share_its_download(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download = CachedFile._download
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.1)
+        download(*given)
+
+    monkeypatch.setattr(CachedFile, "_download", slowly)
+    monkeypatch.setattr(cache_directory, "_PATIENCE_SECONDS", -1.0)
+    source = opened(remote, tmp_path)
+    with Workers(2, "reader") as workers:
+        for task in [workers.start(partial(filled, source)) for _ in range(2)]:
+            task.result()
+    assert getattr(source, "note", None) is None
+    assert loaded(source) == CONTENT
     assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
 
 

@@ -189,8 +189,10 @@ class CacheFile(NamedTuple):
         os.utime(self.file.fileno(), ns=(time.time_ns(), _RIGHT_NS))
 
     def _crc(self, number: int) -> int:
-        start, end = self.entry.piece(number)
-        return zlib.crc32(os.pread(self.file.fileno(), end - start, start))
+        (at, end), crc = self.entry.piece(number), 0
+        while some := os.pread(self.file.fileno(), min(1 << 20, end - at), at):
+            crc, at = zlib.crc32(some, crc), at + len(some)
+        return crc
 
 
 def _lock(file: OwnedFile, kind: int) -> bool:

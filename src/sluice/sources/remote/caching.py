@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from sluice.sources.remote.cache_directory import CacheEntry, CacheFile
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.http_addresses import is_signed
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.store_clients import root_of
+from sluice.sources.remote.store_clients import SERVERS, root_of
 from sluice.sources.wrappers import ForwardingSource
 
 __all__ = ["CachedFile", "CompleteFile", "cached_source", "object_key"]
@@ -37,8 +38,8 @@ _OF_SIGNATURE = re.compile(
     "sig|se|ske|skoid|sks|skt|sktid|skv|sp|spr|sr|st|sv"
 )
 
-#: Beginnings of the variables, and the variables and options, that choose the server or the account of an address.
-_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "HF_")
+#: Variables, and options, that choose the server or the account of an address.
+_VARIABLES = (*SERVERS["s3"], *SERVERS["gs"], *SERVERS["az"], "AZURE_STORAGE_ACCOUNT_NAME", "HF_ENDPOINT")
 _PLACE = re.compile("endpoint|base_url|account_name", re.IGNORECASE)
 
 #: Stores of obstore whose versions stay unique after this process: those of a store in memory are counted from 0.
@@ -103,7 +104,7 @@ def _places(remote: Remote) -> Iterator[str]:
     """Yield the settings that choose the server or the account of an address."""
     if remote.store is None and remote.url.lower().startswith(("http://", "https://")):
         return
-    settings: dict[str, object] = {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)}
+    settings: dict[str, object] = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     settings |= (remote.options if remote.store is None else getattr(remote.store, "config", None)) or {}
     if remote.store is not None:
         yield root_of(remote.store)
@@ -149,6 +150,7 @@ class CachedFile(ForwardingSource):
         """Own the file; the cache is not touched before ``fill``."""
         super().__init__(remote)
         self._remote, self._entry, self._filled = remote, entry, False
+        self._lock = threading.Lock()
         self.expect = remote.expect
         #: Why the file was not cached, as a clause; None if nothing failed.
         self.note: str | None = None
@@ -167,21 +169,20 @@ class CachedFile(ForwardingSource):
 
     def fill(self, report: Callable[[int], object]) -> None:
         """Download what is missing, unless that has failed before; ``note`` has the problem if the system refuses."""
-        if self._filled or self.note is not None:
-            return
-        try:
-            with self._entry.writing(partial(report, 0)) as part:
-                if part is not None:
-                    self._download(part, report)
-                else:
-                    report(self.identity.nbytes)
-            if (found := self._entry.complete()) is None:
-                raise FileNotFoundError(0, "the file was removed meanwhile")
-            self._source, self._filled = CompleteFile(found, self._remote), True
-        except SluiceError:  # some of them are errors of the system as well
-            raise
-        except OSError as error:
-            self.note = _not_cached(error)
+        with self._lock:
+            if self._filled or self.note is not None:
+                return
+            try:
+                with self._entry.writing(partial(report, 0)) as part:
+                    if part is not None:
+                        self._download(part, report)
+                if (found := self._entry.complete()) is None:
+                    raise FileNotFoundError(0, "the file was removed meanwhile")
+                self._source, self._filled = CompleteFile(found, self._remote), True
+            except SluiceError:  # some of them are errors of the system as well
+                raise
+            except OSError as error:
+                self.note = _not_cached(error)
 
     def _download(self, part: CacheFile, report: Callable[[int], object]) -> None:
         """Request the pieces that a part does not have, and publish it."""

@@ -20,7 +20,7 @@ from sluice._errors import UnsupportedError
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote_names import without_credentials
 
-__all__ = ["StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of", "shown"]
+__all__ = ["SERVERS", "StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of", "shown"]
 
 #: Processes that have used obstore: this one, or one from which it was forked. The threads of obstore do not survive a
 #: fork, and its calls would wait for them forever.
@@ -35,8 +35,8 @@ _MOST_RETRIES = 1000
 #: Kind of store by scheme.
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 
-#: Variables that hold the endpoint of each kind of store.
-_ENDPOINTS = {
+#: Variables that name the server of each kind of store.
+SERVERS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -208,7 +208,7 @@ def _client_options(kind: str, config: Mapping[str, Any], remote: Remote) -> dic
 
 def _endpoint(kind: str, config: Mapping[str, Any]) -> str:
     given = (value for name, value in config.items() if "endpoint" in name.lower() or "base_url" in name.lower())
-    return str(next(given, None) or next((os.environ[name] for name in _ENDPOINTS[kind] if os.environ.get(name)), ""))
+    return str(next(given, None) or next((os.environ[name] for name in SERVERS[kind] if os.environ.get(name)), ""))
 
 
 def _names_credentials(config: Mapping[str, Any]) -> bool:
