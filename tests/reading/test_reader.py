@@ -89,6 +89,19 @@ def test_a_download_has_progress_of_its_own(server: RangeServer, tmp_path: Path)
     assert events[-1].done_bytes == events[-1].total_bytes < total
 
 
+@pytest.mark.parametrize("bound", [None, 1])
+def test_progress_of_a_download_ends_if_a_file_is_there_or_refused(
+    server: RangeServer, tmp_path: Path, bound: int | None
+) -> None:
+    server.files["/n.safetensors"] = safetensors.torch.save({"other": STATE["large"]})
+    events: list[ProgressEvent] = []
+    urls = [server.url(f"/{name}.safetensors") for name in "mn"]
+    with sluice.open([sluice.Remote(url, cache=tmp_path / "cache", cache_bytes=bound) for url in urls]) as checkpoint:
+        checkpoint["large"].read()
+        fill_caches(checkpoint.sources, progress=events.append)
+    assert events[-1].done_bytes == events[-1].total_bytes == sum(map(len, server.files.values()))
+
+
 def test_a_read_is_repeated_if_its_session_ended_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"a": torch.randn(500_000), "b": torch.randn(500_000)}
     torch.save(tensors, tmp_path / "f.pt")

@@ -195,4 +195,6 @@ def fill_caches(
                 report(done)
 
         for file in files.values():
+            end = done + file.identity.nbytes
             file.fill(arrived)
+            arrived(end - done)  # what another thread or process brought, or the system refused
