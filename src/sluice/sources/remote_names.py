@@ -42,11 +42,8 @@ _HUB_URL = re.compile(
 #: Identifier of a repository: a name, or an organization and a name. Paths of files have a suffix.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w-]*")
 
-#: Suffixes of files: with one of these, a name is not an identifier of the hub.
-_FILE_SUFFIXES = (
-    *(".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack"),
-    *(".json", ".index", ".txt", ".tar", ".zip", ".gz"),
-)
+#: Suffixes of files: with one of these, a name is neither a directory nor an identifier of the hub.
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".json", ".index", ".tar", ".zip", ".gz", ".gguf")
 
 #: Most names of a directory that are compared with a misspelled one.
 _COMPARED = 1000

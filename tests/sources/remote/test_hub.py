@@ -75,6 +75,8 @@ def data_requests(server: RangeServer) -> list[str]:
         ("hf://models/org/net/", ("org/net", "main", "")),
         ("hf://gpt2", ("gpt2", "main", "")),
         ("hf://gpt2/model.safetensors", ("gpt2", "main", "model.safetensors")),
+        ("hf://org/model.zip", ("org/model.zip", "main", "")),
+        ("hf://gpt2/tf_model.h5", ("gpt2", "main", "tf_model.h5")),
         ("hf://gpt2@v1/sub/model.bin", ("gpt2", "v1", "sub/model.bin")),
         ("hf://org/net@refs/pr/3/model.bin", ("org/net", "refs/pr/3", "model.bin")),
         ("hf://org/net@a%2Fb/old/net.pth", ("org/net", "a/b", "old/net.pth")),
@@ -220,6 +222,13 @@ def test_refusals(hub: RangeServer, code: int, named: str, kind: type[Exception]
     with pytest.raises(kind, match=message) as caught:
         sluice.open("hf://org/net")
     assert "hf://org/net" in str(caught.value)
+
+
+@pytest.mark.parametrize("siblings", [[1], 5, "x", [{"path": "x"}]])
+def test_an_answer_of_another_form_is_refused(hub: RangeServer, siblings: object) -> None:
+    hub.files["/api/models/org/net/revision/main"] = json.dumps({"siblings": siblings}).encode()
+    with pytest.raises(sluice.RemoteError, match="is not JSON of a model"):
+        sluice.open("hf://org/net")
 
 
 def test_a_missing_file_names_the_closest(hub: RangeServer) -> None:

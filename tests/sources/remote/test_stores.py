@@ -144,6 +144,15 @@ def test_an_object_or_nothing_is_no_directory(bucket: Bucket) -> None:
         open_source(bucket.remote("nothing/"))
 
 
+@pytest.mark.parametrize("name", ["v1.txt", "v1.h5", "v1.msgpack"])
+def test_suffixes_of_files_that_hold_no_checkpoint_may_be_those_of_directories(name: str) -> None:
+    store = obstore.store.MemoryStore()
+    obstore.put(store, f"{name}/model.safetensors", b"x")
+    directory = open_directory(Remote(name, store=store))
+    assert directory is not None
+    assert [entry.name for entry in directory.entries()] == ["model.safetensors"]
+
+
 def test_the_name_of_a_file_is_no_directory_without_a_request() -> None:
     options = {"endpoint": "http://127.0.0.1:9"}
     assert open_directory(Remote("s3://bucket/model.safetensors", options=options)) is None

@@ -12,9 +12,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote, unquote
 
 import huggingface_hub
@@ -35,7 +35,6 @@ from sluice.sources.remote.http_responses import ResponseHead, check_status
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RequestFailedError
 from sluice.sources.remote.retries import Attempts, server_of, wait
-from sluice.sources.remote_names import names_a_file
 
 __all__ = ["HubAddress", "open_commit", "open_directory", "open_place", "open_source", "parse_address"]
 
@@ -46,9 +45,11 @@ _LOGIN = "A private or gated model needs a token: `hf auth login`, or the variab
 
 _FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
 
+#: Suffixes that tell a file from the name of a model: ``hf://gpt2/model.safetensors`` has no owner.
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".h5", ".gguf", ".msgpack", ".txt")
+
 #: Revisions with a slash in their names that are common: pull requests and converted files.
 _SLASHED = re.compile(r"(refs/(?:pr|convert)/[^/]+)(?:/|$)")
-
 
 #: Held while a revision is resolved that several files share.
 _resolving = threading.Lock()
@@ -81,8 +82,7 @@ def parse_address(url: str) -> HubAddress:
         problem = "only models of the hub are checkpoints, not datasets and spaces"
         raise UnsupportedError(problem, file=url, advice="Download the file and pass its path.")
     parts = rest.split("/")
-    # A name without owner is alone, also before a file: ``hf://gpt2/model.safetensors``.
-    alone = "@" in parts[0] or len(parts) == 1 or (len(parts) == 2 and names_a_file(parts[1]))
+    alone = "@" in parts[0] or len(parts) == 1 or (len(parts) == 2 and parts[1].endswith(_FILES))
     count = 1 if alone else 2
     name, at, revision = "/".join(parts[:count]).partition("@")
     path = "/".join(parts[count:])
@@ -131,7 +131,7 @@ def open_commit(remote: Remote) -> tuple[str, RemoteDirectory]:
 def open_directory(remote: Remote) -> RemoteDirectory | None:
     """Return a model or a directory in it; None if the address names a file, or nothing; raises as ``open_source``."""
     address = parse_address(remote.url)
-    return None if names_a_file(address.path) else _Commit.of(address, remote).directory()
+    return None if address.path.endswith(_FILES) else _Commit.of(address, remote).directory()
 
 
 def open_place(remote: Remote) -> RemoteDirectory | Source:
@@ -139,6 +139,17 @@ def open_place(remote: Remote) -> RemoteDirectory | Source:
     address = parse_address(remote.url)
     commit = _Commit.of(address, remote)
     return commit.directory() or commit.open(address.path)
+
+
+class _File(Struct):
+    rfilename: str
+
+
+class _Information(Struct):
+    """What the hub says about a revision of a model, as far as it is used."""
+
+    sha: str | None = None
+    siblings: list[_File] | None = None
 
 
 class _Commit:
@@ -178,8 +189,8 @@ class _Commit:
             if not (isinstance(failure, RequestFailedError) and failure.unreached):
                 raise
             return cls._from_cache(address, remote, failure.problem, error)
-        names = [str(each["rfilename"]) for each in info.get("siblings") or ()]
-        return cls(address, remote, str(info.get("sha") or address.revision), names, None)
+        names = [each.rfilename for each in info.siblings or ()]
+        return cls(address, remote, info.sha or address.revision, names, None)
 
     @classmethod
     def _from_cache(cls, address: HubAddress, remote: Remote, why: str, cause: Exception | None) -> _Commit:
@@ -244,7 +255,7 @@ def _with_token(url: str, remote: Remote) -> Remote:
     return dataclasses.replace(remote, url=url, headers=headers)
 
 
-def _model_info(address: HubAddress, remote: Remote) -> Mapping[str, Any]:
+def _model_info(address: HubAddress, remote: Remote) -> _Information:
     """Return what the hub says about a revision of a model, asked as often as for a file.
 
     Raises:
@@ -260,7 +271,7 @@ def _model_info(address: HubAddress, remote: Remote) -> Mapping[str, Any]:
         hub.close()
 
 
-def _information(address: HubAddress, answer: ResponseHead, body: bytes) -> Mapping[str, Any]:
+def _information(address: HubAddress, answer: ResponseHead, body: bytes) -> _Information:
     code, shown = answer.headers.get("X-Error-Code"), str(address)
     if code == "GatedRepo":
         problem = "access to the model needs the permission of its owner"
@@ -278,7 +289,7 @@ def _information(address: HubAddress, answer: ResponseHead, body: bytes) -> Mapp
         raise RemoteError(problem, file=shown, advice=_LOGIN)
     check_status(answer)
     try:
-        return cast("Mapping[str, Any]", msgspec.json.decode(body, type=dict[str, Any]))
+        return msgspec.json.decode(body, type=_Information)
     except msgspec.DecodeError as error:
         problem = "the answer of the hub is not JSON of a model"
         raise RemoteError(problem, file=shown, advice="Check HF_ENDPOINT and proxies.") from error
