@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +35,16 @@ def test_the_repr_shows_no_credentials() -> None:
         ({"url": "model.pth"}, ValueError, "is not a URL"),
         ({"store": 3}, TypeError, "store is an int"),
         ({"headers": "x"}, TypeError, "headers is a str"),
+        ({"headers": {"Authorization": None}}, TypeError, "headers has None; write a dict of texts"),
+        ({"headers": {b"Authorization": "secret"}}, TypeError, "headers has bytes"),
+        ({"verify": None}, TypeError, "verify is None"),
+        ({"verify": Path("secret")}, TypeError, r"verify is a \w+Path"),
+        ({"cert": ["a", "b"]}, TypeError, "cert is a list"),
+        ({"cert": ("a", None)}, TypeError, "cert has None"),
+        ({"connections": "4"}, TypeError, "connections is a str"),
+        ({"timeout": "4"}, TypeError, "timeout is a str"),
+        ({"timeout": math.inf}, ValueError, "timeout=inf"),
+        ({"on_request": 3}, TypeError, "on_request is an int"),
         ({"connections": 0}, ValueError, "connections=0"),
         ({"timeout": 0}, ValueError, "timeout=0"),
         ({"cache": 3}, TypeError, "cache is an int"),
@@ -43,8 +55,9 @@ def test_the_repr_shows_no_credentials() -> None:
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         sluice.Remote(**({"url": "s3://bucket/key"} | arguments))
+    assert "secret" not in str(caught.value)
 
 
 def test_a_store_has_its_own_settings(filesystem: Any) -> None:

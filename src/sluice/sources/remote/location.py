@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,6 +19,17 @@ from sluice.records import AccessFacts, RequestRecord
 from sluice.sources.remote_names import is_url, without_credentials
 
 __all__ = ["Remote", "remote_location"]
+
+#: Types of settings, and what to write.
+_FORMS: dict[str, tuple[Any, str]] = {
+    "headers": (Mapping, "a dict of texts"),
+    "options": (Mapping, "a dict"),
+    "verify": ((bool, str), "True, False or the path of certificates as text"),
+    "cert": ((str, tuple), "a path, or two paths in a tuple, as texts"),
+    "connections": (int, "a number from 1 on"),
+    "timeout": ((int, float), "seconds"),
+    "on_request": (Callable, "a function"),
+}
 
 #: Fields that a repr may show: the others can hold credentials.
 _SHOWN = ("verify", "cert", "connections", "timeout", "cache", "cache_bytes")
@@ -82,8 +94,8 @@ class Remote:
         self._check_settings()
         if self.connections is not None and (isinstance(self.connections, bool) or self.connections < 1):
             raise ValueError(f"connections={self.connections!r}: write a number from 1 on")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r}: write seconds above 0")
+        if self.timeout is not None and not 0 < self.timeout < 2e6:  # sockets refuse more
+            raise ValueError(f"timeout={self.timeout!r}: write seconds above 0, below 2,000,000")
         self._check_cache()
 
     def __repr__(self) -> str:
@@ -110,10 +122,13 @@ class Remote:
         return access if self.connections is None else replace(access, parallel_requests=self.connections)
 
     def _check_settings(self) -> None:
-        for name in ("headers", "options"):
+        for name, (types, form) in _FORMS.items():
             given = getattr(self, name)
-            if given is not None and not isinstance(given, Mapping):
-                raise TypeError(f"{name} is {type_of(given)}; write a dict")
+            if not isinstance(given, types) and (given is not None or name == "verify"):
+                raise TypeError(f"{name} is {type_of(given)}; write {form}")
+        for name, texts in (("headers", chain(*(self.headers or {}).items())), ("cert", self.cert or ())):
+            if wrong := [type_of(each) for each in texts if not isinstance(each, str)]:  # may be passwords
+                raise TypeError(f"{name} has {wrong[0]}; write {_FORMS[name][1]}")
         used = [name for name in ("headers", "options", "timeout", "cert") if getattr(self, name) is not None]
         used += ["verify"] if self.verify is not True else []
         if self.store is not None and used:
