@@ -10,6 +10,7 @@ import gzip
 import io
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -296,3 +297,10 @@ def test_what_is_not_a_file_is_named_and_not_called_damaged(tmp_path: Path, monk
             sluice.open(path)
         assert sentence in str(caught.value)
         assert "damaged" not in str(caught.value)
+
+
+def test_a_long_list_takes_time_in_proportion() -> None:
+    started = time.process_time()
+    with pytest.raises(ValueError, match="names 'x39999' twice"):
+        find_place([f"x{number}" for number in (*range(40_000), 39_999)])
+    assert time.process_time() - started < 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
 
@@ -152,7 +153,7 @@ def _listed(where: Sequence[object]) -> Place:
     if not members:
         raise ValueError("source is an empty list; it holds the paths of the files of one checkpoint")
     titles = [member.title for member in members]
-    twice = next((title for position, title in enumerate(titles) if title in titles[:position]), None)
+    twice = next((title for title, count in Counter(titles).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"source is a list that names {twice!r} twice")
     if len(members) == 1:
