@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from sluice.sharing import building
 from sluice.sharing import store as stores
 from sluice.sharing.copies import CopyRequest
 from sluice.sharing.store import copies, drop, open_store
+from support.system_calls import failing
 
 _KIB = 1024
 _KEY = "0123456789abcdef" * 2
@@ -126,6 +128,14 @@ def test_what_is_not_a_copy_is_left_alone(store: Path, paths: list[Path]) -> Non
     with sluice.shared(paths[0]):
         assert drop(store, "notes")
     assert all(path.exists() for path in own)
+
+
+def test_a_lock_that_the_system_refuses_is_an_error_that_names_the_copy(
+    store: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "flock", failing(errno.ENOLCK))
+    with pytest.raises(sluice.SaveError, match=f"{store}/[0-9a-f]{{32}}.*cannot be locked: No locks available"):
+        sluice.shared(paths[0])
 
 
 def test_a_copy_that_cannot_be_locked_does_not_hide_or_stop_others(store: Path, paths: list[Path]) -> None:
