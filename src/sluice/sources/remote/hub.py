@@ -146,7 +146,7 @@ class _File(Struct):
 
 
 class _Information(Struct):
-    """What the hub says about a revision of a model, as far as it is used."""
+    """Answer of the hub about a revision of a model, as far as it is used."""
 
     sha: str | None = None
     siblings: list[_File] | None = None
