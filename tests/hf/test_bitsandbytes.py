@@ -99,6 +99,10 @@ def _not_json(state: dict[str, torch.Tensor]) -> None:
     state[_TEXT] = torch.zeros(90, dtype=torch.uint8)
 
 
+def _not_unicode(state: dict[str, torch.Tensor]) -> None:
+    state[_TEXT] = torch.tensor(list(b'{"dtype": "\xff"}'), dtype=torch.uint8)
+
+
 def _of_another_layer(state: dict[str, torch.Tensor]) -> None:
     state[f"{_KEY}.weight"] = state[f"{_KEY}.weight"][:-64].clone()
 
@@ -117,6 +121,7 @@ def _long(state: dict[str, torch.Tensor]) -> None:
         (_description(nested_blocksize=256, nested_offset=0.5), "does not fit its layer"),
         (_description(shape="x"), "is damaged"),
         (_not_json, "is damaged"),
+        (_not_unicode, "is damaged"),
         (_without_a_scale, "up_proj._weight_absmax"),
         (_of_another_layer, "up_proj.weight"),
         (_long, "up_proj._weight_quant_state"),

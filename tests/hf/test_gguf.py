@@ -101,6 +101,13 @@ def test_other_files_are_refused(transformers: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="restored by names") as caught:
         sluice.hf.gguf_rules(model, file)
     assert caught.value.found == "mamba"
+    for count, message in (number(4, "I", 1000), "fewer tensors"), (struct.pack("<I", 8) + text("9" * 5000), "number"):
+        known: dict[str | bytes, bytes] = {
+            "general.architecture": struct.pack("<I", 8) + text("llama"),
+            "llama.block_count": count,
+        }
+        with pytest.raises(FormatError, match=message):
+            sluice.hf.gguf_rules(model, write(tmp_path / "few.gguf", {"b": plain(torch.ones(2))}, known))
     torch.save({"b": torch.ones(2)}, tmp_path / "plain.pth")
     with pytest.raises(FormatError, match="not a GGUF file"):
         sluice.hf.gguf_rules(model, tmp_path / "plain.pth")

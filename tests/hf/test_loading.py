@@ -59,6 +59,8 @@ def test_the_class_can_be_given(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path)
     for given in (None, transformers.GPT2LMHeadModel, transformers.AutoModelForCausalLM):
         assert type(sluice.hf.from_pretrained(tmp_path, given)) is transformers.GPT2LMHeadModel
+    _edit_config(tmp_path, architectures=5)
+    sluice.hf.from_pretrained(tmp_path, transformers.AutoModelForCausalLM)
 
 
 def test_an_auto_class_without_one_for_the_model_is_refused(transformers: Any, tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_dtype_auto(transformers: Any, tmp_path: Path, edited: bool) -> None:
     assert_same(loaded, type(model).from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, "int8", "nonsense"])
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", "nonsense", torch.float8_e5m2])
 def test_other_dtypes_are_refused(transformers: Any, tmp_path: Path, dtype: Any) -> None:
     _saved(transformers, tmp_path)
     with pytest.raises(ValueError, match="floating-point dtype"):
@@ -101,6 +103,8 @@ def test_implementations_and_configurations_are_passed_on(transformers: Any, tmp
     assert loaded.config._attn_implementation == "eager"
     assert loaded.config.attn_pdrop == 0.5
     assert loaded.config is not config
+    with pytest.raises(TypeError, match="config is a dict"):
+        sluice.hf.from_pretrained(tmp_path, config={})
 
 
 def test_the_report_is_handed_over(transformers: Any, tmp_path: Path) -> None:
@@ -223,6 +227,8 @@ def test_code_of_the_directory_is_never_imported(transformers: Any, tmp_path: Pa
         ({"architectures": ["NoSuchModel"]}, "no model class with this name"),
         ({"architectures": []}, "not name exactly one architecture"),
         ({"architectures": ["GPT2Model", "GPT2LMHeadModel"]}, "not name exactly one architecture"),
+        ({"architectures": {"GPT2LMHeadModel": 1}}, "not name exactly one architecture"),
+        ({"architectures": [None]}, "not name exactly one architecture"),
         ({"n_layer": -1}, None),
         ({"n_head": 5}, None),
         ({"n_embd": "wide"}, None),
@@ -230,6 +236,7 @@ def test_code_of_the_directory_is_never_imported(transformers: Any, tmp_path: Pa
         ({"activation_function": "os.system"}, None),
         ({"dtype": "load"}, None),
         ({"dtype": "int8"}, None),
+        ({"dtype": "float8_e4m3fn"}, None),
         ({"attn_implementation": "someone/kernel"}, None),
     ],
 )
@@ -239,6 +246,15 @@ def test_configurations_that_make_no_sense(
     _saved(transformers, tmp_path)
     _edit_config(tmp_path, **values)
     with pytest.raises((sluice.UnsupportedError, sluice.MismatchError), match=message):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("settings", ["[]", '{"max_new_tokens": -1}', '{"watermarking_config": 5}'])
+def test_settings_for_generation_are_read_before_weights(transformers: Any, tmp_path: Path, settings: str) -> None:
+    _saved(transformers, tmp_path)
+    (tmp_path / "generation_config.json").write_text(settings, encoding="utf-8")
+    _edit_weights(tmp_path, lambda state: state.update(x=torch.ones(1)))  # would be unexpected
+    with pytest.raises(sluice.UnsupportedError, match=r"cannot read generation_config\.json"):
         sluice.hf.from_pretrained(tmp_path)
 
 

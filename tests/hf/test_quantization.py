@@ -63,8 +63,9 @@ def test_pickled_quantized_weights_are_loaded(transformers: Any, tmp_path: Path)
 
 def test_what_is_not_supported_is_refused(transformers: Any, tmp_path: Path) -> None:
     save_llama(transformers, tmp_path)
-    with pytest.raises(TypeError, match="write TorchAoConfig"):
-        sluice.hf.from_pretrained(tmp_path, quantization_config=_INT8)
+    for other in (_INT8, "int8"):
+        with pytest.raises(TypeError, match="write TorchAoConfig"):
+            sluice.hf.from_pretrained(tmp_path, quantization_config=other)
     with pytest.raises(sluice.UnsupportedError, match="expected torchao or bitsandbytes"):
         sluice.hf.from_pretrained(tmp_path, quantization_config=transformers.FPQuantConfig())
     untied = transformers.TorchAoConfig(_INT8, untie_embedding_weights=True)

@@ -134,6 +134,18 @@ def test_param_names_are_renamed_too(tmp_path: Path) -> None:
     assert any("param_names" in note for note in report.notes)
 
 
+def test_param_names_that_are_not_one_for_each_parameter_do_not_count(tmp_path: Path) -> None:
+    model, again = net(), net(seed=1)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["param_names"] = [5, *reversed(state["param_groups"][0]["param_names"])]
+    torch.save(state, tmp_path / "f.pt")
+    ours = torch.optim.AdamW(again.named_parameters())
+    sluice.load_optimizer(ours, tmp_path / "f.pt")
+    assert not differences(states_by_name(again, ours), states_by_name(model, optimizer))
+
+
 def test_numbers_have_nothing_to_rename(tmp_path: Path, run: Run) -> None:
     torch.save(run[1].state_dict(), tmp_path / "f.pt")
     with pytest.raises(MismatchError, match=re.escape("numbered, so rename= does not apply")):

@@ -212,6 +212,35 @@ def test_what_reset_parameters_leaves_out_or_fails_on_is_named_and_nothing_chang
     assert torch.equal(module.weight, torch.ones(3))
 
 
+class FromValues(Odd):
+    """Computes a tensor that the checkpoint lacks from one that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("live", torch.ones(3), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.forgotten.data = self.weight.data * 2
+
+
+class AsParameter(FromValues):
+    def reset_parameters(self) -> None:
+        self.forgotten = nn.Parameter(self.weight * 2)
+
+
+class AsBuffer(FromValues):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.forgotten)
+        self.get_buffer("live").data = self.weight.data * 2
+
+
+@pytest.mark.parametrize("build", [FromValues, AsParameter, AsBuffer])
+def test_reset_parameters_that_needs_values_of_the_checkpoint_is_refused(build: Callable[[], FromValues]) -> None:
+    module = empty(build)
+    assert "reset_parameters()" in problem(module, {"weight": torch.ones(3)}, strict=False)
+    assert torch.equal(module.get_buffer("live"), torch.ones(3))
+
+
 def test_reset_parameters_is_not_run_if_it_would_overwrite_live_tensors() -> None:
     module = empty(lambda: nn.Linear(2, 2))
     module.weight = nn.Parameter(torch.full((2, 2), 7.0))

@@ -243,6 +243,7 @@ def test_two_tensors_of_one_name(file: Path) -> None:
         ),
         (rules.scale("ids", 2), "int64 cannot be multiplied"),
         (rules.resize("ids", 20, fill=0.5), "int64 cannot hold 0.5"),
+        (rules.resize("ids", 20, fill=float("inf")), "int64 cannot hold inf"),
         (rules.cast("wte", "float4_e2m1fn_x2"), "no cast"),
         (rules.rename(re.compile("wte"), r"\3"), "does not fit"),
     ],
@@ -278,6 +279,7 @@ def test_a_gap_in_the_numbers_is_an_error(file: Path) -> None:
         lambda: rules.cast("a", "float12"),
         lambda: rules.reshape("a", (-1, -1)),
         lambda: rules.resize("a", -1),
+        lambda: rules.megatron("core", vocabulary=0),
         lambda: rules.concatenate((), "a"),
         lambda: rules.stack("a.#.#", "a"),
     ],
@@ -285,6 +287,27 @@ def test_a_gap_in_the_numbers_is_an_error(file: Path) -> None:
 def test_what_no_checkpoint_could_satisfy_is_refused_when_the_rule_is_made(make: Callable[[], rules.Rule]) -> None:
     with pytest.raises(ValueError, match=r"."):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rules.resize("a", 6.0),  # type: ignore[arg-type]
+        lambda: rules.reshape("a", (2.0, 4)),  # type: ignore[arg-type]
+        lambda: rules.split("a", ("b", "c"), sizes=(1.5, 2.5)),  # type: ignore[arg-type]
+        lambda: rules.permute("a", (1.0, 0)),  # type: ignore[arg-type]
+        lambda: rules.stack("a.#", "a", dim=0.0),  # type: ignore[arg-type]
+    ],
+)
+def test_sizes_and_dimensions_are_integers(make: Callable[[], rules.Rule]) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        make()
+
+
+def test_numbers_of_thousands_of_digits_do_not_match(tmp_path: Path) -> None:
+    path = save(tmp_path / "f.pth", {name % ("9" * 5000): torch.ones(2) for name in ("e.%s.w", "mp_rank_%s.w")})
+    for rule in (rules.stack("e.#.w", "e.w"), rules.megatron("core")):
+        assert "matches no tensor" in message(path, rule)
 
 
 def test_values_that_are_not_rules_or_patterns_are_a_type_error(file: Path) -> None:

@@ -38,7 +38,7 @@ Placement = Mapping[str, str]
 
 _WILDCARDS = re.compile(r"\*\*|\*|#")
 
-_MEANINGS = {"**": "(.*)", "*": "([^.]*)", "#": "([0-9]+)"}
+_MEANINGS = {"**": "(.*)", "*": "([^.]*)", "#": "([0-9]{1,18})"}
 
 
 class _Compiled(Struct, frozen=True, kw_only=True):

@@ -168,7 +168,7 @@ class _Description(Struct, frozen=True):
         """
         try:
             own = msgspec.json.decode(bytes(text.tolist()), type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError if it is not UTF-8
             problem = f"the description of a quantized weight is damaged: {error}"
             raise MismatchError(problem, file=file, tensor=name) from error
         state = quantized_form(weight).quant_state

@@ -44,6 +44,8 @@ def class_and_config(
         config = _read(
             library.transformers.AutoConfig if model_class is None or is_auto else model_class.config_class, path
         )
+    elif not isinstance(config, library.transformers.PreTrainedConfig):
+        raise TypeError(f"config is {type_of(config)}; write a configuration of transformers, such as GPT2Config(...)")
     config = copy.deepcopy(config)
     for setting, meaning in _REFUSED_SETTINGS.items():
         if getattr(config, setting, None):
@@ -117,15 +119,21 @@ def _no_configuration(path: str, name: str) -> CheckpointError | ReadError:
     return ReadError("not a local directory with a config.json", file=path, advice=advice)
 
 
+def _architectures(config: Any) -> list[str]:
+    """Return the names of model classes in a configuration, which may hold anything in their place."""
+    names = config.architectures
+    return [name for name in names if isinstance(name, str)] if isinstance(names, (list, tuple)) else []
+
+
 def _named_class(library: Any, config: Any, path: str) -> type:
     """Return the class of transformers that ``config.json`` names."""
-    names = config.architectures or []
+    names = _architectures(config)
     if len(names) != 1:
-        found = ", ".join(map(str, names)) or "none"
+        found = ", ".join(names) or "none"
         raise UnsupportedError(
             "config.json does not name exactly one architecture: pass model_class", file=path, found=found
         )
-    named: Any = getattr(library.transformers, names[0], None) if str(names[0]).isidentifier() else None
+    named: Any = getattr(library.transformers, names[0], None) if names[0].isidentifier() else None
     if not (isinstance(named, type) and issubclass(named, library.PreTrainedModel)):
         raise UnsupportedError("transformers has no model class with this name", file=path, found=names[0])
     return named
@@ -139,7 +147,7 @@ def _class_of_auto(library: Any, auto: Any, config: Any, path: str) -> type:
     except KeyError:
         mapped = ()
     choices = mapped if isinstance(mapped, (list, tuple)) else (mapped,)
-    named = [choice for choice in choices if choice.__name__ in (config.architectures or [])]
+    named = [choice for choice in choices if choice.__name__ in _architectures(config)]
     for choice in (*named, *choices):
         if issubclass(choice, library.PreTrainedModel):
             chosen: type = choice
@@ -156,12 +164,12 @@ def settle_dtype(config: Any, dtype: torch.dtype | str, entries: Mapping[str, En
         usable = (each for each in floating if each.is_floating_point and each.itemsize > 1)
         requested = next(usable, torch.float32)
     chosen = getattr(torch, requested, None) if isinstance(requested, str) else requested
-    if not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
+    if not (isinstance(chosen, torch.dtype) and chosen.is_floating_point and chosen.itemsize > 1):
+        expected = "a floating-point dtype of 2 bytes or more"
         if dtype == "auto":
-            raise UnsupportedError(
-                "the dtype in config.json is not a floating-point dtype", file=path, found=repr(requested)
-            )
-        raise ValueError(f"dtype must be 'auto' or a floating-point dtype, not {requested!r}")
+            problem = "a model cannot have the dtype in config.json"
+            raise UnsupportedError(problem, file=path, expected=expected, found=repr(requested))
+        raise ValueError(f"dtype must be 'auto' or {expected}, not {requested!r}")
     config.dtype = chosen
     for name in config.sub_configs:
         if (part := getattr(config, name)) is not None:
@@ -211,7 +219,7 @@ def find_quantizer(library: Any, config: Any, argument: Any, path: str, *, divid
     found = argument if argument is not None else getattr(config, "quantization_config", None)
     if not found:
         return Quantizer()
-    values = found if isinstance(found, dict) else vars(found)
+    values = found if isinstance(found, dict) else getattr(found, "__dict__", {})
     method = values.get("quant_method")
     if method is None and found is argument:
         raise TypeError(

@@ -63,7 +63,10 @@ def gguf_rules(model: Any, source: Any) -> list[Rule]:
             advice="Pass rules= of your own: the names and layouts of its tensors are those of llama.cpp.",
         )
     code = next(code for code, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    table = get_tensor_name_map(code, _number(metadata, f"{architecture}.block_count", path))
+    blocks = _number(metadata, f"{architecture}.block_count", path)
+    if blocks > len(names):  # the table takes 50 KiB for each
+        raise FormatError("the file has fewer tensors than blocks", file=path, found=str(blocks))
+    table = get_tensor_name_map(code, blocks)
     renamed = {}
     for name in model.state_dict():
         owner, dot, own = name.rpartition(".")
@@ -102,6 +105,6 @@ def _interleaved(pattern: str, heads: int, rest: tuple[int, ...]) -> Iterator[Ru
 def _number(metadata: Mapping[str, str], key: str, path: str) -> int:
     """Return a whole number of the metadata."""
     text = metadata.get(key, "nothing")
-    if not text.isdecimal():
-        raise FormatError(f"the metadata {key} is not a number", file=path, found=text)
+    if re.fullmatch(r"\d{1,18}", text) is None:
+        raise FormatError(f"the metadata {key} is not a number", file=path, found=text[:200])
     return int(text)

@@ -147,7 +147,7 @@ def from_pretrained(
         with ExitStack() as stack:
             checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
             chosen = settle_dtype(config, dtype, checkpoint.entries, path)
-            model = _build(library, model_class, config, chosen, quantizer)
+            model = _build(library, model_class, config, chosen, quantizer, path)
             checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
             _refuse_unsupported(checkpoint, path)
             names = MatchedWeights.of(library, model, checkpoint.entries, path)
@@ -165,7 +165,7 @@ def from_pretrained(
                 model=model, entries=names.entries, device=device, quantize=quantize, adapters=merged, options=options
             )
             loaded = load(request, nullcontext(checkpoint), progress=progress)
-        _finish(model, names, path)  # of a model that is assembled again
+        _finish(model, names)  # of a model that is assembled again
     quantizer.finish(model)
     if report is not None:
         report(_reported(loaded, names, notes, time.perf_counter() - started))
@@ -230,14 +230,14 @@ def stream(
             raise UnsupportedError("models with quantized weights are loaded, not streamed", file=files.name)
         checkpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
         chosen = settle_dtype(config, dtype, checkpoint.entries, files.folder)
-        model = _build(library, model_class, config, chosen, Quantizer())
+        model = _build(library, model_class, config, chosen, Quantizer(), files.folder)
         _refuse_unsupported(checkpoint, files.folder)
         names = MatchedWeights.of(library, model, checkpoint.entries, files.folder)
         apply_dtype_plan(model, chosen, names.entries)
         tie(model, names, checkpoint)
         check(model, names, strict=True, allow_empty=False)
         make_real(model, names.missing)
-        _finish(model, names, files.folder)
+        _finish(model, names)
         filling = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
         if train:
             model.requires_grad_(False)
@@ -283,11 +283,11 @@ def _reported(loaded: LoadReport, names: MatchedWeights, notes: Sequence[str], s
     )
 
 
-def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype, quantizer: Quantizer) -> Any:
+def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype, quantizer: Quantizer, path: str) -> Any:
     """Build the model without weights, ties or initial values.
 
     Raises:
-        UnsupportedError: Its constructor fails.
+        UnsupportedError: Its constructor fails, or its settings for generation are damaged.
     """
     with ExitStack() as stack:
         stack.enter_context(library.local_torch_dtype(dtype, model_class.__name__))
@@ -302,6 +302,14 @@ def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype, quan
             raise UnsupportedError(problem, file=config.name_or_path) from error
         library.patch_output_recorders(model)
         quantizer.prepare_model(model, dtype)
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+        local = {"force_download": False, "local_files_only": True, "subfolder": "", "trust_remote_code": False}
+        try:
+            model.adjust_generation_fn(None, False, None, path, **nothing, **local)
+        except Exception as error:  # as above
+            problem = f"transformers cannot read generation_config.json: {error}"
+            raise UnsupportedError(problem, file=path, advice="Correct or remove that file.") from error
     return model
 
 
@@ -316,7 +324,7 @@ def _no_initial_values(base: Any) -> Iterator[None]:
         base.init_weights = original
 
 
-def _finish(model: Any, names: MatchedWeights, path: str) -> None:
+def _finish(model: Any, names: MatchedWeights) -> None:
     """Do the library's work after the weights are loaded."""
     for parameter in model.parameters():  # also those frozen by a constructor: the library recreates them
         parameter.requires_grad_(parameter.is_floating_point())
@@ -327,7 +335,3 @@ def _finish(model: Any, names: MatchedWeights, path: str) -> None:
     model._weight_conversions = names.used
     model.eval()
     model.set_use_kernels(False, None)
-    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
-        nothing = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
-        local = {"force_download": False, "local_files_only": True, "subfolder": "", "trust_remote_code": False}
-        model.adjust_generation_fn(None, False, None, path, **nothing, **local)

@@ -217,10 +217,10 @@ def _by_number(saved: SavedState, outline: OptimizerOutline, names: ParameterNam
     options, notes = [], []
     for number, group in enumerate(saved.groups):
         own = outline.groups[number] if number < len(outline.groups) else ()
-        order = _order_by_names(own, group.get("param_names"), names)
-        if order is not None:
+        saved_names = as_list(group.get("param_names"))
+        order = _order_by_names(own, saved_names, names)
+        if order is not None and len(saved_names) == len(own) == len(ids[number]):
             ids[number] = [ids[number][position] for position in order]
-            saved_names = as_list(group["param_names"])
             group = {**group, "param_names": [saved_names[position] for position in order]}  # noqa: PLW2901
             notes.append(f"group {number} was matched by param_names: their order differs from the optimizer's")
         options.append(_options(group))
@@ -249,9 +249,11 @@ def _check_groups(ids: Sequence[Sequence[object]], outline: OptimizerOutline) ->
         raise _ProblemsError(*problems)
 
 
-def _order_by_names(own: Sequence[ParameterOutline], saved_names: object, names: ParameterNames) -> list[int] | None:
+def _order_by_names(
+    own: Sequence[ParameterOutline], saved_names: Sequence[object], names: ParameterNames
+) -> list[int] | None:
     """Return the position in the checkpoint of each parameter of a group; None unless names reorder the group."""
-    position = {names.own(name): i for i, name in enumerate(as_list(saved_names)) if isinstance(name, str)}
+    position = {names.own(name): i for i, name in enumerate(saved_names) if isinstance(name, str)}
     order = [position[name] for name in (_first(parameter, position) for parameter in own) if name is not None]
     if len(set(order)) != len(own) or len(position) != len(own) or order == sorted(order):
         return None

@@ -53,9 +53,11 @@ _KEEPS_STATISTICS = frozenset({"training", "use_input_stats"})
 class ConstructorCalls(TorchFunctionMode):
     """A context of one thread that lets constructors work with tensors without memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, empties: bool = True) -> None:
         super().__init__()
         self.emptied = EmptiedStorages()
+        #: Whether ``tensor.data = other`` may leave a tensor without the memory that it has.
+        self.empties = empties
 
     def __torch_function__(
         self, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,7 +121,7 @@ class ConstructorCalls(TorchFunctionMode):
         tensor, value = args
         if tensor.is_meta and not value.is_meta and is_plain(value):
             value = self.emptied.stand_in(value)
-        elif value.is_meta and not tensor.is_meta and swap_data(tensor, value.detach()):
+        elif self.empties and value.is_meta and not tensor.is_meta and swap_data(tensor, value.detach()):
             return None
         return func(tensor, value)
 
@@ -175,7 +177,7 @@ def refusal(func: _Function) -> EmptyInitError:
         name = f"{type(owner).__name__}." if isinstance(owner, nn.Module) else ""
         where = f"{name}{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
     called = getattr(func, "__name__", "a function")
-    return EmptyInitError(f"{where} needs the values of a parameter in {called}(), which has none under empty_init()")
+    return EmptyInitError(f"{where} needs the values of a parameter in {called}(), which is on the meta device")
 
 
 def _destination(

@@ -77,7 +77,7 @@ def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Ten
         for slot in memory:
             hold(state.owners[slot], state.tensors[slot])
     for slot, values in filled.items():
-        if values.numel() and _is_untouched(values):
+        if values.is_meta or (values.numel() and _is_untouched(values)):
             raise MismatchError(
                 "the checkpoint does not have it, and reset_parameters() does not fill it",
                 tensor=state.outline.slots[slot].names[0],
@@ -88,7 +88,7 @@ def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Ten
 
 def _run(reset: Callable[[], object], owner: str, dtypes: Iterable[torch.dtype]) -> None:
     try:
-        with ConstructorCalls():  # tensors of the module that are on meta take part
+        with ConstructorCalls(empties=False):  # tensors of the module that are on meta take part
             reset()
     except Exception as error:
         names = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))

@@ -31,6 +31,7 @@ last, once: ``(tensor * factor).to(dtype)``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 from sluice._dtypes import ITEM_BYTES, parse_dtype
@@ -103,7 +104,7 @@ def transpose(pattern: NamePattern, dim0: int = 0, dim1: int = 1, *, optional: b
     Example:
         >>> conv1d = transpose("h.*.mlp.c_fc.weight")
     """
-    return kinds.changing("transpose", pattern, kinds.transposed, dim0, dim1, optional=optional)
+    return kinds.changing("transpose", pattern, kinds.transposed, index(dim0), index(dim1), optional=optional)
 
 
 def permute(pattern: NamePattern, dims: Sequence[int], *, optional: bool = False) -> Rule:
@@ -112,7 +113,7 @@ def permute(pattern: NamePattern, dims: Sequence[int], *, optional: bool = False
     Example:
         >>> from_tensorflow = permute("conv.*.kernel", (3, 2, 0, 1))
     """
-    return kinds.changing("permute", pattern, kinds.permuted, tuple(dims), optional=optional)
+    return kinds.changing("permute", pattern, kinds.permuted, tuple(map(index, dims)), optional=optional)
 
 
 def reshape(pattern: NamePattern, shape: Sequence[int], *, optional: bool = False) -> Rule:
@@ -123,7 +124,7 @@ def reshape(pattern: NamePattern, shape: Sequence[int], *, optional: bool = Fals
     Example:
         >>> patches = reshape("patch_embed.weight", (768, 3, 16, 16))
     """
-    shape = tuple(shape)
+    shape = tuple(map(index, shape))
     if shape.count(-1) > 1 or any(size < -1 for size in shape):
         raise ValueError(f"shape {list(shape)} must hold sizes, and -1 at most once")
     return kinds.changing("reshape", pattern, kinds.reshaped, shape, optional=optional)
@@ -151,8 +152,8 @@ def split(
     """
     if isinstance(into, str):
         raise TypeError("into must be a sequence of names, one for each piece, not a str")
-    sizes = None if sizes is None else tuple(sizes)
-    return kinds.splitting(pattern, tuple(into), dim, sizes, optional=optional)
+    sizes = None if sizes is None else tuple(map(index, sizes))
+    return kinds.splitting(pattern, tuple(into), index(dim), sizes, optional=optional)
 
 
 def concatenate(
@@ -237,7 +238,7 @@ def resize(pattern: NamePattern, rows: int, *, fill: float = 0.0, dim: int = 0, 
     """
     if rows < 0:
         raise ValueError(f"a tensor cannot have {rows} rows")
-    return kinds.changing("resize", pattern, kinds.resized, rows, dim, fill, optional=optional)
+    return kinds.changing("resize", pattern, kinds.resized, index(rows), index(dim), fill, optional=optional)
 
 
 def megatron(layout: ranks.Layout, *, heads: int | None = None, vocabulary: int | None = None) -> Rule:
@@ -261,6 +262,8 @@ def megatron(layout: ranks.Layout, *, heads: int | None = None, vocabulary: int 
         raise ValueError(f"layout is {layout!r}; write 'core', 'gpt' or 'llama'")
     if layout != "core" and (heads is None or heads < 1):
         raise ValueError(f"layout {layout!r} needs heads=, the number of attention heads of the model")
+    if vocabulary is not None and vocabulary < 1:
+        raise ValueError(f"vocabulary is {vocabulary}; write the number of rows, or None to keep them all")
     return ranks.MegatronRule(pattern=ranks.PREFIX, layout=layout, heads=heads, vocabulary=vocabulary)
 
 
@@ -270,7 +273,7 @@ def _join(patterns: NamePattern | Sequence[NamePattern], into: str, dim: int, *,
         pattern=several[0] if several else "",
         patterns=several,
         into=into,
-        dim=dim,
+        dim=index(dim),
         new_dim=new_dim,
         optional=optional,
     )

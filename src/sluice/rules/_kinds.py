@@ -291,7 +291,7 @@ def _check_constant(value: float, dtype: str) -> None:
         lowest = highest = 0
     else:
         return
-    if int(value) != value or not lowest <= value <= min(highest, 2**63 - 1):
+    if not lowest <= value <= min(highest, 2**63 - 1) or int(value) != value:  # int() refuses infinity
         raise ValueError(f"{dtype} cannot hold {value}")
 
 

@@ -27,8 +27,9 @@ __all__ = ["PREFIX", "Layout", "MegatronRule"]
 Layout: TypeAlias = Literal["core", "gpt", "llama"]
 
 PREFIX = re.compile(
-    r"(?:mp_rank_(?P<tensor>\d+)(?:_(?P<stage>\d+))?(?P<expert>_\d+)?|tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+))"
-    r"\.(?:model(?P<chunk>\d+)\.)?(?:model\.|module\.)*(?P<name>.+)",
+    r"(?:mp_rank_(?P<tensor>\d{1,18})(?:_(?P<stage>\d{1,18}))?(?P<expert>_\d+)?"
+    r"|tp_rank_(?P<tp>\d{1,18})_pp_rank_(?P<pp>\d{1,18}))"
+    r"\.(?:model(?P<chunk>\d{1,18})\.)?(?:model\.|module\.)*(?P<name>.+)",
     re.ASCII | re.DOTALL,
 )
 
