@@ -93,6 +93,7 @@ def verify_checkpoint(
         contradictions = checkpoint.index.contradictions
         return VerifyReport(
             source=checkpoint.path,
+            files=checkpoint.files,
             format=checkpoint.format,
             key=part.key,
             state_dicts=tuple(likely_state_dicts(checkpoint.index.tree)),

@@ -143,6 +143,8 @@ class VerifyReport(Report):
 
     #: Path of the checkpoint.
     source: str
+    #: Paths of its files, which no manifest replaces.
+    files: tuple[str, ...] = field(default=(), repr=False)
     #: Name of its format; empty if it could not be indexed.
     format: str = ""
     #: Dotted path of the part whose tensors were named for hashes and the manifest; None for the whole checkpoint.
@@ -193,7 +195,7 @@ class VerifyReport(Report):
 
         Raises:
             ValueError: Tensors were not hashed.
-            SaveError: The checkpoint has problems, or the operating system failed.
+            SaveError: The checkpoint has problems, a file of it has the path, or the operating system failed.
         """
         from sluice.writing.durable.replacement import Replacement
         from sluice.writing.manifest import write_manifest
@@ -203,6 +205,9 @@ class VerifyReport(Report):
         if not self.ok:
             problem = "a manifest cannot be written for a checkpoint with problems"
             raise SaveError(problem, file=os.fsdecode(path), found=f"{len(self.problems)} problems")
+        real, own = os.path.realpath(path), map(os.path.realpath, (self.source, *self.files))
+        if real in own or (os.path.lexists(path) and real.endswith((".index.json", f"{os.sep}.metadata"))):
+            raise SaveError("the manifest would replace a file of a checkpoint", file=os.fsdecode(path))
         file = Replacement(path, overwrite=overwrite)
         write_manifest(Manifest(algorithm=self.algorithm, tensors=self.hashes), file)
 

@@ -110,6 +110,16 @@ def test_2_when_there_is_no_answer(checkpoint: Path, tmp_path: Path) -> None:
     assert run(checkpoint, "--write-manifest", tmp_path / "m.json", "--force").exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json"])
+def test_a_manifest_replaces_no_file_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    sluice.save({"a": torch.ones(300), "b": torch.ones(300)}, tmp_path / "c", max_shard_size=1500)
+    before = (tmp_path / "c" / name).read_bytes()
+    done = refused("verify", tmp_path / "c", "--write-manifest", tmp_path / "c" / name, "--force")
+    assert "would replace a file of a checkpoint" in done
+    assert (tmp_path / "c" / name).read_bytes() == before
+    printed("verify", tmp_path / "c", "--write-manifest", tmp_path / "c" / "m.json")
+
+
 diff = partial(run_command, "diff")
 
 
@@ -166,8 +176,14 @@ def test_diff_2_when_there_is_no_answer(paths: tuple[Path, Path], tmp_path: Path
     (tmp_path / "damaged.pt").write_bytes(paths[0].read_bytes()[:-30])
     assert diff(paths[0], tmp_path / "damaged.pt").exit_code == 2
     assert diff(paths[0], paths[1], "--rtol", "-1").exit_code == 2
+    assert "must not be negative: rtol=nan" in refused("diff", *paths, "--rtol", "nan")
     assert diff(paths[0]).exit_code == 2
     assert diff(*paths, "--key-a", "nothing").exit_code == 2
+
+
+def test_a_defect_is_no_answer(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sluice, "diff", {}.__getitem__)
+    assert "This is a defect of sluice" in refused("diff", *paths)
 
 
 def test_parts(paths: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from typing import Any, get_args
 import click
 
 import sluice
-from sluice._errors import SluiceError
 from sluice.cli.options import encoding_option, paths_argument, source_of
-from sluice.cli.output import Failure, output_options, progress_wanted, show_report
+from sluice.cli.output import Failure, failure_of, output_options, progress_wanted, show_report
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.formats.manifest import HashAlgorithm
 
@@ -25,11 +24,14 @@ _UNREADABLE = 2
 
 @contextmanager
 def _unreadable() -> Iterator[None]:
-    """Turn errors into failures without a result."""
+    """Turn errors into failures without a result, and refused arguments into a wrong command line."""
     try:
         yield
-    except (SluiceError, ImportError) as error:
-        raise Failure(str(error), _UNREADABLE) from error
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except Exception as error:
+        text = str(error) if isinstance(error, ImportError) else failure_of(error).message
+        raise Failure(text, _UNREADABLE) from error
 
 
 @click.command("verify")
