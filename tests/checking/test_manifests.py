@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ def model(tmp_path: Path) -> nn.Module:
 
 def test_what_was_saved_is_in_memory(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.checking.manifests.SAVE_STAGING_BYTES", 5_000)  # several pieces of each weight
-    report = sluice.verify(model=model, manifest=tmp_path / "m.json")
+    events: list[sluice.ProgressEvent] = []
+    report = sluice.verify(model=model, manifest=tmp_path / "m.json", progress=events.append)
     assert report.ok
+    assert events[0].done_bytes < events[-1].done_bytes == events[-1].total_bytes == report.nbytes
     assert (report.tensors, report.format) == (7, "live weights")
     with torch.no_grad():
         model.get_parameter("0.weight")[3, 7] += 1
@@ -54,6 +57,12 @@ def test_what_has_no_values_is_refused(tmp_path: Path, model: nn.Module) -> None
         sluice.verify(model=model)
     with pytest.raises(TypeError, match="needs a checkpoint"):
         sluice.verify()
+    options: list[dict[str, Any]] = [{"nan": True}, {"hashes": "sha256"}, {"encoding": "latin1"}]
+    for each in options:
+        with pytest.raises(TypeError, match="takes no source, hashes, nan or encoding"):
+            sluice.verify(model=model, manifest=tmp_path / "m.json", **each)
+    with pytest.raises(TypeError, match=r"model is a str, not a torch\.nn\.Module"):
+        sluice.verify(model="m.pth", manifest=tmp_path / "m.json")  # type: ignore[arg-type]
 
 
 def test_the_model_may_be_a_part_of_what_was_hashed(tmp_path: Path, model: nn.Module) -> None:

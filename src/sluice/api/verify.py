@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from sluice._arguments import check_load, path_argument
+from sluice._arguments import check_load, check_model, path_argument
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
@@ -67,7 +67,8 @@ def verify(
         MismatchError: ``key`` does not exist.
         ReadError: The file cannot be opened.
         SourceChangedError: The file changed during verification.
-        TypeError: There is neither a source nor a model with a manifest, or both a source and a model.
+        TypeError: There is neither a source nor a model with a manifest, or a model with a source, ``hashes``, ``nan``
+            or ``encoding``.
         ImportError: The hash needs a library that is not installed.
 
     Example:
@@ -77,9 +78,10 @@ def verify(
     """
     check_load(key=key, limits=limits, progress=progress)
     if model is not None:
-        if source is not None or manifest is None:
-            raise TypeError("verify(model=model, manifest=path) takes no source, and needs a manifest")
-        return verify_model(model, path_argument(manifest, "manifest"), key=key, limits=limits)
+        if source is not None or manifest is None or hashes is not None or nan or encoding != TEXT_ENCODING:
+            raise TypeError("verify(model=, manifest=) needs a manifest, and takes no source, hashes, nan or encoding")
+        check_model(model, source, "verify(model=, manifest=)")
+        return verify_model(model, path_argument(manifest, "manifest"), key=key, limits=limits, progress=progress)
     if source is None:
         raise TypeError("verify(source) needs a checkpoint, or model= and manifest=")
     return verify_checkpoint(

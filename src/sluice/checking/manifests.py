@@ -14,6 +14,7 @@ from sluice._dtypes import dtype_name
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import nearest_names
 from sluice._options import Limits
+from sluice._progress import Progress, byte_progress
 from sluice.entries.slicing import boxes
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, new_hash, read_manifest
 from sluice.records import Entry
@@ -83,7 +84,9 @@ def _mismatch(name: str, expected: TensorHash, entry: Entry | TensorHash) -> Ver
     return None
 
 
-def verify_model(model: nn.Module, manifest: str, *, key: str | None, limits: Limits | None) -> VerifyReport:
+def verify_model(
+    model: nn.Module, manifest: str, *, key: str | None, limits: Limits | None, progress: Progress
+) -> VerifyReport:
     """Hash the state dict of a model piece by piece, and compare it with a manifest, or with a part of it.
 
     Raises:
@@ -96,7 +99,15 @@ def verify_model(model: nn.Module, manifest: str, *, key: str | None, limits: Li
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     key = _key(whole, state.keys()) if key is None else key
     expected = _part(whole, key, manifest) if key else whole
-    found = {name: _hash(name, value.detach(), expected.algorithm) for name, value in state.items()}
+    nbytes = sum(value.numel() * value.element_size() for value in state.values())  # also of sparse ones, to be refused
+    found: dict[str, TensorHash] = {}
+    done = 0
+    with byte_progress(progress, type(model).__name__, nbytes) as report:
+        for name, value in state.items():
+            found[name] = _hash(name, value.detach(), expected.algorithm)
+            done += value.nbytes
+            if report:
+                report(done)
     problems = tuple(compare(expected, found, found, ties={}, unread=()))
     return VerifyReport(
         source=type(model).__name__,
@@ -106,7 +117,7 @@ def verify_model(model: nn.Module, manifest: str, *, key: str | None, limits: Li
         tensors=len(found),
         total=len(found),
         named=len(found),
-        nbytes=sum(value.nbytes for value in state.values()),
+        nbytes=nbytes,
         seconds=time.perf_counter() - started,
         algorithm=expected.algorithm,
         hashes=found,
