@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -167,9 +169,26 @@ def test_several_devices_need_a_model(file: str) -> None:
         sluice.plan(None, file, allow_empty=True)
     with pytest.raises(ValueError, match=r"need a model: strict=, place=, device=$"):
         sluice.plan(None, file, strict=False, place="map", device="auto")
+    with pytest.raises(ValueError, match=r"need a model: quantize=$"):
+        sluice.plan(None, file, quantize="bitsandbytes")
     with pytest.raises(ValueError, match=r"need a model: rename=; without one, write rules=\[sluice\.rules\.rename\("):
         sluice.plan(None, file, rename={})
     assert sluice.load_state_dict(file, device=None)["weight"].device.type == "cpu"
+
+
+def test_tracers_do_not_add_arguments(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_SHARED_DIR", str(tmp_path / "store"))
+
+    def look(frame: FrameType, *_: object) -> Any:
+        return look if frame.f_locals else None
+
+    former = sys.gettrace()
+    try:
+        sys.settrace(look)
+        assert sluice.plan(Net(), file, place="shared").fits
+        assert sluice.load_into(Net(), file, place="shared").tensors == 2
+    finally:
+        sys.settrace(former)
 
 
 #: The package, for calls that a type checker refuses.

@@ -229,6 +229,7 @@ def check_plan_without_model(
     allow_empty: object,
     ignore_mismatched: object,
     place: object,
+    quantize: object,
     device: object,
     **_others: object,
 ) -> None:
@@ -244,6 +245,7 @@ def check_plan_without_model(
         "allow_empty": bool(allow_empty),
         "ignore_mismatched": bool(ignore_mismatched),
         "place": place != "copy",
+        "quantize": quantize is not None,
         "device": several,
     }
     if wrong := [f"{name}=" for name, is_given in given.items() if is_given]:

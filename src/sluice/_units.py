@@ -14,7 +14,7 @@ _FACTORS = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
     **{f"{letter}{end}": 1024**power for power, letter in enumerate("KMGT", 1) for end in ("", "I", "IB")},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 #: Accepted sizes, for error texts.
 _FORMS = "2GiB or 2G (2 * 1024**3 bytes), 2GB (2 * 1000**3 bytes), 512MiB, or a number of bytes"

@@ -144,6 +144,14 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert torch.allclose(summed[f"model.layers.{layer}.q"], expected)
 
 
+@pytest.mark.parametrize("text", ["!!bool x", "a: !!int ''", "a: !!timestamp x"])
+def test_a_scalar_that_does_not_fit_its_tag(tmp_path: Path, text: str) -> None:
+    pytest.importorskip("yaml", reason="the extra 'merge' is not installed")
+    (tmp_path / "config.yml").write_text(text)
+    with pytest.raises(sluice.FormatError, match="is not YAML"):
+        sluice.merge(tmp_path / "config.yml", tmp_path / "out")
+
+
 def test_inputs_are_sources_of_any_kind(tmp_path: Path) -> None:
     pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
     a, b, c = written(tmp_path, states(3))

@@ -136,7 +136,7 @@ def load_into(
         loaded ... of ... tensors of the model from model.pth (torch-zip), ... on cpu
         ...
     """
-    arguments = locals()
+    arguments = dict(locals())  # a copy: a tracer adds later variables to the dict of locals()
     check_model(model, source, "load_into(model, source)")
     check_load(**arguments)
     if is_guarded(model):

@@ -180,7 +180,8 @@ def _read(path: str) -> tuple[Mapping[str, Any], str]:
         raise ImportError("a configuration in YAML needs PyYAML: pip install 'sluice[merge]'") from error
     try:
         found = yaml.safe_load(content)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    # PyYAML raises the others too, for scalars that do not fit their tags.
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
         raise FormatError(f"the configuration of the merge is not YAML: {error}", file=path) from error
     if not isinstance(found, dict):
         raise FormatError("the configuration of the merge is not a mapping", file=path)

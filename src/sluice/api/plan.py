@@ -121,7 +121,7 @@ def plan(
         would load ... of ... tensors of the model from model.pth (torch-zip), ... finished on cpu, ... to read
         ...
     """
-    arguments = locals()
+    arguments = dict(locals())  # a copy: a tracer adds later variables to the dict of locals()
     check_model(model, source, "plan(model, source)", optional=True)
     if model is None:
         check_plan_without_model(**arguments)

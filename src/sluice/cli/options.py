@@ -77,7 +77,7 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and keyword arguments in the JSON of ``--model-args``."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"not JSON: {error}", param_hint="--model-args") from error
     if isinstance(value, dict):
         return [], value

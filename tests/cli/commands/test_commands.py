@@ -64,6 +64,14 @@ def test_a_dry_run_prints_what_would_be_written(source: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
+def test_a_dry_run_ends_as_the_command_does(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_bytes(b"old")
+    manifest = ("new.pt", "--manifest", tmp_path / "m.json")
+    for command in (("convert", source, source), ("convert", source, *manifest), ("merge", source, source)):
+        assert "already exists; use --force" in refused(*command, "--dry-run", code=1)
+        printed(*command, "--dry-run", "--force")
+
+
 def test_existing_files_are_replaced_only_on_request(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +213,19 @@ def test_refused(inputs: list[Path], tmp_path: Path) -> None:
     assert merge(*inputs, tmp_path / "out.xyz").exit_code == 2
     assert merge(tmp_path / "c.yml", tmp_path / "out.pth", "--method", "ties").exit_code == 2
     assert "needs a base_model" in refused("merge", *inputs, tmp_path / "out.pth", "--method", "ties", code=1)
+
+
+def test_paths_with_signs_of_equality(inputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, path in enumerate(inputs):
+        Path(f"lr={number}").mkdir()
+        path.rename(f"lr={number}/m.pth")
+    for found in (["lr=0/m.pth", "lr=1/m.pth"], ["lr=0/m.pth=1", "lr=1/m.pth=1"]):
+        printed("merge", *found, "out.pth", "--force")
+        assert torch.load("out.pth")["w"][0, 0] == 0.5
+    Path("a=1").symlink_to("lr=1/m.pth")
+    printed("merge", "a=1", "lr=0/m.pth", "out.pth", "--force")
+    assert "none.pth: the file does not exist" in refused("merge", "lr=0/m.pth", "lr=1/none.pth", "new.pth", code=1)
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

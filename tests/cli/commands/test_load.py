@@ -127,6 +127,7 @@ def test_a_mesh_shows_ranks_and_hosts(linear: None) -> None:
         ("--ranks-per-host 2", "mesh"),
         ("--mesh dp", "expected NAME=RANKS"),
         ("--mesh dp=2,dp=3", "each name once"),
+        (f"--mesh dp={'9' * 5000}", "expected NAME=RANKS"),
         ("--model torch.nn:Flatten --mesh foo=2", "foo"),
     ],
 )

@@ -136,7 +136,7 @@ class _MeshSizes(click.ParamType[dict[str, int]]):
         sizes: dict[str, int] = {}
         for part in value.split(","):
             name, equals, size = part.strip().partition("=")
-            if not (name and equals and size.isdecimal()) or name in sizes:
+            if not (name and equals and size.isdecimal() and len(size) < 10) or name in sizes:
                 self.fail(f"expected NAME=RANKS,..., each name once, such as dp=8,tp=4; not {value!r}", param, ctx)
             sizes[name] = int(size)
         return sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -9,7 +10,7 @@ import click
 
 import sluice
 from sluice.cli.options import DTypeName, Size
-from sluice.cli.output import output_options, progress_wanted, show_report, wrong_options
+from sluice.cli.output import Failure, output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.merging.recipe import METHODS
 from sluice.writing.save_formats import CONVERT_FORMATS
@@ -77,6 +78,8 @@ def merge_command(
     with wrong_options():
         report: Any = sluice.merge(config, destination, **own, overwrite=force, dry_run=dry_run, progress=shown)
     show_report(report, as_json=as_json, quiet=quiet)
+    if dry_run and report.replaced and not force:
+        raise Failure(f"{report.replaced[0]}: the file already exists; use --force to replace it")
 
 
 def _config(inputs: tuple[str, ...]) -> Any:
@@ -92,12 +95,12 @@ def _config(inputs: tuple[str, ...]) -> Any:
 
 
 def _weighted(text: str) -> tuple[str, str]:
-    """Return a path and its weight; the parameters of a URL have signs of equality too."""
+    """Return a path and its weight; the parameters of a URL and names of directories have signs of equality too."""
     if "?" in text:
         found = _URL_WITH_WEIGHT.fullmatch(text)
         return (found[1], found[2]) if found else (text, "")
     path, equals, weight = text.rpartition("=")
-    return (path, weight) if equals else (text, "")
+    return (path, weight) if equals and "/" not in weight and not os.path.lexists(text) else (text, "")
 
 
 def _named(parameters: tuple[str, ...]) -> dict[str, float | bool]:
