@@ -173,6 +173,7 @@ def sliced(*slices: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_tensors_of_a_later_slice_are_not_lost(tmp_path: Path) -> None:
     one, other = states(2, layers=2)
+    one |= {f"model.layers.{'9' * 5000}.bias": torch.ones(5)}  # not a layer
     other |= {f"model.layers.{i}.bias": torch.ones(5) for i in range(2)}
     a, b = written(tmp_path, [one, other])
     config = sliced([{"model": a, "layer_range": [0, 1]}], [{"model": b, "layer_range": [1, 2]}])

@@ -234,7 +234,13 @@ class AsBuffer(FromValues):
         self.get_buffer("live").data = self.weight.data * 2
 
 
-@pytest.mark.parametrize("build", [FromValues, AsParameter, AsBuffer])
+class OtherBuffer(FromValues):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.forgotten)
+        self.live = self.weight.data * 2
+
+
+@pytest.mark.parametrize("build", [FromValues, AsParameter, AsBuffer, OtherBuffer])
 def test_reset_parameters_that_needs_values_of_the_checkpoint_is_refused(build: Callable[[], FromValues]) -> None:
     module = empty(build)
     assert "reset_parameters()" in problem(module, {"weight": torch.ones(3)}, strict=False)

@@ -33,7 +33,7 @@ from sluice.records.geometry import round_up
 
 __all__ = ["joined", "open_merge"]
 
-_LAYER = re.compile(r"(.*?)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(.*?)\.(\d{1,18})\.(.+)")
 
 
 #: The tensors of each input, by its path, with storages of the joined checkpoint.

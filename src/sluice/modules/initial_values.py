@@ -67,12 +67,18 @@ def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Ten
     }
     for place in places.values():
         _bytes_of(place).fill_(_UNTOUCHED)
+    live = {name: buffer for name, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
     try:
         for slot, place in places.items():
             hold(state.owners[slot], with_data(state.tensors[slot], place))
         _run(reset, type(module).__name__, own.values())
         first_owners = {slot: state.owners[slot][0] for slot in memory}
         filled = {slot: registered(owner)[owner.name].data for slot, owner in first_owners.items()}
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta and name in live:
+                module._buffers.update(live)  # noqa: SLF001  as they were registered
+                problem = f"reset_parameters() of {type(module).__name__} computes it from values of the checkpoint"
+                raise MismatchError(problem, tensor=name)
     finally:
         for slot in memory:
             hold(state.owners[slot], state.tensors[slot])
