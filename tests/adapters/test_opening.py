@@ -234,3 +234,9 @@ def test_a_checkpoint_is_not_an_adapter(base: Path, tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "other.pth")
     with pytest.raises(sluice.UnsupportedError, match="whole weights, and no adapter"):
         sluice.load_into(empty(), base, adapters=tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize("weight", [pytest.param(10**400, id="large"), float("nan"), "much"])
+def test_a_weight_is_a_finite_number(base: Path, adapter: Path, weight: Any) -> None:
+    with pytest.raises(ValueError, match="weight of an adapter is a finite number"):
+        sluice.load_into(empty(), base, adapters=sluice.Adapter(adapter, weight=weight))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def low_rank(rank: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 LOW_RANK = {"head.lora_A.weight": (2, 9)}
+#: Patterns as peft documents them; the last one matches.
+PATTERNS = {"^model.decoder.layers.0.encoder_attn.k_proj": 1, r".*\.layers\.(0|1)\..*(q|v)_proj": 2, "hea.": 7}
 HADAMARD = {f"proj_in.hada_{part}": (0,) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
 
 
@@ -71,7 +74,7 @@ def test_lora_is_added_to_every_kind_of_layer_in_float32(base: Path, tmp_path: P
         "tokens.lora_embedding_B": tokens[1],
         "proj_in.weight": torch.ones(9, 6),
     }
-    path = write_peft(tmp_path / "a", tensors, rank_pattern={"head": 4}, alpha_pattern={"hea.": 7}, use_rslora=True)
+    path = write_peft(tmp_path / "a", tensors, rank_pattern={"head": 4}, alpha_pattern=PATTERNS, use_rslora=True)
     want = {name: tensor.to(dtype) for name, tensor in torch.load(base).items()}
     scale, head_scale = 3 / math.sqrt(2), 7 / math.sqrt(4)
     want["block.conv.weight"] += torch.conv2d(conv[0].transpose(0, 1), conv[1]).transpose(0, 1) * scale
@@ -142,6 +145,9 @@ def test_files_of_image_models_have_alpha_for_each_layer(
         (LOW_RANK, {"layer_replication": [[0, 1]]}, "with layer_replication"),
         (LOW_RANK, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         (LOW_RANK, {"alpha_pattern": {"(a+)+": 1}}, "pattern"),
+        (LOW_RANK, {"alpha_pattern": {".*.*.*.*.*~": 1}}, "pattern"),
+        (LOW_RANK, {"alpha_pattern": {f".*.*.*{i}": 1 for i in range(99)}}, "pattern"),
+        (LOW_RANK, {"lora_alpha": 10**400}, r"adapter_config\.json: .* too large"),
         (LOW_RANK, {"r": "2"}, "not a positive number"),
         (LOW_RANK, {"rank_pattern": {"l": 0}}, r"adapter_config\.json: .* not a positive number"),
         (LOW_RANK, {"alpha_pattern": {"*l": 8}}, r"adapter_config\.json: .* damaged"),
@@ -177,6 +183,22 @@ def test_what_cannot_be_merged_is_refused_by_name_and_leaves_the_model(
 
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert not (tmp_path / "new.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+@pytest.mark.parametrize("form", ["complex64", "sparse_coo", "quantized"])
+def test_factors_are_dense_real_tensors(base: Path, tmp_path: Path, form: str) -> None:
+    a, b = low_rank(2, 5, 9)
+    of_form = {"complex64": a.cfloat, "sparse_coo": a.to_sparse, "quantized": partial(quantized, a)}[form]()
+    torch.save({"head.lora_A.weight": of_form, "head.lora_B.weight": b}, tmp_path / "a.pth")
+    model = Net()
+
+    with pytest.raises(sluice.UnsupportedError, match=f"tensor 'head.lora_A.weight': .* found .*{form}"):
+        sluice.load_into(model, base, adapters=tmp_path / "a.pth")
+
+
+def quantized(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
 
 
 def test_a_live_model_keeps_its_parameters_and_plans_what_it_does(base: Path, tmp_path: Path) -> None:

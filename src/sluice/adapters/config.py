@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -67,8 +68,8 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
     method: str = ""
     rank: int = 0
     alpha: float = 0.0
-    rank_pattern: Mapping[str, int] = {}
-    alpha_pattern: Mapping[str, float] = {}
+    rank_pattern: Mapping[re.Pattern[str], int] = {}
+    alpha_pattern: Mapping[re.Pattern[str], float] = {}
     rslora: bool = False
     replaced: tuple[str, ...] = ()
     fan_in_fan_out: bool = False
@@ -85,9 +86,9 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
         return own / math.sqrt(rank) if self.rslora else own / rank
 
 
-def _of_pattern(patterns: Mapping[str, _Number], path: str, default: _Number) -> _Number:
+def _of_pattern(patterns: Mapping[re.Pattern[str], _Number], path: str, default: _Number) -> _Number:
     """Return the value of the first pattern that matches a path, as ``get_pattern_key`` of peft finds it."""
-    found = (value for key, value in patterns.items() if re.match(_PATTERN.format(key), path))
+    found = (value for key, value in patterns.items() if key.match(path))
     return next(found, default)
 
 
@@ -100,8 +101,8 @@ def adapter_list(adapters: Adapters | None) -> tuple[Adapter, ...]:
     for each in found:
         if find_place(each.path).kind not in {"local", "remote"}:
             raise TypeError(f"adapters= takes paths, URLs and sluice.Adapter, not {type_of(each.path)}")
-        if not isinstance(each.weight, (int, float)) or not math.isfinite(each.weight):
-            raise ValueError(f"the weight of an adapter is a finite number, not {each.weight!r}")
+        if not isinstance(each.weight, (int, float)) or not abs(each.weight) <= sys.float_info.max:
+            raise ValueError(f"the weight of an adapter is a finite number, not {each.weight!r:.80}")
     return tuple(found)
 
 
@@ -143,16 +144,19 @@ def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:
     if method == "LORA" and initial not in _INITIAL:
         advice = f"It changes the base weights: save it with path_initial_model_for_weight_conversion=. {_ADVICE}"
         raise UnsupportedError(f"adapters with init_lora_weights={initial!r} are not merged", file=path, advice=advice)
-    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
-    for pattern in (*ranks, *alphas):
-        if re.search(r"[)\]][+*{]", pattern) or len(pattern) > 1000:  # matching could take for ever
+    cost = 0  # of matching, which could take for ever
+    for pattern in (*(values.get("rank_pattern") or ()), *(values.get("alpha_pattern") or ())):
+        slow = len(pattern) > 300 or re.search(r"[)\]][+*{]", pattern)
+        if slow or (cost := cost + 10 ** len(re.findall(r"[*+{(]|(?<!\()\?", pattern))) > 20_000:
             raise UnsupportedError(f"the pattern {pattern[:80]!r} is not supported", file=path, advice=_ADVICE)
-        re.compile(_PATTERN.format(pattern))
+    ranks, alphas = (
+        {re.compile(_PATTERN.format(pattern)): value for pattern, value in (values.get(name) or {}).items()}
+        for name in ("rank_pattern", "alpha_pattern")
+    )
     numbers: list[Any] = [values.get("r"), values.get("lora_alpha" if method == "LORA" else "alpha")]
     numbers += [*ranks.values(), *alphas.values()]
-    if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers) or (
-        min([numbers[0], *ranks.values()]) <= 0
-    ):
+    real = all(type(each) in {int, float} and math.isfinite(each) for each in numbers)
+    if not real or min([numbers[0], *ranks.values()]) <= 0:
         raise FormatError("r, alpha or a pattern of the adapter is not a positive number", file=path)
     return AdapterConfig(
         method=method,

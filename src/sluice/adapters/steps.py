@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from math import prod
 
 import torch
 from msgspec import Struct
 
-from sluice._dtypes import ITEM_BYTES
+from sluice._dtypes import why_no_cast
 from sluice._errors import FormatError, MismatchError, SourceChangedError, UnsupportedError
 from sluice._options import Limits
 from sluice._units import counted
@@ -81,23 +80,23 @@ class AdapterFile:
             self.files = checkpoint.index.files
             self.entries = {name: each for name, each in checkpoint.entries.items() if name.startswith(adapter.prefix)}
             alphas = [name for name in self.entries if name.endswith(".alpha")]
-            for name in alphas:
-                entry = self.entries[name]
-                if entry.numel != 1 or entry.dtype.startswith("complex") or entry.composite is not None:
-                    shown = f"{entry.dtype} {list(entry.shape)}"
-                    raise FormatError("alpha is not one real number", file=self.path, tensor=name, found=shown)
+            for name, entry in self.entries.items():
+                found = f"{entry.layout} {entry.dtype} {list(entry.shape)}"
+                if entry.composite is not None or why_no_cast(entry.dtype, "float64", requires_grad=False):
+                    raise UnsupportedError("the tensor is not dense and real", file=self.path, tensor=name, found=found)
+                if name.endswith(".alpha") and entry.numel != 1:
+                    raise FormatError("alpha is not one real number", file=self.path, tensor=name, found=found)
             with CheckpointReader(checkpoint) as reader:
-                found = reader.read([self.entries[name] for name in alphas]) if alphas else []
-            self.alphas = dict(zip(alphas, map(float, found), strict=True))
+                read = reader.read([self.entries[name] for name in alphas]) if alphas else []
+            self.alphas = dict(zip(alphas, map(float, read), strict=True))
         self.shapes = {name: tuple(entry.shape) for name, entry in self.entries.items()}
-        self.nbytes = sum(prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in self.entries.values())
+        self.nbytes = sum(entry.nbytes for entry in self.entries.values())
         self._tensors: dict[str, torch.Tensor] = {}
 
     def take(self, parts: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return tensors by part."""
         if not self._tensors:
-            opened = borrow(self.adapter.path, limits=self.limits)
-            with opened as checkpoint, CheckpointReader(checkpoint) as reader:
+            with borrow(self.adapter.path, limits=self.limits) as checkpoint, CheckpointReader(checkpoint) as reader:
                 if checkpoint.index.files != self.files:
                     raise SourceChangedError("the adapter changed since the load was planned", file=self.path)
                 self._tensors = dict(zip(self.entries, reader.read(list(self.entries.values())), strict=True))
