@@ -173,6 +173,14 @@ def test_saves_of_quantized_weights_that_are_refused(tmp_path: Path, torchao: An
         sluice.save(model, tmp_path / "q.safetensors", dtype="bf16")
     with pytest.raises(sluice.SaveError, match="name of a module"):
         sluice.save(model.down, tmp_path / "q.safetensors")
+    with pytest.raises(sluice.SaveError, match="name of a module"):
+        sluice.save({1: model.down.weight}, tmp_path / "q.safetensors")  # type: ignore[dict-item]
+    for state in (
+        {"a.b": model.down.weight, "a._b_qdata": torch.ones(1)},
+        {"a._b_qdata": torch.ones(1), "a.b": model.down.weight},
+    ):
+        with pytest.raises(sluice.SaveError, match=r"'a._b_qdata': quantized data would have the name"):
+            sluice.save(state, tmp_path / "q.safetensors")
     assert not list(tmp_path.iterdir())
 
 

@@ -18,6 +18,7 @@ from torch import nn
 import sluice
 from sluice._errors import BudgetError, ReadError
 from sluice.quantizing.inner_tensors import inner_bytes
+from sluice.quantizing.weights import quantizing_threads
 from support.hf_comparing import assert_same_tensor
 from support.quantized import CONFIGS, Scaled, scale_modules
 from support.sources import FaultySource
@@ -180,6 +181,20 @@ def test_a_tied_head_is_untied_as_quantizing_a_loaded_model_does(tmp_path: Path,
     assert isinstance(found.head.weight.data, Scaled)
     assert "'head.weight' is not tied any more: it is quantized" in str(report)
     assert report.tied == ()
+
+
+def test_two_loads_at_once_give_torch_its_threads_back(trained: tuple[Net, Path]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        first, second = quantizing_threads(1), quantizing_threads(1)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_tied_head_that_is_left_out_stays_tied(trained: tuple[Net, Path]) -> None:

@@ -219,12 +219,14 @@ def flattened(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
             tensors[name] = value
             metadata[name] = json.dumps({"_type": "Tensor"})
             continue
-        module, dot, weight = name.rpartition(".")
+        module, dot, weight = str(name).rpartition(".")
         if not dot:
             raise SaveError("the layout of torchao needs the name of a module before that of the weight", tensor=name)
         description = _description(value)
-        for inner in description["_tensor_data_names"]:
-            tensors[f"{module}._{weight}_{inner}"] = getattr(value, inner)
+        inner = {f"{module}._{weight}_{part}": getattr(value, part) for part in description["_tensor_data_names"]}
+        if taken := next((each for each in inner if each in state or each in tensors), None):
+            raise SaveError("quantized data would have the name of a different tensor", tensor=taken)
+        tensors |= inner
         metadata[name] = json.dumps(description)
     return tensors, {**metadata, _NAMES: json.dumps(list(state))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,10 @@ _TRANSIENT = 3
 _SEGMENTS_BYTES = 40 << 20
 
 _AFTER = "Load the model without quantize=, and quantize it afterwards."
+
+#: Numbers of threads that the current loads found; only that of the first is not the 1 of a load.
+_found: list[int] = []
+_lock = threading.Lock()
 
 #: Smallest inner tensor that gets a mapping of its own.
 _OWN_MAPPING_BYTES = 64 << 10
@@ -205,13 +210,16 @@ def quantizing_threads(cores: int) -> Iterator[Workers]:
     torch divides operations over a pool whose threads wait actively; next to threads that read, most calls would wait
     for one that does not run.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    with _lock:
+        _found.append(torch.get_num_threads())
+        torch.set_num_threads(1)
     try:
         with Workers(cores, "sluice-quantizer") as workers:
             yield workers
     finally:
-        torch.set_num_threads(threads)
+        with _lock:
+            torch.set_num_threads(_found[0])
+            _found.pop()
 
 
 def _empty(template: torch.Tensor, device: torch.device) -> torch.Tensor:
