@@ -160,6 +160,20 @@ def test_a_wrong_argument_is_refused_with_the_accepted_forms(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["overwrite", "dry_run"])
+def test_a_flag_of_a_conversion_is_true_or_false(file: str, tmp_path: Path, name: str) -> None:
+    flag: dict[str, Any] = {name: "no"}
+    with pytest.raises(TypeError, match=f"{name}= is a str, not True or False"):
+        sluice.convert(file, tmp_path / "a.pt", **flag)
+    with pytest.raises(TypeError, match=f"{name}= is a str, not True or False"):
+        sluice.merge([file], tmp_path / "a.pt", **flag)
+
+
+def test_an_empty_destination_is_not_the_current_directory(file: str) -> None:
+    with pytest.raises(ValueError, match="destination is empty"):
+        sluice.convert(file, "")
+
+
 def test_several_devices_need_a_model(file: str) -> None:
     with pytest.raises(ValueError, match="device='auto' needs a model"):
         sluice.load_state_dict(file, device="auto")

@@ -142,6 +142,8 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
     strict: object = True,
     allow_empty: object = False,
     ignore_mismatched: object = False,
+    overwrite: object = False,
+    dry_run: object = False,
     place: object = "copy",
     page_cache: object = "auto",
     share: object = "auto",
@@ -159,8 +161,8 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
         raise TypeError(f"key= is {type_of(key)}; write a text such as 'model_state_dict' or 'ema.model'")
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits= is {type_of(limits)}, not sluice.Limits; it bounds files, and memory= memory")
-    flags = (("strict", strict), ("allow_empty", allow_empty), ("ignore_mismatched", ignore_mismatched))
-    for name, value in flags:
+    flags = {"strict": strict, "allow_empty": allow_empty, "ignore_mismatched": ignore_mismatched}
+    for name, value in {**flags, "overwrite": overwrite, "dry_run": dry_run}.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}= is {type_of(value)}, not True or False")
     if allow_empty and strict:

@@ -138,6 +138,14 @@ def test_a_model_directory_is_replaced_and_nothing_stale_stays(
     assert (tmp_path / "m" / "link").is_symlink()
 
 
+@pytest.mark.parametrize("index", ['{"weight_map": {"a": "config.json", "b": "x\\u0000.safetensors"}}', "[" * 200_000])
+def test_a_damaged_index_of_an_old_model_costs_no_other_file(tmp_path: Path, index: str) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    sluice.save({"a": torch.ones(2)}, tmp_path, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
 class Mine:
     """A class that ``torch.load(weights_only=True)`` refuses."""
 
@@ -169,6 +177,24 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_made(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("name", ["f.safetensors", "f.pt", "directory", "dcp"])
+@pytest.mark.parametrize("nbytes", [0, 8])  # parameters: pytest would crash if it showed such a tensor
+def test_a_tensor_without_its_memory_is_refused(tmp_path: Path, name: str, nbytes: int) -> None:
+    state = {"a": torch.arange(1000.0), "b": torch.arange(1000.0)[10:10]}
+    for tensor in state.values():
+        tensor.untyped_storage().resize_(nbytes)
+    with pytest.raises(sluice.SaveError, match="its storage was freed or shrunk"):
+        sluice.save(state, tmp_path / name, format="dcp" if name == "dcp" else None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused(tmp_path: Path) -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(sluice.SaveError, match="tensor 'a': a nested tensor cannot be written"):
+        sluice.save({"a": tensor}, tmp_path / "f.safetensors")
+
+
 def test_two_dtypes_over_one_storage_are_refused(tmp_path: Path) -> None:
     base = torch.zeros(4)
     with pytest.raises(sluice.SaveError, match="different dtypes share one storage"):
@@ -182,6 +208,10 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
         sluice.save({}, tmp_path / "f", format="zip")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="so it only reads such files"):
         sluice.save({}, tmp_path / "f", format="per-parameter")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="path is empty"):
+        sluice.save({}, "")
+    with pytest.raises(TypeError, match="overwrite= is a str, not True or False"):
+        sluice.save({}, tmp_path / "f.pt", overwrite="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_shard_size applies to a directory"):
         sluice.save({}, tmp_path / "f.pt", format="torch", max_shard_size=1)
 

@@ -158,6 +158,28 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
         sluice.save({}, tmp_path / "f.pt", manifest=tmp_path / "m", manifest_hash="md5")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00004.safetensors"]
+)
+@pytest.mark.parametrize("old", [True, False])
+def test_a_manifest_replaces_no_file_of_a_model(tmp_path: Path, name: str, old: bool) -> None:
+    whole, shards = {}, {"max_shard_size": 500}
+    state, hf = {f"layer.{number}": torch.ones(100) for number in range(4)}, tmp_path / "hf"
+    sluice.save(state, hf, **(shards if old else whole))
+    before = {path.name: path.read_bytes() for path in hf.iterdir()}
+    with pytest.raises(ValueError, match="manifest and a file of the checkpoint have the same path"):
+        sluice.save(state, hf, manifest=hf / name, overwrite=True, **(whole if old else shards))
+    assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
+
+
+def test_a_manifest_does_not_replace_the_source_of_a_conversion(tmp_path: Path) -> None:
+    sluice.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="manifest and a file of the checkpoint have the same path"):
+        sluice.convert(tmp_path / "a.pt", tmp_path / "b.pt", manifest=tmp_path / "a.pt", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    assert set(torch.load(tmp_path / "a.pt")) == {"a"}
+
+
 def test_a_missing_library_is_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
     with pytest.raises(ImportError, match=r"pip install 'sluice\[hash\]'"):

@@ -108,6 +108,7 @@ def convert(
     started = time.perf_counter()
     place = save_destination(destination, "destination")
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
+    check_load(overwrite=overwrite, dry_run=dry_run)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
     if manifest is not None:
         new_hash(manifest_hash)  # a dry run needs its library too

@@ -107,7 +107,7 @@ def merge(
         >>> report = sluice.convert("model.pth", "half.pth", dtype=torch.bfloat16)
         >>> report = sluice.merge({"model.pth": 0.3, "half.pth": 0.7}, "average.safetensors")
     """
-    check_load(key=key, limits=limits, progress=progress)
+    check_load(key=key, limits=limits, progress=progress, overwrite=overwrite, dry_run=dry_run)
     sources: dict[str, CheckpointSource] = {}
     recipe = recipe_of(*_configuration(config, method, base, parameters, sources))
     opening = partial(open_merge, recipe, sources=sources, key=key, limits=limits, seed=seed)

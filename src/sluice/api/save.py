@@ -91,7 +91,7 @@ def save(
     """
     started = time.perf_counter()
     state = state_to_save(obj, path)
-    check_load(progress=progress)
+    check_load(progress=progress, overwrite=overwrite)
     destination = save_destination(path)
     chosen = choose_format(Path(destination.name), format, max_shard_size, SAVE_FORMATS)
     check_save(metadata, chosen)
@@ -132,12 +132,14 @@ def save_destination(path: str | os.PathLike[str] | Remote, name: str = "path") 
 
     Raises:
         UnsupportedError: It is an address that is not that of an object store, or obstore is not installed.
-        TypeError: It is neither a path nor a ``Remote``.
+        TypeError, ValueError: It is neither a path nor a ``Remote``, or it is empty.
     """
     if isinstance(path, Remote) or (isinstance(path, str) and "://" in path):
         upload = upload_to(path)
         if upload is not None:
             return upload
+    if path == "":
+        raise ValueError(f"{name} is empty; write '.' for the current directory")
     return Path(refuse_url(path_argument(path, name), advice=UPLOAD_ADVICE))
 
 

@@ -66,10 +66,9 @@ class SaveJob(Struct, frozen=True, kw_only=True):
 
     def existing(self) -> tuple[str, ...]:
         """Return the path of the file at the destination if it exists."""
-        found = (
-            self.destination.exists("") if isinstance(self.destination, Upload) else os.path.lexists(self.destination)
-        )
-        return (str(self.destination),) if found else ()
+        place = self.destination
+        found = place.exists("") if isinstance(place, Upload) else os.path.lexists(place)
+        return (str(place),) if found else ()
 
     def header(self) -> Mapping[str, str]:
         """Return the text for a safetensors header.

@@ -119,10 +119,12 @@ def write_model(
         return {str(destination): layout.nbytes}, replaced
     planned = plan_model_directory(destination, model)
     names = list(planned.sizes)
+    old = tuple(_inside(destination, name) for name in planned.old)
+    if job.manifest:
+        job.manifest.refuse([*old, *(_inside(destination, name) for name in names)])
     if not job.dry_run:
         names = write_model_directory(destination, model, planned, overwrite=job.overwrite, write=write)
     paths = [_inside(destination, name) for name in names]
-    old = tuple(_inside(destination, name) for name in planned.old)
     return dict(zip(paths, planned.sizes.values(), strict=True)), old
 
 

@@ -15,6 +15,7 @@ from sluice._dtypes import ITEM_BYTES, dtype_name, is_castable, why_no_cast
 from sluice._errors import SaveError
 from sluice._options import Limits
 from sluice.entries.tree import component
+from sluice.records.geometry import span_elements
 from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
@@ -165,13 +166,22 @@ def refuse_unsupported(tensor: torch.Tensor, name: str = "") -> None:
         problem = f"tensors of class {type(tensor).__qualname__} cannot be saved"
         if type(tensor).__module__.startswith("torchao."):
             advice = "Save weights that torchao quantized as .safetensors or as a Hugging Face directory."
+    elif tensor.is_nested:
+        problem, advice = "a nested tensor cannot be written", "Save what its unbind() returns."
     elif tensor.layout != torch.strided or tensor.is_quantized:
         problem = f"a {tensor.dtype if tensor.is_quantized else tensor.layout} tensor cannot be written"
         advice = "Save sparse and quantized tensors with torch.save; sluice reads them."
     elif tensor.is_meta:
         problem = "tensors on the meta device have no values to save"
+    elif _end(tensor) * tensor.itemsize > tensor.untyped_storage().nbytes():  # after it is memory of others
+        problem = "its storage was freed or shrunk"
+        advice = "FSDP frees weights between their uses: save the state dict that it gathers."
     if problem:
         raise SaveError(problem, tensor=name or None, advice=advice)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) + span_elements(tuple(tensor.shape), tensor.stride())
 
 
 def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:
@@ -197,9 +207,7 @@ def _collect_spans(tensors: Iterable[torch.Tensor], dtype: str | None) -> dict[H
     """
     spans: dict[Hashable, _StorageSpan] = {}
     for tensor in tensors:
-        start = int(tensor.storage_offset())
-        steps = (max(size - 1, 0) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        end = start + 1 + sum(steps) if tensor.numel() else start
+        start, end = int(tensor.storage_offset()), _end(tensor)
         key = _storage_key(tensor)
         span = spans.get(key)
         if span is None:

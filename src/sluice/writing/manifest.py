@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from sluice._errors import SaveError
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, new_hash
@@ -52,6 +52,11 @@ class ManifestWriter:
         self._outlines: dict[str, TensorOutline] = {}
         self._hashes: dict[str, str] = {}
         self._names: defaultdict[Hashable, list[str]] = defaultdict(list)
+
+    def refuse(self, files: Iterable[str]) -> None:
+        """Raise ``ValueError`` if the manifest would replace one of these files."""
+        if os.path.realpath(self._file.path) in map(os.path.realpath, files):
+            raise ValueError(f"the manifest and a file of the checkpoint have the same path: {self._file.path}")
 
     def expect(self, name: str, outline: TensorOutline, stored: Hashable = None) -> None:
         """Announce a tensor whose bytes will be written.
@@ -103,11 +108,7 @@ class ManifestWriter:
 
 
 def manifest_writer(
-    path: str | os.PathLike[str] | None,
-    algorithm: HashAlgorithm,
-    destination: str | os.PathLike[str],
-    *,
-    overwrite: bool,
+    path: str | None, algorithm: HashAlgorithm, destination: str, *, overwrite: bool
 ) -> ManifestWriter | None:
     """Return the manifest of a save to ``destination``; None if ``path`` is None.
 

@@ -234,10 +234,10 @@ def _model_files(directory: Path | Upload) -> list[str]:
 
 def _shards_of(directory: Path | Upload, index: str) -> set[str]:
     """Return the shards that an index names; none if it is damaged."""
-    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         content = directory.read(index) if isinstance(directory, Upload) else (directory / index).read_bytes()
         shards = set(json.loads(content)["weight_map"].values())
-        return {name for name in shards if os.path.basename(name) == name}
+        return {name for name in shards if re.fullmatch(r"[^/\\]+\.safetensors", name) and name.isprintable()}
     return set()
 
 

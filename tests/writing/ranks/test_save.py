@@ -119,6 +119,11 @@ def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sluice.SaveError, match="can only hold a state dict"):
         sluice.save(torch.ones(2), tmp_path / "a", format="dcp")  # type: ignore[arg-type]
+    circle: dict[str, object] = {}
+    circle["again"] = circle
+    for state, problem in ((circle, "recursion"), ({"\ud800": 1}, "surrogates")):
+        with pytest.raises(sluice.SaveError, match=f"no distinct flat names in UTF-8; found .*{problem}"):
+            sluice.save(state, tmp_path / "a", format="dcp")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -161,13 +161,15 @@ def flatten(state: object) -> tuple[dict[str, object], dict[str, _Path]]:
     Dicts are always flattened, lists only if they contain tensors or dicts.
 
     Raises:
-        SaveError: It is not a mapping, or two values have one name.
+        SaveError: It is not a mapping, or values have no distinct names.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # torch's own planner calls it
 
     if not isinstance(state, Mapping):
         raise SaveError("this format can only hold a state dict", found=type(state).__name__)
     try:
-        return flatten_state_dict(dict(state))
-    except ValueError as error:
-        raise SaveError("two values have the same flat name", found=str(error)) from error
+        flat, paths = flatten_state_dict(dict(state))
+        "".join(flat).encode()
+    except (ValueError, RecursionError) as error:  # also of an object that contains itself
+        raise SaveError("the values have no distinct flat names in UTF-8", found=str(error)[:200]) from error
+    return flat, paths
