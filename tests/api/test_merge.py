@@ -167,6 +167,17 @@ def test_inputs_are_sources_of_any_kind(tmp_path: Path) -> None:
         assert same(torch.load(tmp_path / f"{name}.pth"), safetensors.torch.load_file(tmp_path / f"{name}.safetensors"))
 
 
+def test_parts_of_one_file_are_different_inputs(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.zeros(1, 2)}, "ema": {"weight": torch.full((1, 2), 6.0)}}, tmp_path / "a.pth")
+    merged = nn.Linear(2, 1, bias=False)
+    with sluice.open(tmp_path / "a.pth", key="model") as one, sluice.open(tmp_path / "a.pth", key="ema") as other:
+        for inputs, base in (([one, other], None), ([other], one)):
+            sluice.merge(inputs, merged, base=base)
+            assert torch.equal(merged.weight, torch.full((1, 2), 3.0))
+        with pytest.raises(sluice.FormatError, match="twice an input"):
+            sluice.merge([one, one], merged)
+
+
 def sliced(*slices: list[dict[str, Any]]) -> dict[str, Any]:
     return {"merge_method": "linear", "slices": [{"sources": sources} for sources in slices]}
 
@@ -195,9 +206,12 @@ def test_dtypes(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "same.pth")["w"].dtype == torch.float8_e4m3fn
 
 
-def test_sparse_tensors_are_refused_by_name(tmp_path: Path) -> None:
-    torch.save({"v": torch.ones(3), "w": torch.eye(3).to_sparse()}, tmp_path / "a.pth")
-    with pytest.raises(sluice.UnsupportedError, match="is not merged") as caught:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("nested", [False, True])
+def test_sparse_and_nested_tensors_are_refused_by_name(tmp_path: Path, nested: bool) -> None:
+    refused = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) if nested else torch.eye(3).to_sparse()
+    torch.save({"v": torch.ones(3), "w": refused}, tmp_path / "a.pth")
+    with pytest.raises(sluice.UnsupportedError, match="a nested tensor" if nested else "is not merged") as caught:
         sluice.merge([tmp_path / "a.pth"], tmp_path / "out.pth")
     assert (caught.value.file, caught.value.tensor) == (str(tmp_path / "a.pth"), "w")
 
@@ -217,6 +231,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     a, b = written(tmp_path, found)
     out = tmp_path / "out.pth"
     torch.save(torch.zeros(1 << 18), tmp_path / "large.pth")
+    flat = str(tmp_path / "flat.pth")
+    torch.save({"w": torch.ones(2)}, flat)
+    shared: list[Any] = []  # as aliases of YAML make it: its whole text would be long
+    for _ in range(20):
+        shared = [shared, shared]
     refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ({a: 1, b: 1}, {"method": "sce"}, sluice.UnsupportedError, "is not one of linear"),
         ({a: 1, b: 1}, {"method": "ties"}, sluice.FormatError, "needs a base_model"),
@@ -244,6 +263,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (sliced([{"model": a, "layer_range": [4, 2]}]), {}, sluice.FormatError, "layer_range is empty"),
         ({"merge_method": "swa", "models": [{"model": a}], "dtype": "foo"}, {}, sluice.FormatError, "'foo'"),
         ({"merge_method": "swa", "models": [{"model": a}], "out_dtype": "int8"}, {}, sluice.FormatError, "'int8'"),
+        (sliced([{"model": a, "layer_range": [0, 10**6]}]), {}, sluice.LimitError, "exceeds the limit 'entries'"),
+        (sliced([{"model": flat, "layer_range": [0, 2]}]), {}, sluice.MismatchError, "have no layers"),
+        (
+            {a: 1},
+            {"parameters": {"densty": 0.1}},
+            sluice.FormatError,
+            r"'densty'; expected .*weight\. Correct",
+        ),
+        ({a: 1}, {"parameters": {"normalize": "false"}}, sluice.FormatError, "not true or false"),
+        ({a: shared, b: 1}, {}, sluice.FormatError, r"found \[\[.*\[\.\.\.\].*Correct the configuration"),
         *(
             ({a: weight, b: 1}, {}, sluice.FormatError, "neither a number nor a list")
             for weight in ([0, "x"], [0, None], [{"filter": "q", "value": 1}, 0.5], {"filter": 3, "value": 1})

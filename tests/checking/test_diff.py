@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 import sluice
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice.api import diff
 from sluice.checking.comparison import Comparison
+from sluice.checkpoint.open_checkpoint import borrow
 from support import distributed, fresh_process
 from support.directories import write_parameters
 from support.dtypes import TORCH_DTYPES, needs_float4
@@ -282,6 +285,17 @@ def test_errors(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "b.pt")
     with pytest.raises(sluice.LimitError, match="repeats its stored elements too often"):
         sluice.diff(tmp_path / "b.pt", tmp_path / "b.pt")
+
+
+def test_seconds_begin_with_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(plain_tensors(), tmp_path / "a.pt")
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return borrow(*args, **options)
+
+    monkeypatch.setattr(diff, "borrow", slow)
+    assert sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt").seconds > 0.2
 
 
 def test_progress_ends_at_the_whole(tmp_path: Path) -> None:

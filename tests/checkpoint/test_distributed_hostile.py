@@ -275,7 +275,6 @@ def boxes(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Raw]:
 @pytest.mark.parametrize(
     ("tensor", "kind", "problem"),
     [
-        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)))), FormatError, "leave a gap"),
         (tensor_metadata((2, 3), boxes(((0, 0), (2, 3)), ((0, 0), (2, 3)))), FormatError, "overlap"),
         (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)), ((0, 0), (1, 3)))), FormatError, "overlap"),
         (tensor_metadata((2, 3), boxes(((0, 1), (2, 2)))), FormatError, "leave a gap"),
@@ -299,6 +298,11 @@ def test_chunks_that_do_not_make_a_tensor(
 ) -> None:
     error = refusal(one(tmp_path, tensor=tensor), kind, problem)
     assert error.file == str(tmp_path / ".metadata")
+
+
+def test_a_gap_between_chunks_is_named(tmp_path: Path) -> None:
+    error = refusal(one(tmp_path, tensor=tensor_metadata((2, 3), boxes(((0, 0), (1, 3))))), FormatError, "leave a gap")
+    assert (error.file, error.tensor, error.found) == (str(tmp_path / ".metadata"), "w", "element [1, 0] in 0")
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sluice
-from sluice.merging import deltas
+from sluice.merging import deltas, patches
 from sluice.reading.reader import CheckpointReader
 
 packs = pytest.mark.skipif(find_spec("zstandard") is None, reason="packed deltas need sluice[delta]")
@@ -251,6 +252,58 @@ def test_two_tensors_are_held_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert held == [0, 1] * 3
 
 
+class LongestPositions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most int64 numbers that an operation returned in the block."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.int64:
+            self.most = max(self.most, found.numel())
+        return found
+
+
+def test_changed_elements_are_found_and_applied_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_BLOCK", 64)
+    monkeypatch.setattr(deltas, "_POSITIONS", 64)
+    old, new = torch.zeros(1000, dtype=torch.bfloat16), (torch.arange(1000) % 3).to(torch.bfloat16)
+    for name, tensor in (("a", old), ("b", new)):
+        save_file({"w": tensor}, tmp_path / f"{name}.safetensors")
+    with LongestPositions() as longest:  # type: ignore[no-untyped-call]
+        sluice.diff(
+            tmp_path / "a.safetensors", tmp_path / "b.safetensors", patch=tmp_path / "p.safetensors", sparse=True
+        )
+        delta = load_file(tmp_path / "p.safetensors")
+        step = deltas.DeltaStep(path="delta", encoding="sparse", inputs=())
+        step.apply(old, [delta["w.indices"], delta["w.values"]], "w")
+    assert torch.equal(old, new)
+    assert longest.most == 64
+
+
+def test_sparse_deltas_without_numbers_are_chained(tmp_path: Path) -> None:
+    name = "x.values"  # as the tensors of a delta end
+    paths = [tmp_path / f"{letter}.safetensors" for letter in "abc"]
+    for number, path in enumerate(paths):
+        save_file({name: torch.full((4,), float(number))}, path)
+    sluice.diff(paths[0], paths[1], patch=tmp_path / "one.safetensors", sparse=True)
+    sluice.diff(paths[1], paths[2], patch=tmp_path / "two.safetensors", sparse=True)
+    patched = sluice.Patched(paths[0], tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+    assert sluice.load_state_dict(patched)[name].tolist() == [2.0] * 4
+
+
+def test_a_link_to_an_index_outside_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(5)}, tmp_path / "a.safetensors")
+    index = {"metadata": {"delta_encoding": "xor"}, "weight_map": {}}
+    (tmp_path / "outside.json").write_text(json.dumps(index))
+    (tmp_path / "weight_v000001").mkdir()
+    (tmp_path / "weight_v000001" / deltas.INDEX_FILE).symlink_to(tmp_path / "outside.json")
+    patched = sluice.Patched(tmp_path / "a.safetensors", tmp_path / "weight_v000001")
+    sluice.open(patched).close()
+    with pytest.raises(sluice.PathEscapeError, match="outside"):
+        sluice.open(patched, limits=sluice.Limits(symlinks_outside=False))
+
+
 def test_file_objects_are_opened_once(tmp_path: Path) -> None:
     files = [io.BytesIO(), io.BytesIO()]
     for number, file in enumerate(files):
@@ -275,9 +328,14 @@ def test_an_existing_patch_is_refused_before_anything_is_read(tmp_path: Path, mo
         (lambda d: d | {"w.values": d["w.values"].double()}, "float64"),
         (lambda d: d | {"w.values": d["w.values"][:1]}, "as many"),
         (lambda d: {"w.values": d["w.values"]}, "its indices"),
+        (lambda d: d | {"w": torch.ones(1)}, "its indices"),
     ],
 )
-def test_damaged_indices_are_refused(tmp_path: Path, change: Callable[[State], State], message: str) -> None:
+@pytest.mark.parametrize("block", [1, 1 << 20])
+def test_damaged_indices_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[State], State], message: str, block: int
+) -> None:
+    monkeypatch.setattr(deltas, "_POSITIONS", block)
     save_file({"w": torch.zeros(8)}, tmp_path / "a.safetensors")
     delta = {"w.indices": torch.tensor([2, 5], dtype=torch.int32), "w.values": torch.ones(2)}
     save_file(change(delta), tmp_path / "step_1.safetensors", metadata={"sparse": "True", "model_version": "1"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from sluice._arguments import check_load, check_tolerances, path_argument
 from sluice._options import TEXT_ENCODING, Limits
@@ -84,6 +85,7 @@ def diff(
         >>> [(tensor.name, tensor.kinds, tensor.max_abs) for tensor in report.differences]
         []
     """
+    started = time.perf_counter()
     check_tolerances(rtol=rtol, atol=atol)
     check_load(key=key, limits=limits, progress=progress)
     check_load(key=other_key)
@@ -99,4 +101,4 @@ def diff(
             left, right = parts
             base = find_place(a.deltas[-1]).title if isinstance(a, Patched) and a.deltas else ours.path
             write_patch(left.checkpoint, right.checkpoint, path, sparse=sparse, versions=(base, theirs.path))
-        return compare_parts(ours, theirs, parts, rtol=rtol, atol=atol, progress=progress)
+        return compare_parts(ours, theirs, parts, rtol=rtol, atol=atol, progress=progress, started=started)

@@ -23,7 +23,7 @@ from sluice.api.save import save_destination
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.converting.convert import check_destination
 from sluice.merging.opening import open_merge
-from sluice.merging.recipe import recipe_of
+from sluice.merging.recipe import METHODS, config_error, recipe_of
 from sluice.reports.load import LoadReport
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import find_place
@@ -110,6 +110,9 @@ def merge(
     check_load(key=key, limits=limits, progress=progress, overwrite=overwrite, dry_run=dry_run)
     sources: dict[str, CheckpointSource] = {}
     recipe = recipe_of(*_configuration(config, method, base, parameters, sources))
+    known = [*METHODS[recipe.method].shared, *METHODS[recipe.method].each]
+    for name in set(parameters or ()).difference(known):  # configurations of mergekit may have others
+        raise config_error(f"{recipe.method!r} has no parameter {name!r}", expected=", ".join(known) or "none")
     opening = partial(open_merge, recipe, sources=sources, key=key, limits=limits, seed=seed)
     title = f"the merge of {len(recipe.models)} checkpoints"
     wanted = dtype_argument(dtype, auto_is_none=True)
@@ -150,6 +153,8 @@ def _configuration(
 
     def named(source: Any) -> str:
         name: str = os.fspath(source) if isinstance(source, (str, os.PathLike)) else repr(source)
+        if isinstance(source, OpenCheckpoint):
+            name += f" at {id(source):#x}"  # two may be parts of one file
         sources[name] = source
         return name
 
@@ -182,7 +187,7 @@ def _read(path: str) -> tuple[Mapping[str, Any], str]:
         found = yaml.safe_load(content)
     # PyYAML raises the others too, for scalars that do not fit their tags.
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
-        raise FormatError(f"the configuration of the merge is not YAML: {error}", file=path) from error
+        raise config_error(f"the configuration of the merge is not YAML: {error}", file=path) from error
     if not isinstance(found, dict):
-        raise FormatError("the configuration of the merge is not a mapping", file=path)
+        raise config_error("the configuration of the merge is not a mapping", file=path)
     return found, path

@@ -36,9 +36,9 @@ def compare_parts(
     rtol: float,
     atol: float,
     progress: Progress,
+    started: float,
 ) -> DiffReport:
-    """Compare parts of two checkpoints; ``sluice.diff`` documents arguments and errors."""
-    started = time.perf_counter()
+    """Compare parts of two checkpoints in a call that started then; ``sluice.diff`` documents arguments and errors."""
     left, right = parts
     job = _CheckpointDiff(left.checkpoint, right.checkpoint, rtol=rtol, atol=atol)
     nbytes = job.run(progress)

@@ -44,7 +44,7 @@ INDEX_FILE = "model.safetensors.index.json"
 #: Bytes that are unpacked at a time.
 _CHUNK_BYTES = 1 << 20
 
-#: Positions of changed bytes that are unpacked at a time.
+#: Positions of changed bytes or elements that are handled at a time.
 _POSITIONS = _CHUNK_BYTES // 4
 
 
@@ -167,12 +167,14 @@ def _scatter(flat: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) ->
         raise _DamagedError(f"its values are {values.dtype}, and the tensor is {flat.dtype}")
     if indices.dtype not in {torch.int32, torch.int64} or indices.dim() != 1 or indices.shape != values.shape:
         raise _DamagedError("its indices are not integers, as many as values")
-    if not len(indices):
-        return
-    if int(indices[0]) < 0 or int(indices[-1]) >= len(flat) or not bool((indices[1:] > indices[:-1]).all()):
-        raise _DamagedError("its indices are outside the tensor, or do not ascend")
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size(), flat.dtype)
-    flat.view(width)[indices.to(torch.int64)] = values.view(width)  # also of dtypes without an indexed copy
+    flat, values, last = flat.view(width), values.view(width), -1  # also of dtypes without an indexed copy
+    for first in range(0, len(indices), _POSITIONS):
+        block = indices[first : first + _POSITIONS].to(torch.int64)
+        if int(block[0]) <= last or int(block[-1]) >= len(flat) or not bool((block[1:] > block[:-1]).all()):
+            raise _DamagedError("its indices are outside the tensor, or do not ascend")
+        flat[block] = values[first : first + _POSITIONS]
+        last = int(block[-1])
 
 
 def zstd() -> Any:
@@ -254,6 +256,8 @@ def _index_file(where: PathOrAddress, limits: Limits) -> _IndexFile | None:
         found.close()
         return None
     try:
+        if not limits.symlinks_outside:
+            cast("Directory", found).check_inside(INDEX_FILE)
         source = cast("Directory", found).open(INDEX_FILE)
     except (FileNotFoundError, MissingFileError):
         return None
@@ -291,9 +295,9 @@ def _sparse(checkpoint: OpenCheckpoint) -> dict[str, DeltaStep]:
     entries = checkpoint.entries
     steps = {}
     for name in entries:
-        tensor = name.removesuffix(".indices").removesuffix(".values")
+        tensor, _, own = name.rpartition(".")
         inputs = tuple(entries.get(f"{tensor}.{part}") for part in ("indices", "values"))
-        if name == tensor or None in inputs:
+        if own not in {"indices", "values"} or None in inputs:
             problem = "the delta of a tensor is not its indices and its values"
             raise FormatError(problem, file=checkpoint.path, tensor=name)
         steps[tensor] = DeltaStep(path=checkpoint.path, encoding="sparse", inputs=cast("tuple[Entry, ...]", inputs))
@@ -310,13 +314,13 @@ def check_chain(base: OpenCheckpoint, deltas: Sequence[Delta]) -> None:
     for delta in deltas:
         wrong = before and delta.base_version and _number(before) != _number(delta.base_version)
         old, new = _number(before), _number(delta.version)
-        if wrong or (isinstance(old, int) and isinstance(new, int) and new <= old):
+        if wrong or (isinstance(old, int) and isinstance(new, int) and 0 < new <= old):
             found = f"version {delta.version}" + f" over {delta.base_version}" * bool(delta.base_version)
             error = MismatchError("the delta is not over the version before it", file=delta.path, found=found)
             error.expected = f"over version {before}"
             error.advice = "Pass deltas in the order of training, the oldest first, over their base."
             raise error
-        before = delta.version or before
+        before = delta.version if new else before  # 0 stands for none in a sparse delta
 
 
 def _number(version: str) -> int | str:

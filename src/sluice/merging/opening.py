@@ -15,14 +15,14 @@ from msgspec.structs import replace
 
 from sluice._dtypes import dtype_name, is_castable, torch_dtype
 from sluice._errors import MismatchError, UnsupportedError
-from sluice._messages import listed
+from sluice._messages import check_limit, listed
 from sluice._options import Limits
 from sluice._units import format_bytes
 from sluice.checkpoint.merging import moved
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.open_file import OpenFile
 from sluice.entries.lookup import subtree
-from sluice.entries.tree import flatten
+from sluice.entries.tree import flatten, refuse_opaques
 from sluice.formats.protocol import LocatedByIndex
 from sluice.matching.selection import only_state_dict
 from sluice.merging.kernels import MergedTensor
@@ -81,7 +81,7 @@ def open_merge(
         for checkpoint in checkpoints:
             check(checkpoint)
         joined, inputs = _joined(recipe.models, checkpoints, key)
-        tensors = _placed(recipe, _outputs(recipe, inputs), inputs, seed)
+        tensors = _placed(recipe, _outputs(recipe, inputs, joined.limits), inputs, seed)
         source = MergeSource(title, joined, tensors)
         stack.callback(source.close)
         yield OpenCheckpoint(title, *_index(source, tensors), joined.limits)
@@ -111,7 +111,9 @@ def _joined(
     inputs: dict[str, Mapping[str, Entry]] = {}
     for path, checkpoint, shift in zip(paths, checkpoints, shifts, strict=True):
         tree = checkpoint.index.tree
-        own = flatten(subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key), checkpoint.limits)
+        part = subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
+        refuse_opaques(part, checkpoint.path)
+        own = flatten(part, checkpoint.limits)
         for name, entry in own.items():
             if entry.composite is not None:
                 advice = "Leave it out with sluice.convert first."
@@ -122,7 +124,7 @@ def _joined(
     return whole, inputs
 
 
-def _outputs(recipe: Recipe, inputs: _Inputs) -> list[_Output]:
+def _outputs(recipe: Recipe, inputs: _Inputs, limits: Limits) -> list[_Output]:
     """Return the tensors of the result: those outside of the layers, and the layers of all slices."""
     first = recipe.slices[0]
     if all(source.layer_range is None for part in recipe.slices for source in part.sources):
@@ -130,7 +132,7 @@ def _outputs(recipe: Recipe, inputs: _Inputs) -> list[_Output]:
         prefix = _layers(names)
         last = max((layer for name in names if (layer := _layer(name, prefix)) is not None), default=0)
         return [_whole(name, first, prefix, last) for name in names]
-    return list(_sliced(recipe, inputs))
+    return list(_sliced(recipe, inputs, limits))
 
 
 def _names(parts: Sequence[OutputSlice], inputs: _Inputs) -> Mapping[str, None]:
@@ -143,11 +145,15 @@ def _whole(name: str, part: OutputSlice, prefix: str, last: int) -> _Output:
     return _Output(name=name, part=part, inputs=(name,) * len(part.sources), at=at)
 
 
-def _sliced(recipe: Recipe, inputs: _Inputs) -> Iterator[_Output]:
+def _sliced(recipe: Recipe, inputs: _Inputs, limits: Limits) -> Iterator[_Output]:
     first, last = recipe.slices[0], recipe.slices[-1]
     names = _names(recipe.slices, inputs)  # a layer that lacks tensors of others is refused
     prefix = _layers(names)
     rest = list(dict.fromkeys(m[3] for name in names if (m := _LAYER.fullmatch(name)) and m[1] == prefix))
+    if not rest:
+        raise MismatchError("the inputs of the merge have no layers", advice="Merge models without layer_range.")
+    layers = sum(r[1] - r[0] for part in recipe.slices if (r := part.sources[0].layer_range))
+    check_limit(limits, "entries", layers * len(rest), "the configuration of the merge")
     outside = [name for name in _names([first, last], inputs) if _layer(name, prefix) is None]
     done = 0
     for name in outside:

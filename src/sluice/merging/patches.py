@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import IO
 
@@ -28,7 +28,9 @@ __all__ = ["write_patch"]
 
 _ALGORITHM = "xxh3-128"
 _FILE = "model-00000-of-00001.safetensors"
-_COPIED_BYTES = 1 << 20
+
+#: Bytes that are copied, or elements that are compared, at a time.
+_BLOCK = 1 << 20
 
 #: The number of a step at the end of a name.
 _VERSION = re.compile(r"[_-]v?(\d{1,12})(?:\.\w+)?$")
@@ -114,7 +116,7 @@ def _both(
             yield name, left.read([one])[0].reshape(-1), right.read([other])[0].reshape(-1)
 
 
-_Item = tuple[str, str, tuple[int, ...], bytes | memoryview, str]
+_Item = tuple[str, str, tuple[int, ...], Iterable[bytes | memoryview], str]
 
 
 def _packed(a: OpenCheckpoint, b: OpenCheckpoint, pairs: Mapping[str, tuple[Entry, Entry]]) -> Iterator[_Item]:
@@ -125,7 +127,7 @@ def _packed(a: OpenCheckpoint, b: OpenCheckpoint, pairs: Mapping[str, tuple[Entr
             hasher = new_checksum(_ALGORITHM)
             hasher.update(content.numpy().data)
             packed = packer.compress(changes.bitwise_xor_(content).numpy().data)
-            yield name, "uint8", (len(packed),), packed, hasher.hexdigest()
+            yield name, "uint8", (len(packed),), [packed], hasher.hexdigest()
             del packed
         del old, new, changes, content  # before the next two are read
 
@@ -134,19 +136,22 @@ def _changed_elements(
     a: OpenCheckpoint, b: OpenCheckpoint, pairs: Mapping[str, tuple[Entry, Entry]]
 ) -> Iterator[_Item]:
     for name, old, new in _both(a, b, pairs):
-        if not len(new):
-            continue
-        width = new.element_size()
-        differ = old.view(torch.uint8).bitwise_xor_(new.view(torch.uint8)).view(-1, width).any(dim=1)
-        indices = differ.nonzero().reshape(-1)
-        if len(indices):
-            values = new.view(torch.uint8).view(-1, width)[indices].contiguous()
-            indices = indices.to(torch.int32 if len(new) < 1 << 31 else torch.int64)
-            shape = (len(indices),)
-            yield f"{name}.indices", dtype_name(indices.dtype), shape, indices.view(torch.uint8).numpy().data, ""
-            yield f"{name}.values", dtype_name(new.dtype), shape, values.reshape(-1).numpy().data, ""
-            del values
-        del old, new, differ, indices  # before the next two are read
+        content, changes = (each.view(torch.uint8).view(len(new), new.element_size()) for each in (new, old))
+        changes.bitwise_xor_(content)
+        shape = (sum(map(len, _places(changes))),)
+        if shape[0]:
+            dtype = torch.int32 if len(new) < 1 << 31 else torch.int64
+            indices = (places.to(dtype).view(torch.uint8).numpy().data for places in _places(changes))
+            yield f"{name}.indices", dtype_name(dtype), shape, indices, ""
+            values = (content[places].reshape(-1).numpy().data for places in _places(changes))
+            yield f"{name}.values", dtype_name(new.dtype), shape, values, ""
+        del old, new, content, changes  # before the next two are read
+
+
+def _places(changes: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the positions of rows that are not zero, a block at a time: all may be larger than the tensor."""
+    for first in range(0, len(changes), _BLOCK):
+        yield changes[first : first + _BLOCK].any(dim=1).nonzero().reshape(-1) + first
 
 
 def _written(items: Iterator[_Item], data: IO[bytes]) -> tuple[dict[str, tuple[TensorOutline, int]], dict[str, str]]:
@@ -155,7 +160,7 @@ def _written(items: Iterator[_Item], data: IO[bytes]) -> tuple[dict[str, tuple[T
     for name, dtype, shape, content, checksum in items:
         found[name] = TensorOutline(dtype, shape), data.tell()
         checksums[name] = checksum
-        data.write(content)
+        data.writelines(content)
         del content
     return found, checksums
 
@@ -170,6 +175,6 @@ def _publish(
         for name, _, at in layout.tensors:
             outline, start = found[name]
             data.seek(start)
-            for first in range(0, outline.nbytes, _COPIED_BYTES):
-                file.write_at(at + first, data.read(min(_COPIED_BYTES, outline.nbytes - first)))
+            for first in range(0, outline.nbytes, _BLOCK):
+                file.write_at(at + first, data.read(min(_BLOCK, outline.nbytes - first)))
         file.commit()

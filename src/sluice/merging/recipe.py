@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from reprlib import repr as short_repr
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
@@ -17,9 +19,12 @@ from msgspec import Struct, ValidationError, convert
 from sluice._dtypes import parse_dtype
 from sluice._errors import FormatError, UnsupportedError
 
-__all__ = ["METHODS", "InputSlice", "MergeMethod", "OutputSlice", "Recipe", "parameter", "recipe_of"]
+__all__ = ["METHODS", "InputSlice", "MergeMethod", "OutputSlice", "Recipe", "config_error", "parameter", "recipe_of"]
 
 _Settings = Mapping[str, Any] | None
+
+#: The error for what the author of a merge wrote.
+config_error = partial(FormatError, advice="Correct the configuration of the merge.")
 
 
 class MergeMethod(Struct, frozen=True, kw_only=True):
@@ -127,7 +132,7 @@ def recipe_of(config: Mapping[str, Any], file: str | None = None) -> Recipe:
     try:
         found = convert(dict(config), _Config)
     except ValidationError as error:
-        raise FormatError(f"the configuration of the merge is wrong: {error}", file=file) from error
+        raise config_error(f"the configuration of the merge is wrong: {error}", file=file) from error
     if found.tokenizer_source or found.tokenizer or found.chat_template:
         advice = "Leave tokenizer_source, tokenizer and chat_template out, and copy the files of the base model."
         raise UnsupportedError("tokenizers are not merged", file=file, advice=advice)
@@ -135,10 +140,10 @@ def recipe_of(config: Mapping[str, Any], file: str | None = None) -> Recipe:
         problem = f"the method {found.merge_method!r} is not one of {', '.join(METHODS)}"
         raise UnsupportedError(problem, file=file, advice="Merge with mergekit, and load the result.")
     if sum(map(bool, (found.models, found.slices, found.modules))) != 1 or len(found.modules) > 1:
-        raise FormatError("a merge has one of models, slices, and modules with a single module", file=file)
+        raise config_error("a merge has one of models, slices, and modules with a single module", file=file)
     [module] = found.modules.values() or [_Module(slices=found.slices, models=found.models)]
     if module.models and module.slices:
-        raise FormatError("a module has models or slices", file=file)
+        raise config_error("a module has models or slices", file=file)
     base = found.base_model
     missing = base is not None and all(base != model.model for model in module.models)  # it is the last then
     whole = OutputSlice(sources=(*module.models, *([InputSlice(model=base)] if missing and base else [])))
@@ -148,7 +153,7 @@ def recipe_of(config: Mapping[str, Any], file: str | None = None) -> Recipe:
     try:
         dtypes = [each and parse_dtype(each, auto=False, floats_only=True) for each in (found.dtype, found.out_dtype)]
     except ValueError as error:
-        raise FormatError(f"the configuration of the merge is wrong: {error}", file=file) from error
+        raise config_error(f"the configuration of the merge is wrong: {error}", file=file) from error
     return Recipe(
         method=found.merge_method,
         slices=slices,
@@ -182,7 +187,7 @@ def _check_inputs(part: OutputSlice, method: str, base: str | None, file: str | 
         if count > spec.most:
             problem = f"{method} takes at most {spec.most} inputs, not {count}"
     if problem:
-        raise FormatError(f"the configuration of the merge is wrong: {problem}", file=file)
+        raise config_error(f"the configuration of the merge is wrong: {problem}", file=file)
 
 
 def parameter(settings: Sequence[_Settings], name: str, default: Any, *, tensor: str, at: float) -> Any:
@@ -204,11 +209,11 @@ def parameter(settings: Sequence[_Settings], name: str, default: Any, *, tensor:
                 value = _value(scope[name], tensor, at)
             except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 problem = f"the value of {name!r} in the merge is neither a number nor a list of numbers or of filters"
-                raise FormatError(problem, tensor=tensor, found=f"{scope[name]!r:.200}") from error
+                raise config_error(problem, tensor=tensor, found=short_repr(scope[name])) from error
             if value is not None:
                 return _typed(value, name, default)
     if default is ...:
-        raise FormatError(f"the merge has no value of {name!r} for this tensor", tensor=tensor)
+        raise config_error(f"the merge has no value of {name!r} for this tensor", tensor=tensor)
     return default
 
 
@@ -239,11 +244,13 @@ def _interpolated(values: Sequence[Any], at: float) -> Any:
 
 
 def _typed(value: Any, name: str, default: Any) -> bool | float:
+    is_flag = isinstance(default, bool)
     try:
-        if isinstance(default, bool):
+        if is_flag and not isinstance(value, str):
             return bool(value)
-        if not math.isfinite(number := float(value)):
+        if is_flag or not math.isfinite(number := float(value)):
             raise ValueError
         return number
     except (TypeError, ValueError, OverflowError) as error:
-        raise FormatError(f"the value of {name!r} in the merge is not a finite number", found=repr(value)) from error
+        problem = f"the value of {name!r} in the merge is not {'true or false' if is_flag else 'a finite number'}"
+        raise config_error(problem, found=short_repr(value)) from error
