@@ -152,6 +152,16 @@ def test_a_scalar_that_does_not_fit_its_tag(tmp_path: Path, text: str) -> None:
         sluice.merge(tmp_path / "config.yml", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "text", [f"s: [&s [&a {{model: a}}{800 * ', *a'}]{800 * ', *s'}]", "s: &s [*s, *s]"], ids=["a product", "a cycle"]
+)
+def test_aliases_that_repeat_too_much_are_refused(tmp_path: Path, text: str) -> None:
+    pytest.importorskip("yaml", reason="the extra 'merge' is not installed")
+    (tmp_path / "config.yml").write_text(text)
+    with pytest.raises(sluice.FormatError, match="repeats its parts too often"):
+        sluice.merge(tmp_path / "config.yml", tmp_path / "out")
+
+
 def test_inputs_are_sources_of_any_kind(tmp_path: Path) -> None:
     pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
     a, b, c = written(tmp_path, states(3))

@@ -190,4 +190,9 @@ def _read(path: str) -> tuple[Mapping[str, Any], str]:
         raise config_error(f"the configuration of the merge is not YAML: {error}", file=path) from error
     if not isinstance(found, dict):
         raise config_error("the configuration of the merge is not a mapping", file=path)
+    parts: list[Any] = [found]
+    for part in parts:  # it grows; an alias counts each time
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        if len(parts) > _MOST_BYTES:
+            raise config_error("the configuration of the merge repeats its parts too often", file=path)
     return found, path

@@ -316,10 +316,9 @@ def check_chain(base: OpenCheckpoint, deltas: Sequence[Delta]) -> None:
         old, new = _number(before), _number(delta.version)
         if wrong or (isinstance(old, int) and isinstance(new, int) and 0 < new <= old):
             found = f"version {delta.version}" + f" over {delta.base_version}" * bool(delta.base_version)
-            error = MismatchError("the delta is not over the version before it", file=delta.path, found=found)
-            error.expected = f"over version {before}"
-            error.advice = "Pass deltas in the order of training, the oldest first, over their base."
-            raise error
+            problem, expected = "the delta is not over the version before it", f"over version {before}"
+            advice = "Pass deltas in the order of training, the oldest first, over their base."
+            raise MismatchError(problem, file=delta.path, expected=expected, found=found, advice=advice)
         before = delta.version if new else before  # 0 stands for none in a sparse delta
 
 

@@ -116,10 +116,8 @@ def _joined(
         own = flatten(part, checkpoint.limits)
         for name, entry in own.items():
             if entry.composite is not None:
-                advice = "Leave it out with sluice.convert first."
-                raise UnsupportedError(
-                    f"a {entry.layout} tensor is not merged", file=checkpoint.path, tensor=name, advice=advice
-                )
+                problem, advice = f"a {entry.layout} tensor is not merged", "Leave it out with sluice.convert first."
+                raise UnsupportedError(problem, file=checkpoint.path, tensor=name, advice=advice)
         inputs[path] = {name: moved(entry, by=shift) for name, entry in own.items()}
     return whole, inputs
 

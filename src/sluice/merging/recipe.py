@@ -183,9 +183,8 @@ def _check_inputs(part: OutputSlice, method: str, base: str | None, file: str | 
     elif spec.base == "required" and base not in models:
         problem = f"{method} needs a base_model that is one of its inputs"
     elif not spec.least <= count <= spec.most:
-        problem = f"{method} takes {spec.least} or more inputs, not {count}"
-        if count > spec.most:
-            problem = f"{method} takes at most {spec.most} inputs, not {count}"
+        bound = f"at most {spec.most}" if count > spec.most else f"{spec.least} or more"
+        problem = f"{method} takes {bound} inputs, not {count}"
     if problem:
         raise config_error(f"the configuration of the merge is wrong: {problem}", file=file)
 
