@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import sluice
+from sluice._arguments import memory_limits
 
 
 class Net(nn.Linear):
@@ -100,6 +101,14 @@ def test_one_size_of_memory_is_that_of_the_host(file: str, memory: Any) -> None:
     assert not sluice.plan(None, file, memory=memory).fits
 
 
+def test_the_devices_of_limits_are_those_that_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 3)
+    given: dict[Any, str] = {"cuda": "1KiB", torch.device("cuda:1"): "2KiB"}
+    limits = memory_limits(sluice.MemoryLimits(device=given))
+    assert limits == sluice.MemoryLimits(device={"cuda:3": "1KiB", "cuda:1": "2KiB"})
+
+
 def test_limits_are_checked_when_they_are_written() -> None:
     with pytest.raises(ValueError, match=r"MemoryLimits\(host=\.\.\.\): not a size: 'lots'"):
         sluice.MemoryLimits(host="lots")
@@ -119,6 +128,10 @@ def test_limits_are_checked_when_they_are_written() -> None:
         ("memory", {"cpu": "2GiB"}, TypeError, "memory= is a dict"),
         ("memory", sluice.Limits(), TypeError, "memory= is a Limits"),
         ("memory", True, TypeError, "memory= is a bool"),
+        *(
+            ("memory", sluice.MemoryLimits(device={name: 1}), ValueError, "is not an accelerator such as 'cuda:0'")
+            for name in ("gpu", "cuda:00", "cpu")
+        ),
         ("limits", "2GiB", TypeError, "limits= is a str, not sluice.Limits"),
         ("key", ["model"], TypeError, "key= is a list; write a text"),
         ("strict", "false", TypeError, "strict= is a str, not True or False"),

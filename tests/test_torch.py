@@ -58,6 +58,13 @@ def test_views_share_their_storage(tmp_path: Path) -> None:
     assert same(torch.load(tmp_path / "a.pt", weights_only=True)["betas"], (0.9, 0.95))
 
 
+def test_no_argument_is_offered_that_it_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"w": torch.zeros(2 << 20)}, tmp_path / "a.pt")
+    monkeypatch.setattr("sluice.records.MachineFacts.host_headroom", (22 << 20, "free memory"))
+    with pytest.raises(sluice.BudgetError, match=r"sluice\.load_state_dict\(f, dtype=\.\.\.\)\.$"):
+        load(tmp_path / "a.pt")
+
+
 def test_what_needs_code_is_refused(tmp_path: Path) -> None:
     torch.save({"args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
     with pytest.raises(sluice.UnsafeContentError, match=r"argparse\.Namespace"):

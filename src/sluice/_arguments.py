@@ -7,6 +7,7 @@ objects of torch.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -63,12 +64,14 @@ def dtype_argument(dtype: DType | None, *, auto_is_none: bool = False) -> str | 
 
 
 def memory_limits(memory: Memory) -> MemoryLimits | None:
-    """Return the limits of a ``memory`` argument; one size is the growth of host memory.
+    """Return the limits of a ``memory`` argument, with devices as torch writes them; one size is that of the host.
 
     Raises:
-        ValueError: A text is not a size.
+        ValueError: A text is not a size, or a limit is for something other than an accelerator.
         TypeError: It is neither limits nor a size.
     """
+    if isinstance(memory, MemoryLimits) and isinstance(memory.device, Mapping):
+        return dataclasses.replace(memory, device={_accelerator(key): size for key, size in memory.device.items()})
     if memory is None or isinstance(memory, MemoryLimits):
         return memory
     if isinstance(memory, bool) or not isinstance(memory, (int, str)):
@@ -77,6 +80,20 @@ def memory_limits(memory: Memory) -> MemoryLimits | None:
             "sluice.MemoryLimits(host='2GiB', device={'cuda:0': '8GiB'})"
         )
     return MemoryLimits(host=size_or_none("memory", memory))
+
+
+def _accelerator(key: Any) -> str:
+    import torch
+
+    try:
+        device = torch.device(key)  # not device_name, which would create a context on each
+    except (RuntimeError, TypeError):
+        device = torch.device("cpu")
+    if device.type in {"cpu", "meta"}:
+        raise ValueError(f"MemoryLimits(device=...): {key!r} is not an accelerator such as 'cuda:0'; host= is 'cpu'")
+    if device.index is None and torch.accelerator.is_available():
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return str(device)
 
 
 def device_name(device: object) -> str:

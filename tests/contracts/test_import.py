@@ -148,6 +148,16 @@ def test_a_load_of_a_plain_file_imports_only_what_it_needs(suffix: str, tmp_path
     assert shown.split("\n") == ["2", "[]", ""]
 
 
+def test_a_local_save_imports_nothing_that_reads_remote_files(tmp_path: Path) -> None:
+    code = """if True:
+        import sys, torch, sluice
+        sluice.save({"w": torch.ones(3)}, sys.argv[1])
+        print([name for name in sys.modules if name in sys.argv[2:]])
+    """
+    remote = [f"sluice.sources.remote.{name}" for name in ("stores", "file", "requests", "retries", "directory")]
+    assert _run(code, str(tmp_path / "a.pth"), *remote) == "[]\n"
+
+
 @pytest.mark.parametrize("suffix", _OTHER_FORMAT)
 def test_inspect_imports_only_what_it_needs(suffix: str, tmp_path: Path) -> None:
     code = """if True:

@@ -311,7 +311,7 @@ def busy() -> Iterator[None]:
 def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2048, 2048)
     path = written(model, tmp_path / "a.pth")
-    with pytest.raises(sluice.BudgetError):
+    with pytest.raises(sluice.BudgetError, match=r"torn='allow': it needs no memory for what changed\.$"):
         sluice.refresh(model, path, memory=sluice.MemoryLimits(host="20MiB", staging="1MiB"))
     sluice.refresh(model, path, memory=sluice.MemoryLimits(host="48MiB", staging="1MiB"), torn="allow")
 

@@ -68,6 +68,18 @@ def test_shared_tensors_of_extra_state_stay_shared(tmp_path: Path) -> None:
     assert part[0] == 9
 
 
+def test_extra_state_and_attributes_count_towards_the_limits_of_memory(tmp_path: Path) -> None:
+    save(tmp_path / "f.pth", {"t": torch.ones(12 << 20)})
+    model = empty()
+    assert sluice.plan(model, tmp_path / "f.pth", memory="40MiB").shortages
+    with pytest.raises(sluice.BudgetError, match="host memory"):
+        sluice.load_into(model, tmp_path / "f.pth", memory="40MiB")
+    report = sluice.load_into(model, tmp_path / "f.pth")
+    assert report.predicted.total_bytes >= 48 << 20
+    with pytest.raises(sluice.BudgetError, match="host memory"):
+        sluice.refresh(model, tmp_path / "f.pth", memory="40MiB")
+
+
 def test_what_only_code_could_build_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path / "f.pth", {"config": Custom()})
     model = empty()

@@ -172,6 +172,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeAccelerator]:
     def known(device: str) -> DeviceFacts:
         return DeviceFacts(device=device, free_bytes=40 * MIB)
 
+    monkeypatch.setattr("sluice._arguments._accelerator", str)
     monkeypatch.setattr("sluice.loading.devices.accelerators", lambda: tuple(made))
     monkeypatch.setattr("sluice.loading.devices.device_facts", known)
     monkeypatch.setattr("sluice.reading.transfer.device_facts", known)

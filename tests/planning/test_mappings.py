@@ -123,6 +123,17 @@ def test_a_tensor_that_cannot_be_mapped_is_copied_and_the_report_has_the_reason(
     assert any("are copied: " in note and f" {why}" in note for note in report.notes)
 
 
+def test_two_parameters_that_share_bytes_in_the_file_stay_apart(tmp_path: Path) -> None:
+    base = torch.arange(100.0)
+    torch.save({"0": base[:60], "1": base[40:]}, tmp_path / "f.pth")
+    model = nn.ParameterList([torch.empty(60, device="meta") for _ in range(2)])
+    _, report = mapped(tmp_path / "f.pth", model)
+    assert report.mapped_bytes == 120 * 4
+    with torch.no_grad():
+        model[0].zero_()
+    assert torch.equal(model[1], base[40:])
+
+
 def test_the_pages_are_those_of_the_page_cache_until_they_are_written_to(tmp_path: Path) -> None:
     tensor = torch.randn(4 * MIB)
     safetensors.torch.save_file({"0": tensor}, tmp_path / "f.safetensors")

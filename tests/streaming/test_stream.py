@@ -125,6 +125,11 @@ def test_only_rows_of_an_embedding_are_read(file: Path) -> None:
         assert torch.equal(running(everything), model(everything))
         with pytest.raises(IndexError, match="out of range"):
             running(torch.tensor([50_000]))
+        for wrong in (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.uint8), torch.ones(2)):
+            with pytest.raises(RuntimeError, match="Expected tensor for argument #1 'indices' to have one of"):
+                running(wrong)
+        with pytest.raises(TypeError, match="must be Tensor, not list"):
+            running([1, 2])
         assert running(torch.empty(0, 2, dtype=torch.long)).shape == (0, 2, 64)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from sluice._arguments import check_load, check_model, path_argument
 from sluice._dtypes import DType
+from sluice._errors import BudgetError
 from sluice._messages import type_of
 from sluice._options import Limits, Memory
 from sluice._progress import Progress
@@ -105,8 +106,12 @@ def refresh(
     if isinstance(known, Manifest) and hashes is None:
         raise TypeError("since= a manifest needs manifest=, that of the new weights")
     request = RefreshRequest.of(arguments, since=known or None, manifest=hashes)
-    with refusing(model):
-        report = load(request, borrow(source, limits=limits), progress=progress)
+    try:
+        with refusing(model):
+            report = load(request, borrow(source, limits=limits), progress=progress)
+    except BudgetError as error:
+        error.advice = "Nothing was read: raise the limits, or use torn='allow': it needs no memory for what changed."
+        raise
     assert report.state is not None
     return replace(report.state, report=report)
 

@@ -99,12 +99,12 @@ def stream(
     """
     arguments = locals()
     check_model(model, source, "stream(model, source)")
-    memory_limits(memory)  # raises for a value that is not a size
+    checked = memory_limits(memory)
     check_load(**arguments)
     if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks or ()):
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
-    options = TransferOptions(memory=memory if isinstance(memory, MemoryLimits) else None)
+    options = TransferOptions(memory=checked if isinstance(memory, MemoryLimits) else None)
     load = ModuleRequest.of(arguments, options=options)
     chosen = None if blocks is None else tuple(blocks)
-    request = StreamRequest(load=load, memory=memory, blocks=chosen, train=train)
+    request = StreamRequest(load=load, memory=options.memory or memory, blocks=chosen, train=train)
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

@@ -220,8 +220,8 @@ def stream(
     """
     library = find_library()
     check_load(limits=limits, progress=progress)
-    options = TransferOptions(memory=memory if isinstance(memory, MemoryLimits) else None)
-    memory_limits(memory)  # raises for a value that is not a size
+    checked = memory_limits(memory)
+    options = TransferOptions(memory=checked if isinstance(memory, MemoryLimits) else None)
     dtype = _parsed(dtype)
     with find_model(directory, revision, limits) as files, ExitStack() as stack:
         model_class, config = class_and_config(library, files, model_class, config, limits=limits)
@@ -242,7 +242,7 @@ def stream(
         if train:
             model.requires_grad_(False)
         named = None if blocks is None else tuple(blocks)
-        request = StreamRequest(load=filling, memory=memory, blocks=named, train=train)
+        request = StreamRequest(load=filling, memory=options.memory or memory, blocks=named, train=train)
         stack.pop_all()  # the stream closes the checkpoint
         return open_stream(request, checkpoint, progress=progress)
     raise AssertionError("no exception is suppressed")

@@ -15,6 +15,7 @@ from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.patterns import Placement, device_of
+from sluice.entries.tree import every_entry
 from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
@@ -23,7 +24,7 @@ from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
-from sluice.reading.transfer import Prepared, plan_transfer
+from sluice.reading.transfer import Prepared, plan_transfer, with_more
 from sluice.records import Entry, Index, Request
 from sluice.reports.load import RefreshState
 from sluice.reports.table import Decided, TensorRow, tensor_rows
@@ -74,12 +75,14 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
             self.match, requests=requests, slots=tuple(self.match.slots[i] for i in positions), comparisons=()
         )
         computed = _computed(self.state, self.match, self.placement)
-        return replace(
-            self,
-            requests=requests,
-            match=matched,
-            prepared=plan_transfer(self.checkpoint, requests, computed=computed, options=options),
-        )
+        prepared = plan_transfer(self.checkpoint, requests, computed=computed, options=options)
+        return replace(self, requests=requests, match=matched, prepared=self.with_values(prepared))
+
+    def with_values(self, prepared: Prepared) -> Prepared:
+        """Return a plan with the memory of extra state and attributes, which no request reads."""
+        entries = every_entry([*self.extra_state.values(), *self.attributes.values()])
+        more = sum(entry.nbytes for entry in entries)
+        return with_more(prepared, {"cpu": more}) if more else prepared
 
     def request_lines(self) -> Iterator[str]:
         """See ``LoadJob.request_lines``: also each name of the model, and the entry that fills it."""

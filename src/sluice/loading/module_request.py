@@ -65,7 +65,7 @@ class IntoModule(LoadRequest, frozen=True, kw_only=True):
 
     def offers(self) -> Sequence[Change]:
         """See ``LoadRequest.offers``: the changes that keep every value."""
-        places = [Change(place="map")] if self.options.place == "copy" else []
+        places = [Change(place="map")] if self.can_map and self.options.place == "copy" else []
         return [*places, *(Change(device=other) for other in other_devices(parse_placement(self.device)))]
 
 
@@ -175,7 +175,7 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
         skipped = [name for name, value in own.items() if trees.opaques(value)]
         moved = self.device is None and any(slot.on_meta for slot in state.outline.slots)
         job = module_job(checkpoint, state, match_on, self, strict=self.strict)
-        return replace(
+        decided = replace(
             job,
             key=selection.key,
             prefix=selection.prefix,
@@ -190,6 +190,7 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
         )
+        return replace(decided, prepared=decided.with_values(job.prepared)) if own or followed.attributes else decided
 
     def describe(self) -> ModuleState:
         """Return the description of the module, or of the part of it that is loaded."""

@@ -55,6 +55,8 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
         Raises:
             IndexError: The weight has no such row.
         """
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in {torch.int32, torch.int64}:
+            nn.functional.embedding(ids, torch.empty(1, 1))  # raises as it does for a loaded model
         count, width = self.request.entry.shape
         flat = ids.reshape(-1)
         found = torch.empty((len(flat), width), dtype=torch_dtype(self.request.dtype), device=ids.device)

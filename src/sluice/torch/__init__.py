@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from sluice._arguments import device_name
+from sluice._errors import BudgetError
 from sluice._options import TransferOptions
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.api.save import save as save_checkpoint
@@ -71,7 +72,12 @@ def load(
     device = "cpu" if map_location is None else device_name(map_location)
     request = StateDictRequest(device=device, whole=True, options=TransferOptions())
     with open_checkpoint(f, encoding=encoding) as checkpoint:
-        return run(decide(request, checkpoint), progress=False).value
+        try:
+            return run(decide(request, checkpoint), progress=False).value
+        except BudgetError as error:
+            error.alternatives = ()  # which are arguments of load_state_dict
+            error.advice = "Load the state dict alone, in a smaller dtype: sluice.load_state_dict(f, dtype=...)."
+            raise
 
 
 def save(obj: Any, f: str | os.PathLike[str] | Remote) -> None:

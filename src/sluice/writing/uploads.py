@@ -20,7 +20,7 @@ from sluice.engine.staging import StagingPool
 from sluice.records.geometry import round_up
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address, shown
-from sluice.sources.remote.stores import is_missing, translated
+from sluice.sources.remote.store_errors import is_missing, translated
 
 __all__ = ["Upload", "UploadedFile", "upload_to"]
 
