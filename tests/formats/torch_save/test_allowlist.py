@@ -186,6 +186,25 @@ def test_attributes() -> None:
     assert [entry.attributes for entry in found] == [{"a": 1, "b": 2}, {"b": 2}, None, None, None]
 
 
+def test_what_a_wrapper_keeps_of_its_attributes() -> None:
+    """Later opcodes may fill a list, also with itself; and many wrappers may have one dict."""
+    arguments, cycle = (FLOATS, 0, (10,), (1,), False, HOOKS), Raw(b"]q\x01h\x01a")
+    tensor = Call(FROM_TYPE, (PLAIN, Global("torch", "Tensor"), arguments, {"x": cycle}))
+    state = {"data": tensor, "block": [1, 2], "dtype": Global("torch", "int8"), "own": MISSING, "loop": cycle}
+    inner = load([Call(FROM_TYPE, (MISSING, MISSING, (), state))])[0].inner
+    assert inner.pop("data").attributes is None
+    assert {name: str(value) for name, value in inner.items()} == {
+        "block": "(1, 2)",
+        "dtype": "torch.int8",
+        "own": "<not loaded: sluice_no_such_module.run>",
+        "loop": "<not loaded: list>",
+    }
+    wrapper = encode(FROM_TYPE) + b"(" + encode(MISSING) * 2 + b")h\x09tR"
+    shared = encode(dict.fromkeys(map(str, range(1000)))) + b"q\x09"
+    with pytest.raises(LimitError, match="copy more"):
+        load(Raw(b"(" + shared + wrapper * 1000 + b"t"))
+
+
 def test_attributes_nest_no_deeper_than_the_limit() -> None:
     tensor: object = tensor_call(FLOATS, shape=(10,))
     for _ in range(100):

@@ -59,6 +59,8 @@ _UNSUPPORTED_TENSORS = {
     "_rebuild_xla_tensor": "a tensor on a device without storages",
 }
 
+_PLAIN_ATTRIBUTES = (type(None), int, float, complex, str, bytes, Opaque)
+
 
 class TorchAllowlist(DeclaredStorages):
     """The permitted globals of the pickle of one file, and the storages that it has used so far."""
@@ -77,6 +79,7 @@ class TorchAllowlist(DeclaredStorages):
         self._limits = limits
         self._big_endian = big_endian
         self._tensors = 0
+        self._plain = PlainValues(self.keys, pickle_bytes)
         self._rebuilds: dict[str, Callable[[tuple[Any, ...]], Entry]] = {
             "torch._utils._rebuild_tensor": self._rebuild_tensor,
             "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
@@ -86,7 +89,7 @@ class TorchAllowlist(DeclaredStorages):
         }
         #: The globals that depend on this pickle.
         self.names: dict[tuple[str, str], object] = {
-            **PlainValues(self.keys, pickle_bytes).names(),
+            **self._plain.names(),
             **{("torch._utils", name.rpartition(".")[2]): rebuild for name, rebuild in self._rebuilds.items()},
             ("torch._utils", "_rebuild_parameter"): self._rebuild_parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): self._rebuild_parameter,
@@ -199,14 +202,28 @@ class TorchAllowlist(DeclaredStorages):
         # Nested calls of this function are refused, because they would recurse without bound.
         rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
         if isinstance(kind, Opaque) and kind.qualified_name == SHARDED_TENSOR:
-            return sharded_tensor(state, self._limits.entries)
+            return sharded_tensor(state, self._limits)
         if isinstance(kind, Opaque) and kind.qualified_name != "torch.Tensor":
             if type(state) is dict and all(type(name) is str for name in state):
-                raise WrapperError("a tensor subclass", found=kind.qualified_name, inner=state)
+                raise WrapperError("a tensor subclass", found=kind.qualified_name, inner=self._inner(state))
             raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
         if rebuild is None or not isinstance(kind, Opaque) or type(inner) is not tuple:
             raise UnsupportedError("a tensor with a custom rebuild function")
         return replace(rebuild(inner), attributes=self._attributes(state))
+
+    def _inner(self, state: dict[str, object]) -> dict[str, object]:
+        """Return the plain attributes of a wrapper; copied, because later opcodes can make cycles of what they fill."""
+        inner: dict[str, object] = {}
+        for name, value in state.items():
+            parts = value if isinstance(value, (list, tuple)) else (value,)
+            self._plain.count_copy(len(parts) + 1)
+            if type(value) is Entry:
+                inner[name] = replace(value, attributes=None)
+            elif all(isinstance(part, _PLAIN_ATTRIBUTES) for part in parts):
+                inner[name] = tuple(parts) if parts is value else value
+            else:
+                inner[name] = Opaque(qualified_name=type(value).__name__)
+        return inner
 
     def _attributes(self, state: object) -> dict[str, object] | None:
         """Return the attributes in the state of a tensor: its ``__dict__`` and its slots; None if there are none."""

@@ -135,7 +135,8 @@ class PlainValues:
             names[module, "bytearray"] = lambda arguments: bytearray(self._bytearray(arguments))
         return names
 
-    def _count_copy(self, size: int) -> None:
+    def count_copy(self, size: int) -> None:
+        """Count what a call copies against the limit."""
         self._copies_left -= size
         if self._copies_left < 0:
             raise LimitError("the calls in the pickle copy more bytes than it holds")
@@ -144,7 +145,7 @@ class PlainValues:
         value: Any = arguments[0] if len(arguments) == 1 else None
         if not isinstance(value, kinds):
             raise FormatError("the constructor of a plain value has invalid arguments")
-        self._count_copy(len(value))  # type: ignore[arg-type]  # every kind has a length
+        self.count_copy(len(value))  # type: ignore[arg-type]  # every kind has a length
         return value
 
     def _set(self, arguments: tuple[Any, ...]) -> set[Any]:
