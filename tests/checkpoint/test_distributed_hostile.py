@@ -287,6 +287,7 @@ def boxes(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Raw]:
         (tensor_metadata((2, -3), [WHOLE]), FormatError, "not a valid size"),
         (tensor_metadata((2, True), [WHOLE]), FormatError, "not an integer"),
         (tensor_metadata((2**62, 2**62), [WHOLE]), FormatError, "more bytes than torch can count"),
+        (tensor_metadata((0, 2**62, 2**62), [WHOLE]), FormatError, "more bytes than torch can count"),
         (tensor_metadata((1,) * 65, [WHOLE]), FormatError, "more than 64 dimensions"),
         (tensor_metadata((2, 3), [chunk_metadata((0, 0), (2, 2**63))]), FormatError, "not a valid size"),
         (tensor_metadata((2, 3), [WHOLE], dtype=5), FormatError, "is not a torch.dtype"),

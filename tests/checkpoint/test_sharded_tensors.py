@@ -203,6 +203,8 @@ def test_a_tensor_that_one_rank_has_whole(tmp_path: Path) -> None:
         ((divided([shard([True, 0], [2, 2])]),) * 2, FormatError, "does not fit into its tensor"),
         ((divided([shard([0, 0], [9, 9], tensor_call(storage("0", 4), shape=(2, 2)))]),) * 2, FormatError, "not fit"),
         ((divided([shard([0, 0], [2, 2], 5)]),) * 2, FormatError, "shard of a divided tensor is malformed"),
+        ((divided([], (0, 2**62, 2**62)),) * 2, FormatError, "more bytes than torch can count"),
+        ((divided([], (1,) * 65),) * 2, FormatError, "more bytes than torch can count"),
         ((divided([3]),) * 2, FormatError, "shard of a divided tensor is malformed"),
         ((divided(3),) * 2, FormatError, "divided tensor is malformed"),
         ((Call(divided([]).function, (*divided([]).arguments[:3], {"x": 1})),) * 2, FormatError, "tensor is malformed"),

@@ -116,6 +116,7 @@ MODELS: dict[str, tuple[int, Change, str]] = {
     "text as a size": (2, lambda own: shapes(own, conv=("6", 5)), "not a name and a shape"),
     "a number as a name": (2, lambda own: own["param_shapes"][0].update({3: (1,)}), "not a name and a shape"),
     "overflowing sizes": (3, lambda own: shapes(own, conv=(2**40, 2**40)), "too many elements"),
+    "overflowing sizes of nothing": (3, lambda own: shapes(own, conv=(0, 2**40, 2**40)), "too many elements"),
     "no shapes": (2, lambda own: own.update(param_shapes="conv"), "is not a list"),
     "no module": (3, lambda own: own.update(module=[1]), "is not a dict"),
     "frozen parameters that are too small": (

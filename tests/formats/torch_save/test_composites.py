@@ -78,6 +78,13 @@ def test_fields_of_an_entry(value: Call, shape: tuple[int, ...], components: int
     assert entry.layout in {"quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"}
 
 
+def test_components_have_no_attributes() -> None:
+    function, plain = Global("torch._tensor", "_rebuild_from_type_v2"), floats(5)
+    values = Call(function, (plain.function, Global("torch", "Tensor"), plain.arguments, {"x": []}))
+    data = longs(2, 5), values, size(3, 4)
+    assert load([sparse("sparse_coo", *data)])[0].composite.values.attributes is None
+
+
 def refused(value: Call, problem: str) -> None:
     with pytest.raises(FormatError, match=problem) as caught:
         load({"layers": [value]})
@@ -104,6 +111,7 @@ def refused(value: Call, problem: str) -> None:
         ((longs(2, 5), floats(5), (3, True), True), "not a valid torch.Size"),
         ((longs(2, 5), floats(5), size(2**62, 2**62), True), "more bytes than torch"),
         ((longs(2, 5), floats(5), size(2**31, 2**30), True), "more bytes than torch"),
+        ((longs(2, 0), floats(0, 2**61), size(0, 2**61, 2**61), True), "more bytes than torch"),
         ((longs(65, 1), floats(1), size(*(65 * [1])), True), "more than 64 dimensions"),
         ((5, floats(5), size(3, 4), True), "is not a dense"),
         ((longs(2, 5), sparse("sparse_coo", longs(1, 5), floats(5), size(5)), size(3, 4)), "not a dense"),

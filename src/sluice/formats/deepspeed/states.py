@@ -174,7 +174,7 @@ def _shapes(value: object, where: str, file: str, limits: Limits) -> dict[str, _
         if not isinstance(name, str) or not all(type(size) is int and size >= 0 for size in sizes):
             raise FormatError("not a name and a shape", file=file, tensor=where, found=f"{name!r}: {shape!r}"[:80])
         check_limit(limits, "dimensions", len(sizes), "a shape", file=file, tensor=name)
-        if prod(sizes) > MAX_SIGNED:
+        if prod(max(size, 1) for size in sizes) > MAX_SIGNED:
             raise FormatError("a shape has too many elements", file=file, tensor=name, found=list(sizes))
     check_limit(limits, "entries", len(shapes), "the number of parameters", file=file)
     return {name: tuple(shape) for name, shape in shapes.items()}

@@ -214,7 +214,7 @@ class _MetadataReader:
         if isinstance(dtype, UnsupportedValue):
             stored.clear()
             return dtype
-        if prod(shape) * ITEM_BYTES[dtype] > MAX_SIGNED:
+        if prod(max(size, 1) for size in shape) * ITEM_BYTES[dtype] > MAX_SIGNED:
             raise self._error("a tensor has more bytes than torch can count", name, found=shape)
         declared = list(self._boxes(fields.get("chunks"), shape, name))
         boxes = declared[:1] if 0 in shape else [(start, sizes) for start, sizes in declared if 0 not in sizes]

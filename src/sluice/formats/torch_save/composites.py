@@ -16,6 +16,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from sluice._dtypes import ITEM_BYTES, MAX_SIGNED
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
@@ -59,7 +61,7 @@ def sparse(arguments: tuple[Any, ...], limits: Limits) -> Entry:
         raise UnsupportedError("a sparse tensor with a layout that torch does not load", found=layout)
     if len(size) > limits.dimensions:
         raise FormatError(f"a tensor has more than {limits.dimensions} dimensions", found=len(size))
-    if prod(size) * ITEM_BYTES[made.values.dtype] > MAX_SIGNED:
+    if prod(max(count, 1) for count in size) * ITEM_BYTES[made.values.dtype] > MAX_SIGNED:
         raise FormatError("a tensor has more bytes than torch can count", expected=MAX_SIGNED)
     return Entry(elements=elements_of(made.values.dtype), shape=size, stride=(), storage=NO_STORAGE, composite=made)
 
@@ -186,7 +188,7 @@ def _dense(component: object) -> Entry:
         raise FormatError("a component of a tensor is not a dense tensor")
     if component.elements.computed or component.requires_grad or component.parameter:
         raise FormatError("a component of a tensor is a parameter or a lazy view")
-    return component
+    return replace(component, attributes=None)  # no check of the tree reaches them
 
 
 def _size(size: object) -> tuple[int, ...]:

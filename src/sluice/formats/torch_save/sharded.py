@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from msgspec.structs import replace
 
+from sluice._dtypes import ITEM_BYTES, MAX_SIGNED
 from sluice._errors import FormatError
+from sluice._options import Limits
 from sluice.formats.pickles.machine import WrapperError
 from sluice.formats.pickles.unpickler import Constructor, PendingObject
 from sluice.records import Entry, Opaque, TorchSize, UnsupportedValue
@@ -71,12 +74,12 @@ def _record(kind: str, state: object) -> ShardRecord:
     return ShardRecord(qualified_name=kind, fields=state)
 
 
-def sharded_tensor(state: object, limit: int) -> Entry:
+def sharded_tensor(state: object, limits: Limits) -> Entry:
     """Return a tensor of which a file has everything.
 
     Args:
         state: The state of the pickled ``ShardedTensor``.
-        limit: Most shards.
+        limits: Bounds on shards and dimensions.
 
     Raises:
         WrapperError: The file has a part of it.
@@ -84,8 +87,10 @@ def sharded_tensor(state: object, limit: int) -> Entry:
     """
     shards, metadata = state[:2] if type(state) is tuple and len(state) >= 2 else (None, None)
     size = metadata.fields.get("size") if type(metadata) is ShardRecord else None
-    if type(shards) is not list or len(shards) > limit or type(size) is not TorchSize:
+    if type(shards) is not list or len(shards) > limits.entries or type(size) is not TorchSize:
         raise FormatError("a divided tensor is malformed", expected="a list of shards, and metadata with a size")
+    if len(size) > limits.dimensions or prod(max(count, 1) for count in size) * max(ITEM_BYTES.values()) > MAX_SIGNED:
+        raise FormatError("a divided tensor has more bytes than torch can count", expected=MAX_SIGNED)
     inner: dict[str, object] = {"size": tuple(size)}
     for number, shard in enumerate(shards):
         fields = shard.fields if type(shard) is ShardRecord else {}
