@@ -109,6 +109,7 @@ CASES: dict[str, Case] = {
     "a legacy file before an archive": Case(LEGACY + GOOD, "bytes follow"),
     "an archive's mark before a legacy file": Case(b"PK\3\4" + LEGACY, "end record", sluice.TruncatedError),
     "a form feed as white space": Case(header(f'{{"a":\f{FIELDS}}}'), "not strict JSON"),
+    "brackets without end": Case(header('{"a":' + "[" * 1_000_000), "not strict JSON"),
     # archives of other programs
     "deflated by another packer": Case(
         repacked(GOOD, zipfile.ZIP_DEFLATED), "without compression", sluice.UnsupportedError
