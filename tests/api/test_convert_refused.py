@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 import sluice
 from sluice import Limits, MemoryLimits
@@ -30,6 +31,12 @@ def listing(path: Path) -> dict[str, bytes]:
     [
         ({"a": torch.ones(2).to_sparse()}, "o.safetensors", sluice.UnsupportedError, "sparse_coo tensor"),
         ({"a": torch.ones(2), "args": argparse.Namespace(x=1)}, "o.pt", sluice.UnsafeContentError, "only running code"),
+        (
+            {"a": torch.ones(2), "calls": {nn.Linear: {}}},
+            "o.pt",
+            sluice.UnsafeContentError,
+            "tensor '<.*running code",
+        ),
         ({"a": torch.ones(2, dtype=torch.complex128)}, "o.safetensors", sluice.SaveError, "support this dtype"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "o.safetensors", sluice.FormatError, "same dotted name"),
         ({b"raw": torch.ones(1), "w": torch.ones(9)}, "o.safetensors", sluice.MismatchError, "strings, not bytes"),

@@ -159,6 +159,15 @@ def test_a_lightning_checkpoint_fills_the_model_inside(tmp_path: Path) -> None:
     assert same(weights(net), weights(lit.model))
 
 
+def test_a_checkpoint_of_old_lightning_whose_callbacks_have_classes_as_keys(tmp_path: Path) -> None:
+    net = Net()
+    callbacks = {nn.Linear: {"best": None, "ema": torch.ones(3)}, nn.Conv2d: {}}
+    path = write(tmp_path / "sd.ckpt", {"state_dict": net.state_dict(), "callbacks": callbacks})
+    target = fresh()
+    assert sluice.load_into(target, path).key == "state_dict"
+    assert same(weights(target), weights(net))
+
+
 def two_models(net: nn.Module) -> dict[str, Any]:
     """Return a checkpoint of timm: weights and their average."""
     average = {name: tensor + 1 for name, tensor in net.state_dict().items()}

@@ -87,6 +87,9 @@ def refuse_opaques(tree: object, file: str) -> None:
     """
     for name, leaf in opaques(tree).items():
         raise refusal(leaf, name, file)
+    keys = (key for each in containers(tree) if isinstance(each, dict) for key in each if type(key) is Opaque)
+    for key in keys:
+        raise refusal(key, component(key), file)
 
 
 def unsupported(tree: object) -> dict[str, UnsupportedValue]:

@@ -87,7 +87,8 @@ def _candidates(tree: object) -> dict[str, object]:
             candidates.setdefault(path, value)
             continue
         prefix = f"{path}." if value is not tree else ""
-        states += [(prefix + component(name), child) for name, child in reversed(list(children(value)))]
+        named_children = ((name, child) for name, child in children(value) if isinstance(name, (str, int)))
+        states += [(prefix + component(name), child) for name, child in reversed(list(named_children))]
     return dict(sorted(candidates.items(), key=lambda item: -below[id(item[1])][1]))
 
 

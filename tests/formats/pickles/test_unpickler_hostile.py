@@ -195,6 +195,9 @@ def test_ordinary_integers_as_keys() -> None:
 
 def test_many_tuples_as_keys() -> None:
     assert load({(number, 0): None for number in range(4000)})
+    assert len(load({(kind, kind): None for number in range(5000) for kind in (str(number), b"%d" % number)})) == 10_000
+    mixed = {tuple("a" if number >> bit & 1 else b"a" for bit in range(13)): None for number in range(5000)}
+    assert "tuples" in refused_quickly(pickled(mixed)).problem
     assert "tuples" in refused_quickly(pickled({(number, 0): None for number in range(5000)})).problem
 
 
@@ -202,7 +205,7 @@ FROZEN = Call(Global("builtins", "frozenset"))
 
 
 @pytest.mark.parametrize(
-    "key", [[], {}, tensor_call(storage("0", 1)), MISSING, ([],), ((1,),), tuple(range(17)), FROZEN]
+    "key", [[], {}, tensor_call(storage("0", 1)), (MISSING,), ([],), ((1,),), tuple(range(17)), FROZEN]
 )
 def test_keys_that_cannot_be_hashed_safely(key: object) -> None:
     with pytest.raises(UnsupportedError, match="key has the unsupported type"):
@@ -212,6 +215,14 @@ def test_keys_that_cannot_be_hashed_safely(key: object) -> None:
     assert "key has the unsupported type" in repr(
         load([Call(Global("builtins", "set"), ([key],))])
     )  # a separate value: a leaf
+
+
+def test_classes_as_keys() -> None:
+    item = encode(MISSING) + encode({"best": 1})
+    assert repr(load(body(b"}(" + item + b"u"))) == "{<not loaded: sluice_no_such_module.run>: {'best': 1}}"
+    for refused in (b"}(" + item * 2 + b"u", b"\x8f(" + encode(MISSING) + b"\x90"):
+        with pytest.raises(UnsupportedError, match="key has the unsupported type Opaque"):
+            load(body(refused))
 
 
 def test_the_limit_of_opcodes() -> None:

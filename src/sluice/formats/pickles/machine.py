@@ -364,7 +364,8 @@ class Machine:
         values: dict[Any, Any] = target  # type: ignore[assignment]  # one of _DICT_KINDS
         pairs = iter(items)
         for key in pairs:
-            if type(key) is not str or len(key) > max_bytes:
+            # A class may be a key. The members of an Enum may not: they would become one key.
+            if (type(key) is not str or len(key) > max_bytes) and (type(key) is not Opaque or key in values):
                 self.check_key(key, position)
             values[key] = next(pairs)
 

@@ -46,7 +46,7 @@ _FIRST_BYTES = 4 << 10
 #: Integers that are their own hash. Larger integers can be chosen so that all of them collide.
 _PLAIN_HASHES = range(-(2**61) + 2, 2**61 - 1)
 
-#: Maximum number of tuples. They can be made to collide too; 4,096 colliding tuples take a few milliseconds.
+#: Maximum number of tuples, besides those of only text or only bytes: 4,096 that collide take a few milliseconds.
 _MAX_TUPLES = 4_096
 
 _MAX_TUPLE_ELEMENTS = 16
@@ -60,8 +60,8 @@ class KeyGuard:
     Filling a dict takes quadratic time if its keys collide, and hashing a nested tuple recurses in C until the
     stack overflows. Python seeds the hashes of text and bytes per process, so a file cannot make those collide.
 
-    Limits: ``Limits.name_bytes`` for text, 61 bits for integers, 4,096 tuples of at most 16 elements. Refused:
-    other types, nested tuples included.
+    Limits: ``Limits.name_bytes`` for text, 61 bits for integers, tuples of at most 16 elements, and 4,096 of those that
+    are not only text or only bytes. Refused: other types, nested tuples included.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -77,7 +77,7 @@ class KeyGuard:
         """
         parts: tuple[object, ...] = (key,)
         if isinstance(key, tuple) and len(key) <= _MAX_TUPLE_ELEMENTS:
-            self._tuples += 1
+            self._tuples += {*map(type, key)} not in ({str}, {bytes})  # "a" and b"a" have the same hash
             if self._tuples > _MAX_TUPLES:
                 raise LimitError(f"the pickle uses more than {_MAX_TUPLES} tuples as keys")
             parts = key
@@ -122,7 +122,7 @@ class Unpickler(Machine):
             TruncatedError: The pickle ends inside an opcode or before STOP.
             LimitError: The pickle exceeds a limit.
             UnsafeContentError: The pickle uses an opcode that names code and that torch.save never writes.
-            UnsupportedError: The protocol is 0 or newer than 5, or a key is neither a plain value nor a tuple of them.
+            UnsupportedError: The protocol is 0 or newer than 5, or a key is of a kind that is not permitted.
         """
         position = 0
         while position != STOPPED:
