@@ -80,8 +80,7 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
 
     def with_values(self, prepared: Prepared) -> Prepared:
         """Return a plan with the memory of extra state and attributes, which no request reads."""
-        entries = every_entry([*self.extra_state.values(), *self.attributes.values()])
-        more = sum(entry.nbytes for entry in entries)
+        more = sum(each.nbytes for each in every_entry([*self.extra_state.values(), *self.attributes.values()]))
         return with_more(prepared, {"cpu": more}) if more else prepared
 
     def request_lines(self) -> Iterator[str]:

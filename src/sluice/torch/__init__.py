@@ -75,8 +75,7 @@ def load(
         try:
             return run(decide(request, checkpoint), progress=False).value
         except BudgetError as error:
-            error.alternatives = ()  # which are arguments of load_state_dict
-            error.advice = "Load the state dict alone, in a smaller dtype: sluice.load_state_dict(f, dtype=...)."
+            error.alternatives, error.advice = (), "For a smaller dtype, use sluice.load_state_dict(f, dtype=...)."
             raise
 
 

@@ -146,10 +146,9 @@ class Upload:
             if type(error).__name__ in {"AlreadyExistsError", "FileExistsError"}:
                 raise _ExistsError(self.url) from None
             found = translated(error, self.url, pinned=False)
-            refused = SaveError(getattr(found, "problem", str(found)), file=self.url)
-            advice = "Check the address, the credentials and the network, then save again."
-            refused.advice = getattr(found, "advice", None) or advice
-            raise refused from None
+            problem, advice = getattr(found, "problem", str(found)), getattr(found, "advice", None)
+            usual = "Check the address, the credentials and the network, then save again."
+            raise SaveError(problem, file=self.url, advice=advice or usual) from None
 
 
 class UploadedFile:

@@ -107,8 +107,7 @@ def _status_of(text: str) -> int | None:
     """Return the status of the answer that the text of an error reports, or None."""
     if "StartTooLarge" in text:  # of stores without a server
         return _OUTSIDE
-    found = _STATUS.search(text)
-    return int(found[1]) if found else None
+    return int(found[1]) if (found := _STATUS.search(text)) else None
 
 
 def _in_brackets(status: int | None, code: str) -> str:
