@@ -163,12 +163,12 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("old", [True, False])
 def test_a_manifest_replaces_no_file_of_a_model(tmp_path: Path, name: str, old: bool) -> None:
-    whole, shards = {}, {"max_shard_size": 500}
+    whole, shards = None, 500
     state, hf = {f"layer.{number}": torch.ones(100) for number in range(4)}, tmp_path / "hf"
-    sluice.save(state, hf, **(shards if old else whole))
+    sluice.save(state, hf, max_shard_size=shards if old else whole)
     before = {path.name: path.read_bytes() for path in hf.iterdir()}
     with pytest.raises(ValueError, match="manifest and a file of the checkpoint have the same path"):
-        sluice.save(state, hf, manifest=hf / name, overwrite=True, **(whole if old else shards))
+        sluice.save(state, hf, manifest=hf / name, overwrite=True, max_shard_size=whole if old else shards)
     assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
 
 
