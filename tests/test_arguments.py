@@ -107,6 +107,8 @@ def test_the_devices_of_limits_are_those_that_torch_writes(monkeypatch: pytest.M
     given: dict[Any, str] = {"cuda": "1KiB", torch.device("cuda:1"): "2KiB"}
     limits = memory_limits(sluice.MemoryLimits(device=given))
     assert limits == sluice.MemoryLimits(device={"cuda:3": "1KiB", "cuda:1": "2KiB"})
+    with pytest.raises(ValueError, match="two limits for one of cuda:3"):
+        memory_limits(sluice.MemoryLimits(device={"cuda": "1KiB", "cuda:3": "2KiB"}))
 
 
 def test_limits_are_checked_when_they_are_written() -> None:

@@ -71,7 +71,10 @@ def memory_limits(memory: Memory) -> MemoryLimits | None:
         TypeError: It is neither limits nor a size.
     """
     if isinstance(memory, MemoryLimits) and isinstance(memory.device, Mapping):
-        return dataclasses.replace(memory, device={_accelerator(key): size for key, size in memory.device.items()})
+        limits = {_accelerator(key): size for key, size in memory.device.items()}
+        if len(limits) < len(memory.device):
+            raise ValueError(f"MemoryLimits(device=...) has two limits for one of {', '.join(limits)}")
+        return dataclasses.replace(memory, device=limits)
     if memory is None or isinstance(memory, MemoryLimits):
         return memory
     if isinstance(memory, bool) or not isinstance(memory, (int, str)):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,13 @@ def low_rank(rank: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 LOW_RANK = {"head.lora_A.weight": (2, 9)}
 #: Patterns as peft documents them; the last one matches.
-PATTERNS = {"^model.decoder.layers.0.encoder_attn.k_proj": 1, r".*\.layers\.(0|1)\..*(q|v)_proj": 2, "hea.": 7}
+LAYERS = rf"model\.layers\.({'|'.join(map(str, range(80)))})\.mlp\.down_proj"
+PATTERNS = {
+    LAYERS: 2,
+    "^model.decoder.layers.0.encoder_attn.k_proj": 1,
+    r".*\.layers\.(0|1)\..*(q|v)_proj": 2,
+    "hea.": 7,
+}
 HADAMARD = {f"proj_in.hada_{part}": (0,) for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
 
 
@@ -189,11 +195,12 @@ def test_what_cannot_be_merged_is_refused_by_name_and_leaves_the_model(
 @pytest.mark.parametrize("form", ["complex64", "sparse_coo", "quantized"])
 def test_factors_are_dense_real_tensors(base: Path, tmp_path: Path, form: str) -> None:
     a, b = low_rank(2, 5, 9)
-    of_form = {
+    forms: dict[str, Callable[[], torch.Tensor]] = {
         "complex64": partial(a.to, torch.complex64),
         "sparse_coo": a.to_sparse,
         "quantized": partial(quantized, a),
-    }[form]()
+    }
+    of_form = forms[form]()
     torch.save({"head.lora_A.weight": of_form, "head.lora_B.weight": b}, tmp_path / "a.pth")
     model = Net()
 

@@ -188,6 +188,22 @@ def test_parts_of_one_file_are_different_inputs(tmp_path: Path) -> None:
             sluice.merge([one, one], merged)
 
 
+@pytest.fixture(scope="module")
+def in_two_stores() -> list[sluice.Remote]:
+    """Return two files of one name; the process keeps the event loop of obstore."""
+    obstore = pytest.importorskip("obstore", reason="the extra 'remote' is not installed")
+    stores = [obstore.store.MemoryStore() for _ in range(2)]
+    for value, store in zip((0.0, 6.0), stores, strict=True):
+        obstore.put(store, "a.safetensors", safetensors.torch.save({"weight": torch.full((1, 2), value)}))
+    return [sluice.Remote("a.safetensors", store=store) for store in stores]
+
+
+def test_equal_names_in_two_stores_are_different_inputs(in_two_stores: list[sluice.Remote]) -> None:
+    merged = nn.Linear(2, 1, bias=False)
+    sluice.merge(in_two_stores[1:], merged, base=in_two_stores[0])
+    assert torch.equal(merged.weight, torch.full((1, 2), 3.0))
+
+
 def sliced(*slices: list[dict[str, Any]]) -> dict[str, Any]:
     return {"merge_method": "linear", "slices": [{"sources": sources} for sources in slices]}
 

@@ -161,11 +161,13 @@ def test_a_lightning_checkpoint_fills_the_model_inside(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_old_lightning_whose_callbacks_have_classes_as_keys(tmp_path: Path) -> None:
     net = Net()
-    callbacks = {nn.Linear: {"best": None, "ema": torch.ones(3)}, nn.Conv2d: {}}
+    callbacks = {nn.ConvTranspose3d: {"best": torch.ones(3)}, nn.LazyConvTranspose3d: {"best": torch.ones(3)}}
     path = write(tmp_path / "sd.ckpt", {"state_dict": net.state_dict(), "callbacks": callbacks})
     target = fresh()
     assert sluice.load_into(target, path).key == "state_dict"
     assert same(weights(target), weights(net))
+    with sluice.open(path) as checkpoint:  # the names of both classes end alike
+        assert "callbacks.torch.nn.modules.conv.LazyConvTranspose3d.best" in checkpoint
 
 
 def two_models(net: nn.Module) -> dict[str, Any]:

@@ -152,9 +152,10 @@ def _configuration(
     """Return the configuration, and its file if it has one; fill ``sources`` with inputs that are not paths."""
 
     def named(source: Any) -> str:
-        name: str = os.fspath(source) if isinstance(source, (str, os.PathLike)) else repr(source)
-        if isinstance(source, OpenCheckpoint):
-            name += f" at {id(source):#x}"  # two may be parts of one file
+        if isinstance(source, (str, os.PathLike)):
+            name: str = os.fspath(source)
+        else:
+            name = f"{source!r} at {id(source):#x}"  # two may be parts of one file, or of two stores
         sources[name] = source
         return name
 

@@ -11,7 +11,7 @@ import torch
 
 from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, MemoryLimits, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
 from sluice.adapters.config import Adapters
 from sluice.api.shared import plan_shared
@@ -155,7 +155,8 @@ def plan(
             return plan_report(fullest, checkpoint, ranks=ranks, notes=(_ranks_note(ranks),))
         report = plan_report(request, checkpoint, notes=() if model is not None else (_WITHOUT_MODEL,))
         if stream and isinstance(request, ModuleRequest):
-            return _with_stream(report, request, checkpoint, memory, weights)
+            checked = request.options.memory if isinstance(memory, MemoryLimits) else memory
+            return _with_stream(report, request, checkpoint, checked, weights)
         return report
 
 

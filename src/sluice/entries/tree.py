@@ -258,6 +258,8 @@ def metadata(container: object) -> object:
 
 def component(key: object) -> str:
     """Return a key as a component of a dotted name; keys of other types than text, bytes and integers are shortened."""
+    if isinstance(key, Opaque):  # two classes may have names that end alike
+        return key.qualified_name
     return str(key) if isinstance(key, (str, bytes, int)) else short_repr(key)
 
 

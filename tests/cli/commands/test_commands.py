@@ -236,6 +236,9 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         raise sluice.FormatError("seen")
 
     monkeypatch.setattr(sluice, "merge", spy)
+    with_names = ["https://h/epoch=3-step=100.ckpt", "s3://b/lr=0.1.safetensors"]
+    assert merge(*with_names, "out.pth").exit_code == 1
+    assert seen.pop() == with_names
     signed = ["https://h/a.pth?X-Amz-Expires=3600&X-Amz-Signature=SECRET", "https://h/b.pth?Expires=3600"]
     assert merge(*signed, "out.pth").exit_code == 1
     assert merge(*(f"{url}=0.5" for url in signed), "out.pth").exit_code == 1

@@ -138,6 +138,18 @@ def test_threads_that_share_a_source_share_its_download(
     assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
 
 
+def test_a_progress_function_may_read_the_file_that_is_downloaded(remote: VersionedObject, tmp_path: Path) -> None:
+    source = opened(remote, tmp_path)
+    assert isinstance(source, CachedFile)
+
+    def arrived(_: int) -> None:
+        filled(source)
+        assert read(source, 0, 8) == CONTENT[:8]
+
+    source.fill(arrived)
+    assert loaded(source) == CONTENT
+
+
 def test_another_process_may_get_the_lock_of_a_part_that_is_being_published(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,8 @@ from sluice.writing.save_formats import CONVERT_FORMATS
 
 __all__ = ["merge_command"]
 
-#: A URL whose last parameter has a value, and a number.
-_URL_WITH_WEIGHT = re.compile(r"(.+\?.*=[^=&]*)=([-+.\deE]+)")
+#: A URL, whose last parameter has a value if it has any, and a number.
+_URL_WITH_WEIGHT = re.compile(r"([^?]+|.+\?.*=[^=&]*)=([-+.\deE]+)")
 
 
 @click.command("merge")
@@ -96,7 +96,7 @@ def _config(inputs: tuple[str, ...]) -> Any:
 
 def _weighted(text: str) -> tuple[str, str]:
     """Return a path and its weight; the parameters of a URL and names of directories have signs of equality too."""
-    if "?" in text:
+    if "?" in text or "://" in text:
         found = _URL_WITH_WEIGHT.fullmatch(text)
         return (found[1], found[2]) if found else (text, "")
     path, equals, weight = text.rpartition("=")

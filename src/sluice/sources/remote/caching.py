@@ -149,8 +149,8 @@ class CachedFile(ForwardingSource):
     def __init__(self, remote: RemoteFile, entry: CacheEntry) -> None:
         """Own the file; the cache is not touched before ``fill``."""
         super().__init__(remote)
-        self._remote, self._entry, self._filled = remote, entry, False
-        self._lock = threading.Lock()
+        self._remote, self._entry, self._filled, self._filling = remote, entry, False, False
+        self._lock = threading.RLock()
         self.expect = remote.expect
         #: Why the file was not cached, as a clause; None if nothing failed.
         self.note: str | None = None
@@ -170,8 +170,9 @@ class CachedFile(ForwardingSource):
     def fill(self, report: Callable[[int], object]) -> None:
         """Download what is missing, unless that has failed before; ``note`` has the problem if the system refuses."""
         with self._lock:
-            if self._filled or self.note is not None:
+            if self._filling or self._filled or self.note is not None:  # filling: the progress function reads
                 return
+            self._filling = True
             try:
                 with self._entry.writing(partial(report, 0)) as part:
                     if part is not None:
@@ -183,6 +184,8 @@ class CachedFile(ForwardingSource):
                 raise
             except OSError as error:
                 self.note = _not_cached(error)
+            finally:
+                self._filling = False
 
     def _download(self, part: CacheFile, report: Callable[[int], object]) -> None:
         """Request the pieces that a part does not have, and publish it."""
