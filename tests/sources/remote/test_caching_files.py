@@ -167,6 +167,23 @@ def test_another_process_may_get_the_lock_of_a_part_that_is_being_published(
     assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
 
 
+def test_a_process_that_waited_for_a_part_may_hold_it_for_a_moment(
+    remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, refusals = fcntl.flock, [BlockingIOError()] * 3
+
+    def refusing(file: OwnedFile, kind: int) -> None:
+        if kind == fcntl.LOCK_SH | fcntl.LOCK_NB and refusals:
+            raise refusals.pop()
+        lock(file, kind)
+
+    source = opened(remote, tmp_path)
+    monkeypatch.setattr(cache_directory, "flock", refusing)
+    assert loaded(source) == CONTENT
+    assert not refusals
+    assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
+
+
 def test_a_part_that_a_stopped_process_writes_is_not_waited_for(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,13 @@ class CacheEntry:
         with suppress(FileNotFoundError):  # also if it is removed meanwhile
             self._check()
             found = CacheFile(self, _opened(self.path))
-            if _lock(found.file, LOCK_SH) and _is_at(found.file, self.path):  # it is not being removed
+            for _ in range(100):  # a process that has waited for the part holds it for a moment
+                if _lock(found.file, LOCK_SH):
+                    break
+                time.sleep(0.01)
+            else:
+                return None
+            if _is_at(found.file, self.path):  # it is not being removed
                 if found.is_right():
                     return found
                 os.rename(self.path, self.part_path)
