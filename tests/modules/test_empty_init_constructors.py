@@ -16,6 +16,7 @@ from sluice.loading import module_job
 from sluice.modules import emptied
 from sluice.modules.emptied import moved_to
 from sluice.planning.memory_layout import Computed
+from support.oracles import bits
 
 
 class Moved(nn.Module):
@@ -180,7 +181,7 @@ def test_constructors_build_the_same_module_and_the_checkpoint_fills_it(
     sluice.load_into(model, tmp_path / "f.pth")
     assert describe(model) == describe(expected)
     for name, tensor in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+        assert bits(model.state_dict()[name]) == bits(tensor), name  # some are uninitialized: NaN is not equal to NaN
     for name, buffer in expected.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
     for name, value in vars(expected).items():
