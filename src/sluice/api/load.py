@@ -25,7 +25,6 @@ from sluice.loading.load import load
 from sluice.loading.module_request import ModuleRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
-from sluice.modules.refused_models import is_assembled_model
 from sluice.modules.unloaded import is_guarded, refusing
 from sluice.reports.load import LoadReport
 from sluice.sharing.copies import SharedCopy
@@ -145,14 +144,8 @@ def load_into(
         return load_shared(load_into, **arguments)
     request = ModuleRequest.of(arguments)
     opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
-    if is_assembled_model(model):
-        # Here, not above: most models are not quantized before the load.
-        from sluice.quantizing.saved import opened_model
-
-        with refusing(model), opened_model(model, opening, dtype=request.dtype) as (opened, _):
-            return load(request, opened, progress=progress)
-    with refusing(model):
-        return load(request, opening, progress=progress)
+    with refusing(model), request.opened(opening) as (opened, _):
+        return load(request, opened, progress=progress)
 
 
 @public()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, MemoryLimits, PageCache, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, TransferOptions
 from sluice._public import explain_keywords, public
 from sluice.adapters.config import Adapters
 from sluice.api.shared import plan_shared
@@ -24,7 +24,6 @@ from sluice.loading.module_request import ModuleRequest
 from sluice.loading.rank_plans import RankLayout, plan_ranks, tensor_parallel_dims
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
-from sluice.modules.refused_models import is_assembled_model
 from sluice.reports.plan import PlanReport, RanksPlan
 from sluice.sharding.layouts import mesh_of
 from sluice.sharing.copies import SharedCopy
@@ -146,29 +145,16 @@ def plan(
             "plan(): a stream does not quantize what it reads. Load once with quantize=, save the model, quantize an "
             "empty model in the same way, and stream the saved file into it"
         )
-    with (
-        _opened(request, borrow(source, limits=limits, encoding=encoding)) as (opening, weights),
-        opening as checkpoint,
-    ):
+    found = borrow(source, limits=limits, encoding=encoding)
+    opened = request.opened(found, finish=False) if isinstance(request, ModuleRequest) else nullcontext((found, ()))
+    with opened as (opening, weights), opening as checkpoint:
         if layout is not None and isinstance(request, ModuleRequest):
             ranks, fullest = plan_ranks(request, checkpoint, layout)
             return plan_report(fullest, checkpoint, ranks=ranks, notes=(_ranks_note(ranks),))
         report = plan_report(request, checkpoint, notes=() if model is not None else (_WITHOUT_MODEL,))
         if stream and isinstance(request, ModuleRequest):
-            checked = request.options.memory if isinstance(memory, MemoryLimits) else memory
-            return _with_stream(report, request, checkpoint, checked, weights)
+            return _with_stream(report, request, checkpoint, memory, weights)
         return report
-
-
-def _opened(
-    request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint]
-) -> AbstractContextManager[tuple[AbstractContextManager[OpenCheckpoint], tuple[OpenedWeight, ...]]]:
-    """Return a context for the plan, in which quantized weights of a model are parameters for their plain tensors."""
-    if not isinstance(request, ModuleRequest) or not is_assembled_model(request.model):
-        return nullcontext((opening, ()))
-    from sluice.quantizing.saved import opened_model  # here, not above: few models are quantized
-
-    return opened_model(request.model, opening, dtype=request.dtype, finish=False)
 
 
 def _with_stream(
@@ -179,11 +165,12 @@ def _with_stream(
     quantized: tuple[OpenedWeight, ...],
 ) -> PlanReport:
     """Return the report with the plan of a stream."""
-    from sluice.streaming.job import StreamRequest, plan_stream  # here, not above: few plans are those of streams
+    # Here, not above: few plans are those of streams.
+    from sluice.streaming.job import StreamRequest, plan_stream, stream_memory
 
     if isinstance(load.device, Mapping) or load.device == "auto":
         raise ValueError("plan(): stream=True needs one device")
-    request = StreamRequest(load=load, memory=memory, quantized=quantized)
+    request = StreamRequest(load=load, memory=stream_memory(memory)[1], quantized=quantized)
     found = plan_stream(request, checkpoint)
     return dataclasses.replace(report, stream=found)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sluice._arguments import check_load, check_model, memory_limits
+from sluice._arguments import check_load, check_model
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, Memory, MemoryLimits, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, Memory, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.adapters.config import Adapters
@@ -16,7 +16,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.module_request import ModuleRequest
 from sluice.matching.renaming import Rename
-from sluice.streaming.job import StreamRequest
+from sluice.streaming.job import StreamRequest, stream_memory
 from sluice.streaming.stream import Stream, open_stream
 
 __all__ = ["stream"]
@@ -99,12 +99,12 @@ def stream(
     """
     arguments = locals()
     check_model(model, source, "stream(model, source)")
-    checked = memory_limits(memory)
+    kept, weights = stream_memory(memory)
     check_load(**arguments)
     if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks or ()):
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
-    options = TransferOptions(memory=checked if isinstance(memory, MemoryLimits) else None)
+    options = TransferOptions(memory=kept)
     load = ModuleRequest.of(arguments, options=options)
     chosen = None if blocks is None else tuple(blocks)
-    request = StreamRequest(load=load, memory=options.memory or memory, blocks=chosen, train=train)
+    request = StreamRequest(load=load, memory=weights, blocks=chosen, train=train)
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

@@ -19,6 +19,7 @@ from sluice.reports.document import Grid, Report, Section, lines_of, printable_p
 __all__ = [
     "OVER_BUDGET",
     "Failure",
+    "already_exists",
     "describe",
     "failure_of",
     "output_options",
@@ -43,6 +44,11 @@ class Failure(click.ClickException):
     def format_message(self) -> str:
         """Return the paragraph, with text from files made printable."""
         return printable_paragraph(self.message)
+
+
+def already_exists(path: str, exit_code: int = 1) -> Failure:
+    """Return the failure of a command that may not replace a file."""
+    return Failure(f"{path}: the file already exists; use --force to replace it", exit_code)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import torch
 from sluice._arguments import check_load, memory_limits
 from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
-from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._options import Limits, Memory, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.adapters.config import Adapters, adapter_list
@@ -45,7 +45,7 @@ from sluice.loading.module_request import EntriesRequest
 from sluice.modules.empty_init import empty_init
 from sluice.records import UnsupportedValue
 from sluice.reports.load import LoadReport
-from sluice.streaming.job import StreamRequest
+from sluice.streaming.job import StreamRequest, stream_memory
 from sluice.streaming.stream import Stream, open_stream
 
 __all__ = ["from_pretrained", "stream"]
@@ -220,8 +220,8 @@ def stream(
     """
     library = find_library()
     check_load(limits=limits, progress=progress)
-    checked = memory_limits(memory)
-    options = TransferOptions(memory=checked if isinstance(memory, MemoryLimits) else None)
+    kept, for_weights = stream_memory(memory)
+    options = TransferOptions(memory=kept)
     dtype = _parsed(dtype)
     with find_model(directory, revision, limits) as files, ExitStack() as stack:
         model_class, config = class_and_config(library, files, model_class, config, limits=limits)
@@ -242,7 +242,7 @@ def stream(
         if train:
             model.requires_grad_(False)
         named = None if blocks is None else tuple(blocks)
-        request = StreamRequest(load=filling, memory=options.memory or memory, blocks=named, train=train)
+        request = StreamRequest(load=filling, memory=for_weights, blocks=named, train=train)
         stack.pop_all()  # the stream closes the checkpoint
         return open_stream(request, checkpoint, progress=progress)
     raise AssertionError("no exception is suppressed")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from msgspec.structs import replace
@@ -33,10 +34,13 @@ from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
 from sluice.modules.following import base_names, base_outline, follow_loading, through_wrappers
-from sluice.modules.refused_models import advice_for, refuse_flattened
+from sluice.modules.refused_models import advice_for, is_assembled_model, refuse_flattened
 from sluice.planning.alternatives import Change
 from sluice.records import Entry, UnsupportedValue
 from sluice.sharding.dtensors import local_of, reshard
+
+if TYPE_CHECKING:
+    from sluice.quantizing.saved import OpenedWeight
 
 __all__ = ["EntriesRequest", "IntoModule", "ModuleRequest"]
 
@@ -51,10 +55,25 @@ class IntoModule(LoadRequest, frozen=True, kw_only=True):
     model: nn.Module
     #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
     device: Device = None
+    #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
+    dtype: str | None = None
     #: Quantizes weights; a configuration of torchao, or a function.
     quantize: object = None
     #: Adapters to merge.
     adapters: tuple[Adapter, ...] = ()
+
+    def opened(
+        self, opening: AbstractContextManager[OpenCheckpoint], *, finish: bool = True
+    ) -> AbstractContextManager[tuple[AbstractContextManager[OpenCheckpoint], tuple[OpenedWeight, ...]]]:
+        """Return a context in which quantized weights of the model are parameters for their plain tensors.
+
+        See ``sluice.quantizing.saved.opened_model``. Other models are unchanged, and so are their checkpoints.
+        """
+        if not is_assembled_model(self.model):
+            return nullcontext((opening, ()))
+        from sluice.quantizing.saved import opened_model  # here, not above: few models are quantized
+
+        return opened_model(self.model, opening, dtype=self.dtype, finish=finish)
 
     can_map: ClassVar[bool] = True
 
@@ -72,8 +91,6 @@ class IntoModule(LoadRequest, frozen=True, kw_only=True):
 class ModuleRequest(IntoModule, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_into``."""
 
-    #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
-    dtype: str | None = None
     #: Part of the checkpoint; None searches for the state dict.
     key: str | None = None
     #: New names for the names of the checkpoint.

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from sluice import _defaults as defaults
+from sluice._arguments import memory_limits
 from sluice._errors import BudgetError, StreamError
 from sluice._messages import listed
 from sluice._options import NO_LIMITS, Memory, MemoryLimits, TransferOptions
@@ -25,7 +26,6 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import EntriesRequest, ModuleRequest
 from sluice.modules.blocks import ModuleBlock, find_blocks, smallest_blocks
-from sluice.modules.refused_models import is_assembled_model
 from sluice.modules.unloaded import ParkedParameter
 from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming, choose_resting
@@ -39,7 +39,7 @@ from sluice.streaming.units import UnitPlan
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
 
-__all__ = ["StreamJob", "StreamRequest", "decide_stream", "opened_request", "plan_stream"]
+__all__ = ["StreamJob", "StreamRequest", "decide_stream", "opened_request", "plan_stream", "stream_memory"]
 
 
 class StreamRequest(Struct, frozen=True, kw_only=True):
@@ -55,6 +55,19 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     train: bool = False
     #: Quantized weights, in whose place the model has parameters for their plain tensors.
     quantized: tuple[OpenedWeight, ...] = ()
+
+
+def stream_memory(memory: Memory) -> tuple[MemoryLimits | None, Memory]:
+    """Return the limits of the loads of a stream, and its memory for weights, with devices as torch writes them.
+
+    One size is that of the weights alone, so that it limits no load.
+
+    Raises:
+        ValueError: See ``memory_limits``.
+        TypeError: See ``memory_limits``.
+    """
+    checked = memory_limits(memory)
+    return (checked, checked) if isinstance(memory, MemoryLimits) else (None, memory)
 
 
 class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
@@ -112,14 +125,7 @@ def opened_request(
         MismatchError: The checkpoint describes its quantized weights, and they are not those of the model.
         ValueError: ``dtype`` would cast the scales of quantized weights.
     """
-    load = request.load
-    if not is_assembled_model(load.model):
-        yield request, checkpoint
-        return
-    from sluice.quantizing.saved import opened_model  # here, not above: few models are quantized
-
-    dtype = load.dtype if isinstance(load, ModuleRequest) else None
-    with opened_model(load.model, nullcontext(checkpoint), dtype=dtype) as (opening, weights), opening as plain:
+    with request.load.opened(nullcontext(checkpoint)) as (opening, weights), opening as plain:
         yield replace(request, quantized=weights), plain
 
 

@@ -18,7 +18,7 @@ from sluice.cli.options import (
     memory_options,
     page_cache_option,
 )
-from sluice.cli.output import Failure, output_options, progress_wanted, show_report, wrong_options
+from sluice.cli.output import already_exists, output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.formats.manifest import HashAlgorithm
 from sluice.writing.save_formats import CONVERT_FORMATS
@@ -120,5 +120,6 @@ def convert_command(
             with_settings(source), destination, **keywords, overwrite=force, progress=shown, dry_run=dry_run
         )
     show_report(report, as_json=as_json, quiet=quiet)
-    if dry_run and not force and (report.replaced or (manifest is not None and os.path.lexists(manifest))):
-        raise Failure(f"{(*report.replaced, manifest)[0]}: the file already exists; use --force to replace it")
+    existing = [*report.replaced, *([manifest] if manifest is not None and os.path.lexists(manifest) else [])]
+    if dry_run and existing and not force:
+        raise already_exists(existing[0])

@@ -10,7 +10,7 @@ import click
 
 import sluice
 from sluice.cli.options import DTypeName, Size
-from sluice.cli.output import Failure, output_options, progress_wanted, show_report, wrong_options
+from sluice.cli.output import already_exists, output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.merging.recipe import METHODS
 from sluice.writing.save_formats import CONVERT_FORMATS
@@ -79,7 +79,7 @@ def merge_command(
         report: Any = sluice.merge(config, destination, **own, overwrite=force, dry_run=dry_run, progress=shown)
     show_report(report, as_json=as_json, quiet=quiet)
     if dry_run and report.replaced and not force:
-        raise Failure(f"{report.replaced[0]}: the file already exists; use --force to replace it")
+        raise already_exists(report.replaced[0])
 
 
 def _config(inputs: tuple[str, ...]) -> Any:

@@ -11,7 +11,7 @@ import click
 
 import sluice
 from sluice.cli.options import encoding_option, paths_argument, source_of
-from sluice.cli.output import Failure, failure_of, output_options, progress_wanted, show_report
+from sluice.cli.output import Failure, already_exists, failure_of, output_options, progress_wanted, show_report
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.formats.manifest import HashAlgorithm
 
@@ -114,7 +114,7 @@ def verify_command(
     if write_manifest and os.path.realpath(write_manifest) in map(os.path.realpath, paths):
         raise click.UsageError("the manifest needs a different path than the checkpoint")
     if write_manifest and not force and os.path.lexists(write_manifest):  # before hashing
-        raise Failure(f"{write_manifest}: the file already exists; use --force to replace it", _UNREADABLE)
+        raise already_exists(write_manifest, _UNREADABLE)
     with _unreadable():
         report = sluice.verify(
             source_of(paths),
