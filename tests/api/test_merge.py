@@ -252,17 +252,15 @@ def test_methods_of_whole_tensors_are_held_against_the_limit(tmp_path: Path) -> 
         sluice.merge(paths, tmp_path / "stock.pth", method="model_stock", base=paths[0], memory=memory)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    found = states(2)
-    a, b = written(tmp_path, found)
-    out = tmp_path / "out.pth"
+def refusals(tmp_path: Path, a: str, b: str) -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
+    """Return configurations of merges of two files, options, and the error of each with a part of its text."""
     torch.save(torch.zeros(1 << 18), tmp_path / "large.pth")
     flat = str(tmp_path / "flat.pth")
     torch.save({"w": torch.ones(2)}, flat)
     shared: list[Any] = []  # as aliases of YAML make it: its whole text would be long
     for _ in range(20):
         shared = [shared, shared]
-    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    return [
         ({a: 1, b: 1}, {"method": "sce"}, sluice.UnsupportedError, "is not one of linear"),
         ({a: 1, b: 1}, {"method": "ties"}, sluice.FormatError, "needs a base_model"),
         ({a: 1, b: 1}, {"method": "slerp", "base": a}, sluice.FormatError, "no value of 't'"),
@@ -304,7 +302,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
             for weight in ([0, "x"], [0, None], [{"filter": "q", "value": 1}, 0.5], {"filter": 3, "value": 1})
         ),
     ]
-    for config, options, error, text in refused:
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    found = states(2)
+    a, b = written(tmp_path, found)
+    out = tmp_path / "out.pth"
+    for config, options, error, text in refusals(tmp_path, a, b):
         with pytest.raises(error, match=text):
             sluice.merge(config, out, **options)
     del found[1]["norm"]
