@@ -144,21 +144,21 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert torch.allclose(summed[f"model.layers.{layer}.q"], expected)
 
 
-@pytest.mark.parametrize("text", ["!!bool x", "a: !!int ''", "a: !!timestamp x"])
-def test_a_scalar_that_does_not_fit_its_tag(tmp_path: Path, text: str) -> None:
-    pytest.importorskip("yaml", reason="the extra 'merge' is not installed")
-    (tmp_path / "config.yml").write_text(text)
-    with pytest.raises(sluice.FormatError, match="is not YAML"):
-        sluice.merge(tmp_path / "config.yml", tmp_path / "out")
+NOT_YAML, REPEATS = "is not YAML", "repeats its parts too often"
 
 
 @pytest.mark.parametrize(
-    "text", [f"s: [&s [&a {{model: a}}{800 * ', *a'}]{800 * ', *s'}]", "s: &s [*s, *s]"], ids=["a product", "a cycle"]
+    ("text", "problem"),
+    [
+        *((text, NOT_YAML) for text in ("!!bool x", "a: !!int ''", "a: !!timestamp x")),
+        pytest.param(f"s: [&s [&a {{model: a}}{800 * ', *a'}]{800 * ', *s'}]", REPEATS, id="a product of aliases"),
+        pytest.param("s: &s [*s, *s]", REPEATS, id="a cycle"),
+    ],
 )
-def test_aliases_that_repeat_too_much_are_refused(tmp_path: Path, text: str) -> None:
+def test_files_that_are_no_configuration_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     pytest.importorskip("yaml", reason="the extra 'merge' is not installed")
     (tmp_path / "config.yml").write_text(text)
-    with pytest.raises(sluice.FormatError, match="repeats its parts too often"):
+    with pytest.raises(sluice.FormatError, match=problem):
         sluice.merge(tmp_path / "config.yml", tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""Destinations of saves: full disks, limits, special files, missing permissions and concurrent writers."""
+"""Destinations of saves: limits, special files, missing permissions and concurrent writers."""
 
 from __future__ import annotations
 
@@ -47,41 +47,6 @@ def value_of(path: Path) -> float:
 
 def names(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*")}
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A file system of 8 MiB; skip if this process may not mount one."""
-    with tempfile.TemporaryDirectory() as path:
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if mounted.returncode:
-            pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-        try:
-            yield Path(path)
-        finally:
-            subprocess.run(["umount", path], check=True)
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the tests of full disks are for Linux")
-@EVERY_FORM
-def test_a_full_disk(small_disk: Path, name: str) -> None:
-    path = small_disk / name
-    sluice.save(state(1), path, **FORMS[name])
-    before = names(small_disk)
-    with pytest.raises(sluice.SaveError, match="No space left on device"):
-        sluice.save(state(2, rows=2), path, **FORMS[name], overwrite=True)
-    assert value_of(path) == 1
-    assert names(small_disk) == before
-    with pytest.raises(sluice.SaveError, match="No space left on device"):
-        sluice.save(state(2, rows=2), small_disk / f"other-{name}", **FORMS[name])
-    assert names(small_disk) == before
-    sluice.save(state(3), path, **FORMS[name], overwrite=True)
-    assert value_of(path) == 3
 
 
 @contextmanager
