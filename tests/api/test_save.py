@@ -11,41 +11,8 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _defaults as defaults
 from support.oracles import same
 from support.trained_net import assert_equal, empty, trained
-
-
-def states() -> dict[str, torch.Tensor]:
-    base = torch.randn(6, 8)
-    return {
-        "plain": torch.randn(3, 5),
-        "transposed": base.t(),
-        "strided": base[::2, 1:7:3],
-        "row": base[2],
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 4),
-        "expanded": torch.randn(1, 3).expand(4, 3),
-        "ints": torch.arange(7),
-    }
-
-
-@pytest.mark.parametrize("staging", [1, 40, 1 << 20])
-@pytest.mark.parametrize("to", [None, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["f.pth", "f.safetensors", "directory"])
-def test_views_of_all_kinds_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: torch.dtype | None, staging: int
-) -> None:
-    monkeypatch.setattr(defaults, "SAVE_STAGING_BYTES", staging)
-    state = states()
-    report = sluice.save(state, tmp_path / name, dtype=to)
-    with sluice.open(tmp_path / name) as checkpoint:
-        assert set(checkpoint) == set(state)
-        for key, tensor in state.items():
-            expected = tensor.to(to) if to and tensor.is_floating_point() else tensor
-            assert same(checkpoint[key].read().contiguous(), expected.contiguous())
-    assert report.tensors == len(state)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
 def test_views_stay_views_and_ties_stay_ties_for_torch(tmp_path: Path) -> None:
@@ -188,7 +155,7 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
 
 def test_progress_and_report(tmp_path: Path) -> None:
     seen: list[sluice.ProgressEvent] = []
-    report = sluice.save(states(), tmp_path / "f.safetensors", progress=seen.append)
+    report = sluice.save({"a": torch.ones(3)}, tmp_path / "f.safetensors", progress=seen.append)
     assert seen[-1].fraction == 1.0
     assert seen[-1].total_bytes == report.nbytes
     assert str(tmp_path / "f.safetensors") in str(report)

@@ -55,7 +55,7 @@ def states() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("staging", [8, 40, 1 << 20])
+@pytest.mark.parametrize("staging", [1, 40, 1 << 20])
 @pytest.mark.parametrize("to", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["f.pth", "f.safetensors", "directory", "sharded"])
 def test_a_manifest_describes_the_file(
@@ -69,7 +69,6 @@ def test_a_manifest_describes_the_file(
     manifest = read_manifest(str(tmp_path / "m.json"), sluice.Limits())
     assert manifest == expected(finished)
     with sluice.open(tmp_path / name) as checkpoint:
-        assert set(checkpoint) == set(manifest.tensors)
         again = {key: tensor.read() for key, tensor in checkpoint.items()}
     assert expected(again) == manifest
 

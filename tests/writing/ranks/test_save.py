@@ -14,7 +14,7 @@ import torch
 import sluice
 from support import fresh_process
 from support.distributed import torch_loaded
-from support.divided_models import LAYOUTS, Net, locals_of
+from support.divided_models import LAYOUTS, Net
 from support.ranks import Ranks
 
 #: A file or directory for each format, and its arguments of ``save``.
@@ -74,29 +74,6 @@ def test_every_layout_in_every_format(
         assert sum(own[0].written_by_rank) == own[0].nbytes
     assert reports[1][0].replaced == (str(tmp_path / "model.safetensors"),)
     assert list(tmp_path.rglob(".*")) == [tmp_path / "dcp" / ".metadata"]
-
-
-def loaded_by_torch(layout: str, directory: Path) -> list[str]:
-    """Load a distributed checkpoint into a divided model of other values; return what differs on this rank."""
-    import torch.distributed.checkpoint as dcp
-
-    expected = locals_of(divided_model(layout))
-    torch.manual_seed(8)
-    model = Net()
-    LAYOUTS[layout](model)
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=directory)  # type: ignore[attr-defined]
-    model.load_state_dict(state)
-    found = locals_of(model)
-    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp-tp"])
-def test_torch_loads_the_distributed_checkpoint_into_the_same_layout(
-    four_ranks: Ranks, tmp_path: Path, layout: str
-) -> None:
-    four_ranks.run(saved_everywhere, layout, tmp_path, {})
-    assert four_ranks.run(loaded_by_torch, layout, tmp_path / "dcp") == [[]] * 4
 
 
 def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
