@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -98,23 +97,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path, form: str) -> None:
     for name in (form, f"converted-{form}"):
         assert content(first / name) == content(second / name)
         assert content(first / name)
-
-
-@pytest.mark.parametrize("how", ["saved", "converted"])
-def test_every_tensor_of_a_torch_file_is_aligned(tmp_path: Path, how: str) -> None:
-    value = {f"w{i}": torch.zeros(i, dtype=torch.uint8) for i in range(1, 140)}
-    torch.save(value, tmp_path / "in.pt")
-    if how == "saved":
-        sluice.save(value, tmp_path / "f.pt")
-    else:
-        sluice.convert(tmp_path / "in.pt", tmp_path / "f.pt")
-    raw = (tmp_path / "f.pt").read_bytes()
-    with zipfile.ZipFile(tmp_path / "f.pt") as archive:
-        for record in archive.infolist():
-            name_bytes, extra_bytes = struct.unpack_from("<HH", raw, record.header_offset + 26)
-            assert (record.header_offset + 30 + name_bytes + extra_bytes) % 64 == 0
-    mapped = torch.load(tmp_path / "f.pt", weights_only=True, mmap=True)
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in mapped.values())
 
 
 def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -81,14 +82,8 @@ def test_a_failed_write_on_one_rank_fails_every_rank(four_ranks: Ranks, tmp_path
 
 def unpublished(path: Path) -> str:
     """Save on all ranks; the lead cannot rename the files."""
-    import torch.distributed as dist
-
-    def refused(*_: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    if dist.get_rank():
-        return saved(path, 2)
-    with patch("os.replace", refused):
+    read_only = OSError(30, "Read-only file system")
+    with nullcontext() if torch.distributed.get_rank() else patch("os.replace", side_effect=read_only):
         return saved(path, 2)
 
 
