@@ -15,7 +15,6 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.reading import transfer
 from sluice.records import DeviceFacts, LoadPlan
 from support.fake_accelerator import FakeAccelerator
-from support.sources import record_reads
 from support.trained_net import empty
 
 MIB = 1 << 20
@@ -80,14 +79,6 @@ def test_the_load_follows_the_plan(
     assert planned.final_bytes == report.final_bytes
     assert (planned.missing, planned.unexpected, planned.tied) == (report.missing, report.unexpected, report.tied)
     assert (planned.cast, planned.initialised, planned.key) == (report.cast, report.initialised, report.key)
-
-
-def test_nothing_of_the_data_is_read(file: Path) -> None:
-    with sluice.open(file) as checkpoint:
-        (recording,) = record_reads(checkpoint)
-        report = sluice.plan(empty(Net), checkpoint)
-    assert report.read_bytes >= FINAL
-    assert recording.read_bytes < 64 << 10
 
 
 def test_a_load_that_does_not_fit_lists_alternatives_without_an_error(file: Path) -> None:

@@ -20,29 +20,7 @@ import sluice
 from sluice.machine.peaks import read_memory
 from support import fresh_process
 from support.oracles import bits
-from support.trained_net import empty
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, width)
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
-        self.norm = nn.BatchNorm1d(width)
-        self.head = nn.Linear(width, 12, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("positions", torch.arange(width) / 2, persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.get_buffer("positions")
-        for layer in self.layers:
-            x = layer(x).relu()
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
-
-
-TOKENS = torch.arange(12)
-
+from support.trained_net import TOKENS, Net, empty
 
 #: Memory of their own, or pages of the file.
 PLACES = pytest.mark.parametrize("place", ["copy", "map"])

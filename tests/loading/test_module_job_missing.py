@@ -45,18 +45,21 @@ def test_every_kind_of_problem_is_in_one_error_with_close_matches() -> None:
 
 def test_without_strict_live_values_stay_and_meta_modules_are_initialised(tmp_path: Path) -> None:
     state = Model().state_dict()
-    del state["lm_head.weight"], state["body.0.bias"]
+    lacking = {"lm_head.weight", "body.0.bias", "body.1.running_var"}
+    for name in lacking:
+        del state[name]
     torch.save({**state, "spare": torch.ones(1)}, tmp_path / "f.pth")
     live = Model()
     kept = live.lm_head.weight.clone()
     report = sluice.load_into(live, tmp_path / "f.pth", strict=False)
     assert torch.equal(live.lm_head.weight, kept)
-    assert set(report.missing) == {"lm_head.weight", "body.0.bias"}
+    assert set(report.missing) == lacking
     assert (report.unexpected, report.initialised) == (("spare",), ())
     model = empty(Model)
     report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
-    assert set(report.initialised) == set(report.missing) == {"lm_head.weight", "body.0.bias"}
+    assert set(report.initialised) == set(report.missing) == lacking
     assert torch.equal(model.get_parameter("body.0.weight"), state["body.0.weight"])
+    assert torch.equal(model.get_buffer("body.1.running_var"), torch.ones(4))
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert report.final_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
     assert report.tensors == len(model.state_dict())

@@ -32,23 +32,17 @@ def test_collect_describes_each_tensor_once_with_all_its_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "fillable"),
+    "tensor",
     [
-        (torch.zeros(3, 4), True),
-        (torch.zeros(3, 4).t(), True),
-        (torch.zeros(9)[::2], True),
-        (torch.zeros(3, 4)[:, :2], True),
-        (torch.zeros(()), True),
-        (torch.zeros(0, 3), True),
-        (torch.zeros(1, 1).expand(1, 4), False),
-        (torch.zeros(6).as_strided((3, 2), (1, 1)), False),
-        (torch.zeros(2, dtype=torch.complex64).conj(), False),
+        torch.zeros(1, 1).expand(1, 4),
+        torch.zeros(6).as_strided((3, 2), (1, 1)),
+        torch.zeros(2, dtype=torch.complex64).conj(),
     ],
 )
-def test_only_memory_that_holds_each_element_once_is_filled_in_place(tensor: torch.Tensor, *, fillable: bool) -> None:
+def test_memory_that_holds_an_element_more_than_once_is_not_filled_in_place(tensor: torch.Tensor) -> None:
     module = nn.Module()
     module.register_buffer("b", tensor)
-    assert collect(module).outline.slots[0].in_place is fillable
+    assert not collect(module).outline.slots[0].in_place
     values = torch.arange(tensor.numel()).to(tensor.dtype).reshape(tensor.shape)
     load(module, {"b": values})
     assert torch.equal(module.get_buffer("b"), values)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 import sluice
 from sluice.modules.following import follow_loading
@@ -157,19 +157,6 @@ def test_pre_hooks_that_take_a_lazy_module_rename_and_do_not_write() -> None:
         assert [*followed.entries] == ["0.weight"]
         assert len(followed.problems) == bias
         assert all(map(torch.equal, module[1].parameters(), before))
-
-
-@pytest.mark.filterwarnings(OLD_WEIGHT_NORM)
-def test_attributes_that_hooks_compute_before_each_forward_are_not_leftovers() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(
-            nn.utils.weight_norm(nn.Linear(3, 3)),
-            prune.identity(nn.Linear(3, 3), "weight"),  # type: ignore[no-untyped-call]
-        )
-
-    source, module = build(), empty(build)
-    load(module, source.state_dict())
-    assert torch.equal(module(torch.ones(3)), source(torch.ones(3)))
 
 
 class WithAdapter(nn.Module):

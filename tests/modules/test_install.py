@@ -14,22 +14,6 @@ from sluice.modules.empty_init import empty_init
 from support.trained_net import TOKENS, Net, assert_equal, empty, load, problem, trained
 
 
-@pytest.mark.parametrize("build", [Net, lambda: empty(Net)])
-def test_loading_equals_load_state_dict(build: Callable[[], Net]) -> None:
-    source = trained()
-    module = build().eval()
-    found = load(module, source.state_dict())
-    assert_equal(module, source)
-    assert torch.equal(module(TOKENS), source(TOKENS))
-    assert module.head.weight is module.embedding.weight
-    assert module.again is module.first
-    assert torch.equal(module.first.frequencies, source.first.frequencies)
-    assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-    assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in source.parameters()]
-    assert (found.missing, found.unexpected, found.replaced) == ((), (), ())
-    assert ("embedding.weight", "head.weight") in found.tied
-
-
 def test_hooks_attributes_modes_and_subclasses_survive() -> None:
     class Marked(nn.Parameter):
         pass
@@ -118,22 +102,12 @@ def test_recurrent_layers_keep_their_lists_of_weights(held: bool) -> None:
     assert_equal(copy.deepcopy(module), source)
 
 
-def test_live_tensors_are_filled_in_place_and_their_versions_increase() -> None:
-    module = Net()
-    module(TOKENS).sum().backward()
-    weight = module.embedding.weight
-    gradient, address, version = weight.grad, weight.data_ptr(), weight._version
-    load(module, trained().state_dict())
-    assert module.embedding.weight is weight
-    assert (weight.grad, weight.data_ptr()) == (gradient, address)
-    assert weight._version > version
-    assert_equal(module, trained())
-
-
-def test_autograd_notices_a_load_between_forward_and_backward() -> None:
+def test_autograd_notices_a_load_between_forward_and_backward_and_gradients_stay() -> None:
     module = nn.Linear(2, 2)
+    module.weight.grad = gradient = torch.ones(2, 2)
     loss = module(torch.ones(2, requires_grad=True)).sum() * module.weight.prod()
     load(module, nn.Linear(2, 2).state_dict())
+    assert module.weight.grad is gradient
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -144,10 +118,6 @@ def test_live_tensors_of_a_different_dtype_get_new_memory_and_stay_the_same_obje
     source = trained()
     load(module, source.state_dict(), dtype="bfloat16")
     assert all(one is other for one, other in zip(objects, module.parameters(), strict=True))
-    assert module.embedding.weight.dtype == torch.bfloat16
-    assert module.first.mask.dtype == torch.bool
-    assert module.norm.num_batches_tracked is not None
-    assert module.norm.num_batches_tracked.dtype == torch.int64
     assert module.first.frequencies.dtype == torch.float32
     assert_equal(module, copy.deepcopy(source).bfloat16())
 
@@ -169,22 +139,6 @@ def test_a_device_is_given_to_everything_the_forward_pass_needs(device: str) -> 
     assert all(one is other for one, other in zip(objects, (*module.parameters(), *module.buffers()), strict=True))
     assert {t.device for t in objects} == {torch.device(device)}
     module(TOKENS.to(device))
-
-
-def test_missing_tensors_on_meta_are_initialised_by_their_module() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 5))
-
-    source = build()
-    state_dict = {n: t for n, t in source.state_dict().items() if n not in {"0.bias", "1.weight", "1.running_var"}}
-    module = empty(build)
-    found = load(module, state_dict, strict=False, dtype="bfloat16")
-    assert found.missing == ("0.bias", "1.weight", "1.running_var")
-    assert torch.equal(module[0].weight, source.get_parameter("0.weight").bfloat16())
-    assert 0 < module[0].bias.abs().max() <= 1 / 30**0.5
-    assert torch.equal(module[1].running_var, torch.ones(40, dtype=torch.bfloat16))
-    assert {t.dtype for t in module.parameters()} == {torch.bfloat16}
-    assert all(p.requires_grad for p in module.parameters())
 
 
 class Odd(nn.Module):
