@@ -13,6 +13,7 @@ from torch import nn
 
 import sluice
 from sluice.loading.rank_plans import tensor_parallel_dims
+from support.divided_models import divide_by_names
 from support.ranks import Ranks
 
 STYLES = {"table": "rowwise", "up": "colwise", "down": "rowwise"}
@@ -42,18 +43,9 @@ def on_meta() -> Net:
 
 
 def held_by_this_rank(path: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Divide the model as torch's documentation has it; return what this rank holds and reads, in bytes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    """Divide the model; return what this rank holds and reads, in bytes."""
     model = on_meta()
-    if "tp" in names:
-        styles = {"table": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], styles)
-    if "dp" in names:
-        fully_shard(model, mesh=mesh["dp"] if "tp" in names else mesh)
+    divide_by_names(model, names, sizes)
     report = sluice.plan(model, path)
     return report.final_bytes, report.read_bytes
 

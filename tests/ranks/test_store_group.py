@@ -131,14 +131,6 @@ def test_ranks_that_read_notice_a_failure(monkeypatch: pytest.MonkeyPatch) -> No
     assert reading.look()
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_process_that_is_gone(leads: bool) -> None:
-    store = FakeStore()
-    group(store, 1 if leads else 0)  # joined, then killed
-    own = group(store, 0 if leads else 1, state="gone")
-    assert set(own.decide("read", b"", joined).failed) == {1 if leads else 0}
-
-
 def test_a_sign_of_life_is_enough() -> None:
     """A rank that reads for hours is waited for."""
     store, clock = FakeStore(), Clock()
@@ -206,14 +198,6 @@ def test_a_store_that_does_not_answer() -> None:
     store.fails = True
     own.warn("no rank can be told")
     assert "Connection reset by peer" in own.decide("read", b"", joined).failed[0]
-
-
-def test_a_rank_that_comes_after_the_others_gave_up_begins_a_new_call() -> None:
-    """The failure of the call before it is not that of the next one, whichever rank was late."""
-    for late in (0, 1):
-        store = FakeStore()
-        assert group(store, 1 - late, clock=Clock()).decide("meet", b"", joined).failed
-        assert both([group(store, rank) for rank in (0, 1)], "meet") == [StepOutcome(value=b"0,1")] * 2
 
 
 def test_a_rank_that_died_between_two_calls_is_named_at_once() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, with_local
 from sluice.sharding.layouts import divided_dim, mesh_of, sharding_on
 from sluice.sharding.regions import Region, region_of
+from support.divided_models import divide_by_names
 from support.ranks import Ranks
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
@@ -20,12 +21,7 @@ from support.ranks import Ranks
 
 
 def parallel_model(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, tuple[torch.Size, Region]]:
-    """Divide a model as torch's documentation has it; return shape and region of each parameter on this rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    """Divide a model; return shape and region of each parameter on this rank."""
     with torch.device("meta"):
         layers = {
             "table": nn.Embedding(20, 6),
@@ -34,11 +30,7 @@ def parallel_model(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, 
             "norm": nn.LayerNorm(6),
         }
         model = nn.Sequential(OrderedDict(layers))
-    if "tp" in names:
-        styles = {"table": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], styles)
-    if "dp" in names:
-        fully_shard(model, mesh=mesh["dp"] if "tp" in names else mesh)
+    divide_by_names(model, names, sizes)
     return {
         name: (parameter.shape, region_held(parameter))
         for name, parameter in model.named_parameters()

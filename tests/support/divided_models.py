@@ -142,6 +142,19 @@ LAYOUTS: Mapping[str, Callable[[Net], None]] = {
 }
 
 
+def divide_by_names(model: nn.Module, names: Sequence[str], sizes: Sequence[int]) -> None:
+    """Divide a model with the layers table, up and down over a mesh of these names, as torch's documentation has it."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of(*sizes, names=names)
+    if "tp" in names:
+        styles = {"table": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], styles)
+    if "dp" in names:
+        fully_shard(model, mesh=mesh["dp"] if "tp" in names else mesh)
+
+
 def divide(layout: str, *, meta: bool) -> Net:
     """Return a divided ``Net``; with ``meta``, its tensors have no memory but for the buffer that is not saved."""
     with torch.device("meta" if meta else "cpu"):
