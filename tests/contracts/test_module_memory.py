@@ -98,8 +98,9 @@ with torch.inference_mode():
     model = large()
 check("live, inference", model, PLAIN, 0)
 check("live, frozen", large().requires_grad_(False), PLAIN, 0)
-check("initialised", empty(lambda: nn.Sequential(large(), nn.Linear(2, 2))), dict(
-    (f"1.{k}", v) for k, v in nn.Linear(2, 2).state_dict().items()), LARGE, strict=False)
+for dtype, final in ((None, LARGE), (torch.bfloat16, LARGE // 2)):
+    check("initialised", empty(lambda: nn.Sequential(large(), nn.Linear(2, 2))), dict(
+        (f"1.{k}", v) for k, v in nn.Linear(2, 2).state_dict().items()), final, strict=False, dtype=dtype)
 """
 
 

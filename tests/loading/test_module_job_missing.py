@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import sluice
-from sluice.testing import assert_peak
 from support.trained_net import empty, problem
-
-MIB = 1 << 20
 
 
 class Model(nn.Module):
@@ -79,24 +75,12 @@ def test_attention_initialises_itself(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items() if key != name)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_large_missing_modules_keep_the_memory_contract(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    torch.save({"1.weight": torch.ones(512, 512)}, tmp_path / "f.pth")
-
-    def build() -> Any:
-        return empty(lambda: nn.Sequential(nn.Embedding(16384, 1024), nn.Linear(512, 512, bias=False)))
-
-    model = build()
-    final = 16384 * 1024 * (4 if dtype is None else 2)
-    memory = sluice.MemoryLimits(staging="4MiB")
-    with assert_peak(final + (1 + 4 + 32) * MIB):
-        report = sluice.load_into(model, tmp_path / "f.pth", strict=False, dtype=dtype, memory=memory)
-    assert report.initialised == ("0.weight",)
-    assert report.final_bytes >= final
-    assert 0.9 < model.get_parameter("0.weight")[:100].float().std() < 1.1
-    memory = sluice.MemoryLimits(host=final, staging="4MiB")
+def test_tensors_to_initialise_count_towards_the_limit(tmp_path: Path) -> None:
+    torch.save({"1.weight": torch.ones(8, 8)}, tmp_path / "f.pth")
+    model = empty(lambda: nn.Sequential(nn.Embedding(16384, 1024), nn.Linear(8, 8, bias=False)))
+    memory = sluice.MemoryLimits(host=16384 * 1024 * 4, staging="4MiB")
     with pytest.raises(sluice.BudgetError):
-        sluice.load_into(build(), tmp_path / "f.pth", strict=False, dtype=dtype, memory=memory)
+        sluice.load_into(model, tmp_path / "f.pth", strict=False, memory=memory)
 
 
 def test_post_hooks_may_change_the_lists_as_in_load_state_dict(tmp_path: Path) -> None:

@@ -70,24 +70,6 @@ def test_each_rank_gets_its_part_from_every_format(
     assert four_ranks.run(differences, layout, whole, few, None, "map") == [[]] * 4
 
 
-def after_to_empty(layout: str, whole: Path) -> list[str]:
-    """Load as torchtitan does: on meta, divided, then ``to_empty``; return what differs."""
-    model, truth = divide(layout, meta=True), divide(layout, meta=True)
-    sluice.load_into(truth, whole)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    sluice.load_into(model, whole)
-    loaded, expected = locals_of(model), locals_of(truth)
-    return [name for name in expected if not torch.equal(loaded[name], expected[name])]
-
-
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
-def test_models_that_got_their_memory_before(layout: str, whole: Path, four_ranks: Ranks) -> None:
-    assert four_ranks.run(after_to_empty, layout, whole) == [[]] * 4
-
-
 def refusals(whole: Path, other: Path) -> list[str]:
     """Return the errors of loads that cannot be done, and what they changed."""
     from torch.distributed.tensor import DTensor, Partial

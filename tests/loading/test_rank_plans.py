@@ -115,9 +115,13 @@ def test_models_of_transformers_bring_their_own_plan(tmp_path: Path) -> None:
         ({"tp_plan": STYLES}, "need mesh="),
         ({"mesh": {"tp": 2}}, "needs tp_plan="),
         ({"mesh": {"tp": 2}, "tp_plan": {"nowhere": "colwise"}}, "'nowhere', which matches no module"),
-        ({"mesh": {"tp": 2}, "tp_plan": {"up": "diagonal"}}, "'diagonal' is not known"),
+        ({"mesh": {"tp": 2}, "tp_plan": {"up": "diagonal"}}, "'diagonal' is not known here; known are colwise"),
         ({"mesh": {"dp": 2}, "ranks_per_host": 0}, "must be positive"),
-        ({"mesh": {"dp": 0}}, "positive number of ranks"),
+        ({"mesh": {"dp": 0}}, "positive number of ranks, not 0"),
+        ({"mesh": {"dp": True}}, "positive number of ranks"),
+        ({"mesh": {}}, "at least one dimension"),
+        ({"mesh": {"pp": 2}}, "'pp' has no known meaning; use one of dp"),
+        ({"mesh": {"dp": 2, "fsdp": 2}}, "dp and fsdp both shard"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused(checkpoint: Path, arguments: dict[str, object], message: str) -> None:

@@ -57,24 +57,7 @@ def test_divisions_by_name_are_those_of_torch(
             assert region_of(shape, sharding) == region, name
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({}, "at least one dimension"),
-        ({"pp": 2}, "'pp' has no known meaning; use one of dp"),
-        ({"dp": 0}, "positive number of ranks, not 0"),
-        ({"dp": True}, "positive number of ranks"),
-        ({"dp": 2, "fsdp": 2}, "dp and fsdp both shard"),
-    ],
-)
-def test_meshes_without_a_meaning_are_refused(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mesh_of(sizes)
-
-
-def test_an_unknown_style_and_a_sharded_scalar_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'packed_colwise' is not known here; known are colwise"):
-        divided_dim("packed_colwise", "weight")
+def test_a_sharded_scalar_is_refused() -> None:
     with pytest.raises(ValueError, match="scalar"):
         sharding_on(mesh_of({"dp": 2}), (0,), dimensions=0)
 
