@@ -62,7 +62,7 @@ def pickle_program(data: bytes) -> None:
     allowlist = TorchAllowlist(_LIMITS, len(data))
     unpickler = Unpickler(data, allowlist, limits=_LIMITS, file="memory")
     with suppress(CheckpointError):
-        check_object(unpickler.load(), unpickler, allowlist, _LIMITS, "memory")
+        check_object(unpickler.load(), unpickler, _LIMITS, "memory")
 
 
 def legacy_file(data: bytes) -> None:

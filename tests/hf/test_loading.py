@@ -61,6 +61,9 @@ def test_the_class_can_be_given(transformers: Any, tmp_path: Path) -> None:
         assert type(sluice.hf.from_pretrained(tmp_path, given)) is transformers.GPT2LMHeadModel
     _edit_config(tmp_path, architectures=5)
     sluice.hf.from_pretrained(tmp_path, transformers.AutoModelForCausalLM)
+    for wrong in (5, "GPT2LMHeadModel"):
+        with pytest.raises(TypeError, match=f"model_class is an? {type(wrong).__name__}; write a class"):
+            sluice.hf.from_pretrained(tmp_path, wrong)  # type: ignore[arg-type]
 
 
 def test_an_auto_class_without_one_for_the_model_is_refused(transformers: Any, tmp_path: Path) -> None:

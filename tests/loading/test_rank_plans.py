@@ -78,6 +78,16 @@ def test_replicas_read_what_others_read_too(checkpoint: Path) -> None:
     assert [rank.host for rank in ranks.ranks] == [0, 0, 1, 1, 2, 2]
 
 
+def test_each_part_is_planned_once(checkpoint: Path) -> None:
+    two = sluice.plan(on_meta(), checkpoint, mesh={"dp": 2}).ranks
+    many = sluice.plan(on_meta(), checkpoint, mesh={"dp_replicate": 50_000, "dp": 2}).ranks
+    assert two is not None
+    assert many is not None
+    assert len(many.ranks) == 100_000
+    assert many.read_bytes == 50_000 * two.read_bytes
+    assert many.needed_bytes == two.needed_bytes
+
+
 def test_the_limit_is_that_of_a_host(checkpoint: Path) -> None:
     sizes = {"ddp": 4}
     alone = sluice.plan(on_meta(), checkpoint).predicted.total_bytes
@@ -122,6 +132,8 @@ def test_models_of_transformers_bring_their_own_plan(tmp_path: Path) -> None:
         ({"mesh": {}}, "at least one dimension"),
         ({"mesh": {"pp": 2}}, "'pp' has no known meaning; use one of dp"),
         ({"mesh": {"dp": 2, "fsdp": 2}}, "dp and fsdp both shard"),
+        ({"mesh": {"dp": 999_999_999}}, "999,999,999 ranks .* is too large to plan"),
+        ({"mesh": {"ddp": 1 << 21}}, "2,097,152 ranks .* is too large to plan"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused(checkpoint: Path, arguments: dict[str, object], message: str) -> None:

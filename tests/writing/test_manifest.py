@@ -171,10 +171,12 @@ def test_a_manifest_replaces_no_file_of_a_model(tmp_path: Path, name: str, old: 
     assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
 
 
-def test_a_manifest_does_not_replace_the_source_of_a_conversion(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_manifest_replaces_neither_source_nor_result_of_a_conversion(tmp_path: Path, dry_run: bool) -> None:
     sluice.save({"a": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="manifest and a file of the checkpoint have the same path"):
-        sluice.convert(tmp_path / "a.pt", tmp_path / "b.pt", manifest=tmp_path / "a.pt", overwrite=True)
+    for name, out in (("a.pt", "b.pt"), ("b.pt", "b.pt"), ("hf/model.safetensors", "hf")):
+        with pytest.raises(ValueError, match=r"manifest and .* have the same path"):
+            sluice.convert(tmp_path / "a.pt", tmp_path / out, manifest=tmp_path / name, overwrite=True, dry_run=dry_run)
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     assert set(torch.load(tmp_path / "a.pt")) == {"a"}
 

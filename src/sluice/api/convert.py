@@ -18,7 +18,7 @@ from sluice.api.save import save_destination
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.convert import convert_checkpoint
 from sluice.entries.rules import Rule
-from sluice.formats.manifest import HashAlgorithm, new_hash
+from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
@@ -110,15 +110,13 @@ def convert(
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
     check_load(overwrite=overwrite, dry_run=dry_run)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
-    if manifest is not None:
-        new_hash(manifest_hash)  # a dry run needs its library too
     merged = adapter_list(adapters)
     chosen = choose_format(Path(place.name), format, max_shard_size, CONVERT_FORMATS)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(borrow(source, limits=limits, encoding=encoding))
         if isinstance(place, Upload):
             stack.enter_context(place)
-        hashes = None if dry_run else manifest_writer(manifest_path, manifest_hash, str(place), overwrite=overwrite)
+        hashes = manifest_writer(manifest_path, manifest_hash, str(place), overwrite=overwrite or dry_run)
         job = SaveJob(
             destination=place,
             dtype=dtype_argument(dtype, auto_is_none=True),

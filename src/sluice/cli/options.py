@@ -36,12 +36,18 @@ __all__ = [
     "find_factory",
     "keywords_of",
     "memory_options",
+    "number",
     "page_cache_option",
     "parse_arguments",
     "paths_argument",
     "source_of",
     "together",
+    "weighted",
 ]
+
+
+#: A URL, whose last parameter has a value if it has any, and a number.
+_URL_WITH_WEIGHT = re.compile(r"([^?]+|.+\?.*=[^=&]*)=([-+.\deE]+)")
 
 
 class DTypeName(click.ParamType[str]):
@@ -91,6 +97,23 @@ def source_of(paths: Sequence[str]) -> Location | list[Location]:
     if len(set(paths)) < len(paths):
         raise click.UsageError("PATH is given twice: each file of a checkpoint is named once")
     return with_settings(paths[0]) if len(paths) == 1 else list(map(with_settings, paths))
+
+
+def weighted(text: str) -> tuple[str, str]:
+    """Return a path and its weight; the parameters of a URL and names of directories have signs of equality too."""
+    if "?" in text or "://" in text:
+        found = _URL_WITH_WEIGHT.fullmatch(text)
+        return (found[1], found[2]) if found else (text, "")
+    path, equals, weight = text.rpartition("=")
+    return (path, weight) if equals and "/" not in weight and not os.path.lexists(text) else (text, "")
+
+
+def number(text: str) -> float:
+    """Return a number on the command line."""
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"{text!r} is not a number") from None
 
 
 def find_factory(spec: str) -> Callable[..., Any]:

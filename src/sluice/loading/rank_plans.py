@@ -55,6 +55,7 @@ class _Reads(Struct, frozen=True, kw_only=True):
 
     final_bytes: int
     peak_bytes: int
+    read_bytes: int
     #: File, first byte and end of each read.
     ranges: tuple[tuple[str, int, int], ...]
 
@@ -108,9 +109,9 @@ def plan_ranks(
         facts=machine_facts(checkpoint.sources, host_ranks=layout.ranks_per_host),
     )
     known: dict[tuple[Region | None, ...], _Reads] = {}  # ranks that hold the same read the same
-    reads: list[_Reads] = []
+    parts: dict[tuple[int, ...], _Reads] = {}
     fullest = None
-    for coordinate in layout.mesh.coordinates():
+    for coordinate in dict.fromkeys(map(layout.mesh.part, layout.mesh.coordinates())):
         slots = tuple(_divided(slot, layout, coordinate) for slot in whole.outline.slots)
         regions = tuple(slot.region for slot in slots)
         if regions not in known:
@@ -119,15 +120,16 @@ def plan_ranks(
             known[regions] = own = _reads(divided.job(checkpoint).plan)
             if fullest is None or own.peak_bytes > fullest[0]:
                 fullest = own.peak_bytes, divided
-        reads.append(known[regions])
+        parts[coordinate] = known[regions]
     assert fullest is not None
-    return _ranks_plan(layout, reads), fullest[1]
+    return _ranks_plan(layout, [parts[layout.mesh.part(each)] for each in layout.mesh.coordinates()]), fullest[1]
 
 
 def _reads(plan: LoadPlan) -> _Reads:
     return _Reads(
         final_bytes=plan.final_bytes,
         peak_bytes=plan.predicted.total_bytes,
+        read_bytes=sum(read.nbytes for read in plan.reads),
         ranges=tuple((plan.files[read.file].path, read.offset, read.offset + read.nbytes) for read in plan.reads),
     )
 
@@ -139,16 +141,17 @@ def _ranks_plan(layout: RankLayout, reads: Sequence[_Reads]) -> RanksPlan:
             coordinate=coordinate,
             host=rank // layout.ranks_per_host,
             final_bytes=own.final_bytes,
-            read_bytes=sum(stop - start for _, start, stop in own.ranges),
+            read_bytes=own.read_bytes,
             reads=len(own.ranges),
             peak_bytes=own.peak_bytes,
         )
         for rank, (coordinate, own) in enumerate(zip(layout.mesh.coordinates(), reads, strict=True))
     )
+    distinct = {id(own): own for own in reads}.values()
     return RanksPlan(
         mesh=dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)),
         ranks=loads,
-        needed_bytes=_covered_bytes(set(chain.from_iterable(own.ranges for own in reads))),
+        needed_bytes=_covered_bytes(set(chain.from_iterable(own.ranges for own in distinct))),
     )
 
 

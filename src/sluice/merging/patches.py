@@ -123,13 +123,15 @@ def _packed(a: OpenCheckpoint, b: OpenCheckpoint, pairs: Mapping[str, tuple[Entr
     packer = zstd().ZstdCompressor(level=1)
     for name, old, new in _both(a, b, pairs):
         changes, content = old.view(torch.uint8), new.view(torch.uint8)
+        del old, new
         if not torch.equal(changes, content):
             hasher = new_checksum(_ALGORITHM)
             hasher.update(content.numpy().data)
-            packed = packer.compress(changes.bitwise_xor_(content).numpy().data)
+            content = changes.bitwise_xor_(content)  # frees the new tensor: the packed bytes may be as many
+            packed = packer.compress(content.numpy().data)
             yield name, "uint8", (len(packed),), [packed], hasher.hexdigest()
             del packed
-        del old, new, changes, content  # before the next two are read
+        del changes, content  # before the next two are read
 
 
 def _changed_elements(

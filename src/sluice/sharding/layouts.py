@@ -28,6 +28,9 @@ SHARDING = ("dp", "fsdp", "dp_shard", "shard")
 REPLICATING = ("ddp", "dp_replicate", "replicate")
 TENSOR_PARALLEL = "tp"
 
+#: Largest mesh. Each part of the parameters is planned in milliseconds, each copy of it in microseconds.
+_MOST_PARTS, _MOST_RANKS = 1 << 14, 1 << 20
+
 #: Dimension that a style divides, for the weight of a linear layer, its bias and the table of an embedding. The longer
 #: names are those of transformers; they differ in how activations are passed on.
 STYLES: Mapping[str, Mapping[str, int | None]] = {
@@ -56,12 +59,17 @@ class Mesh(Struct, frozen=True, kw_only=True):
         """Yield the coordinate of each rank, in the order of ranks."""
         return product(*map(range, self.sizes))
 
+    def part(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first coordinate whose rank holds the same, a copy of it."""
+        return tuple(0 if name in REPLICATING else at for name, at in zip(self.names, coordinate, strict=True))
+
 
 def mesh_of(sizes: Mapping[str, int]) -> Mesh:
     """Return a checked mesh.
 
     Raises:
-        ValueError: A name has no meaning here, two dimensions shard parameters, or a size is not positive.
+        ValueError: A name has no meaning here, two dimensions shard parameters, a size is not positive, or there are
+            too many ranks.
     """
     known = (*SHARDING, *REPLICATING, TENSOR_PARALLEL)
     if not sizes:
@@ -74,7 +82,14 @@ def mesh_of(sizes: Mapping[str, int]) -> Mesh:
     several = [name for name in sizes if name in SHARDING]
     if len(several) > 1:
         raise ValueError(f"{' and '.join(several)} both shard every parameter: give their product as one dimension")
-    return Mesh(names=tuple(sizes), sizes=tuple(sizes.values()))
+    mesh = Mesh(names=tuple(sizes), sizes=tuple(sizes.values()))
+    parts = prod(size for name, size in sizes.items() if name not in REPLICATING)
+    if parts > _MOST_PARTS or mesh.ranks > _MOST_RANKS:
+        raise ValueError(
+            f"a mesh of {mesh.ranks:,} ranks with {parts:,} different parts is too large to plan: at most "
+            f"{_MOST_RANKS:,} ranks and {_MOST_PARTS:,} parts; ranks along {REPLICATING[1]!r} hold the same part"
+        )
+    return mesh
 
 
 def divided_dim(style: str, part: str) -> int | None:

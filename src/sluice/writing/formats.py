@@ -28,7 +28,7 @@ def write_contents(contents: Contents, save_format: SaveFormat, job: SaveJob) ->
         SaveError: The format cannot hold the contents, or the operating system or the store failed.
     """
     saved = _write_torch(job, contents) if save_format == "torch" else _write_flat(job, contents, save_format)
-    if job.manifest:
+    if job.manifest and not job.dry_run:
         job.manifest.repeat(saved.tied)
         job.manifest.commit()
     return saved

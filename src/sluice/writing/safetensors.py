@@ -8,7 +8,7 @@ other names.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 
 from msgspec import Struct
@@ -17,7 +17,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice.formats.safetensors.header import DTYPES
 
-__all__ = ["SafetensorsLayout", "TensorOutline", "lay_out_safetensors"]
+__all__ = ["SafetensorsLayout", "TensorOutline", "in_utf8", "lay_out_safetensors"]
 
 #: safetensors dtype by torch dtype name: the inverse of the reader's table.
 _NAMES = {name: spelled for spelled, name in DTYPES.items()}
@@ -79,7 +79,8 @@ def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[
         )
         starts.append((name, tensor.dtype, at))
         at = end
-    text = _encode(parts)
+    text = in_utf8(f"{{{','.join(parts)}}}")
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > _HEADER_BYTES:
         raise SaveError("the header is too long for safetensors", expected=_HEADER_BYTES, found=len(text))
     front = len(text).to_bytes(8, "little") + text
@@ -99,11 +100,15 @@ def _header_shape(name: str, tensor: TensorOutline) -> tuple[int, ...]:
     return (*tensor.shape[:-1], 2 * tensor.shape[-1])
 
 
-def _encode(parts: Sequence[str]) -> bytes:
+def in_utf8(names: str) -> bytes:
+    """Encode text with names.
+
+    Raises:
+        SaveError: It has a lone surrogate.
+    """
     try:
-        text = f"{{{','.join(parts)}}}".encode()
+        return names.encode()
     except UnicodeEncodeError as error:
         raise SaveError(
             "a name contains a lone surrogate, which UTF-8 cannot encode", found=repr(error.object[:80])
         ) from error
-    return text + b" " * (-len(text) % _ALIGNMENT_BYTES)

@@ -101,7 +101,8 @@ def test_a_directory_with_other_files_needs_no_force(source: Path, tmp_path: Pat
         (("out.pt", "--rename", "mosk=x"), 1, "matches no tensor"),
         (("out.pt", "--key", "nowhere"), 1, "nothing at key 'nowhere'"),
         (("out.pt", "--memory", "10MiB"), 3, "the conversion needs"),
-        (("out.pt", "--manifest", "out.pt"), 2, "a different path"),
+        (("out.pt", "--manifest", "out.pt"), 2, "have the same path"),
+        (("out.pt", "--manifest", "in.pt", "--force", "--dry-run"), 2, "have the same path"),
     ],
 )
 def test_mistakes_are_one_paragraph(
@@ -116,7 +117,7 @@ def test_a_missing_library_is_named(source: Path, tmp_path: Path, monkeypatch: p
     def missing(_: object) -> None:
         raise ImportError("xxh3_128 needs the library xxhash")
 
-    monkeypatch.setattr("sluice.api.convert.new_hash", missing)
+    monkeypatch.setattr("sluice.writing.manifest.new_hash", missing)
     options = ("--manifest", tmp_path / "m.json", "--manifest-hash", "xxh3_128")
     for more in ((), ("--dry-run",)):
         assert "needs the library xxhash" in refused("convert", source, tmp_path / "out.pt", *options, *more, code=1)
@@ -247,3 +248,13 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[1] == dict.fromkeys(signed, 0.5)
     assert [(source.url, source.headers) for source in seen[2]] == [(url, {"A": "b"}) for url in signed]
     assert "SECRET" not in refused("merge", "https://h/a.pth?sig=SECRET", "https://h/b.pth?sig=x=0.5", "out.pth")
+
+
+def test_directories_of_adapters_with_signs_of_equality(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=0.1").mkdir()
+    for given in ("lr=0.1", "lr=0.1=0.5"):
+        assert refused("convert", source, "out.pt", "--adapter", given, code=1).startswith("Error: lr=0.1:")
+    assert "'much' is not a number" in refused("convert", source, "out.pt", "--adapter", "lr=much")

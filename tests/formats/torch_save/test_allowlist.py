@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, Opaque, TorchText, UnsupportedValue, elements_of
 from support.hostile_archives import (
     Call,
@@ -20,7 +22,7 @@ from support.hostile_archives import (
     storage,
     tensor_call,
 )
-from support.pickles import LIMITS, MISSING, load
+from support.pickles import LIMITS, MISSING, load, machine
 
 
 def test_a_tensor_and_its_storage() -> None:
@@ -34,7 +36,7 @@ def test_a_tensor_and_its_storage() -> None:
     assert [(found.key, found.nbytes) for found in objects.storages] == [("7", 40)]
 
 
-FLOATS = storage("0", 10)
+FLOATS, QUANTIZED = storage("0", 10), storage("1", 40, kind="QInt8Storage")
 HOOKS = Call(Global("collections", "OrderedDict"))
 PLAIN, FROM_TYPE = Global("torch._utils", "_rebuild_tensor_v2"), Global("torch._tensor", "_rebuild_from_type_v2")
 
@@ -181,9 +183,21 @@ def test_attributes_that_are_none(state: object, problem: str) -> None:
 
 def test_attributes() -> None:
     function, inner = Global("torch.tensor", "_rebuild_from_type_v2"), (FLOATS, 0, (10,), (1,), False, HOOKS)
-    states = [({"a": 1}, {"b": 2}), (None, {"b": 2}), {"a": Global("os", "system")}, ({}, None), {}]
+    states = [({"a": 1}, {"b": 2}), (None, {"b": 2}), ({}, None), {}]
     found = load([Call(function, (PLAIN, Global("torch", "Tensor"), inner, state)) for state in states])
-    assert [entry.attributes for entry in found] == [{"a": 1, "b": 2}, {"b": 2}, None, None, None]
+    assert [entry.attributes for entry in found] == [{"a": 1, "b": 2}, {"b": 2}, None, None]
+
+
+@pytest.mark.parametrize("nested", [lambda o: o, lambda o: [1, (o, 2)], lambda o: {"x": {o: 1}}, lambda _: QUANTIZED])
+def test_attributes_with_objects_that_are_not_built_are_dropped(nested: Callable[[object], object]) -> None:
+    shared = Raw(encode({"held": [nested(MISSING)], "kept": [1]}) + b"q\x09")
+    rebuilt = tensor_call(FLOATS, shape=(10,)).arguments
+    tensors = [Call(FROM_TYPE, (PLAIN, Global("torch", "Tensor"), rebuilt, state)) for state in (shared, Raw(b"h\x09"))]
+    run = machine(pickled({"w": tensors[0], "inner": [tensors[1]]}))
+    tree: Any
+    tree, notes = check_object(run.load(), run, LIMITS, "file")
+    assert [tree["w"].attributes, tree["inner"][0].attributes] == [{"kept": [1]}] * 2
+    assert notes[-1] == "2 Python attributes of tensors are not kept."
 
 
 def test_what_a_wrapper_keeps_of_its_attributes() -> None:
@@ -237,10 +251,9 @@ def test_a_storage_that_no_tensor_views() -> None:
     assert tree["d"][0][1] is tree["c"][1]
     assert load((FLOATS, 2))[0].bare
     assert load(FLOATS).bare
-    quantized = storage("0", 40, kind="QInt8Storage")
-    assert isinstance(load({"q": quantized})["q"], UnsupportedValue)
+    assert isinstance(load({"q": QUANTIZED})["q"], UnsupportedValue)
     with pytest.raises(UnsupportedError, match="not viewed by a tensor"):  # the file has no other content
-        load(quantized)
+        load(QUANTIZED)
 
 
 def test_storages_among_attributes_and_versions() -> None:

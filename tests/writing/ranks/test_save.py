@@ -12,6 +12,8 @@ import safetensors.torch
 import torch
 
 import sluice
+from sluice.writing.contents import SaveJob
+from sluice.writing.ranks.save import save_by_ranks
 from support import fresh_process
 from support.distributed import torch_loaded
 from support.divided_models import LAYOUTS, Net
@@ -101,6 +103,17 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     for state, problem in ((circle, "recursion"), ({"\ud800": 1}, "surrogates")):
         with pytest.raises(sluice.SaveError, match=f"no distinct flat names in UTF-8; found .*{problem}"):
             sluice.save(state, tmp_path / "a", format="dcp")
+    job = SaveJob(
+        destination=tmp_path / "a",
+        dtype=None,
+        limit_bytes=None,
+        metadata={},
+        overwrite=False,
+        manifest=None,
+        progress=False,
+    )
+    with pytest.raises(sluice.SaveError, match="lone surrogate"):
+        save_by_ranks({"\ud800": torch.ones(1)}, "safetensors", job)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any, get_args
 
 import click
@@ -16,7 +15,9 @@ from sluice.cli.options import (
     encoding_option,
     keywords_of,
     memory_options,
+    number,
     page_cache_option,
+    weighted,
 )
 from sluice.cli.output import already_exists, output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options, with_settings
@@ -27,9 +28,9 @@ __all__ = ["convert_command"]
 
 
 def _adapters(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> list[sluice.Adapter]:
-    """Return the adapters of ``--adapter``: a number after the last "=" is the weight."""
-    found = ((text, re.fullmatch(r"(.+)=(-?\d*\.?\d+)", text)) for text in texts)
-    return [sluice.Adapter(each[1], weight=float(each[2])) if each else sluice.Adapter(text) for text, each in found]
+    """Return the adapters of ``--adapter``."""
+    found = map(weighted, texts)
+    return [sluice.Adapter(path, weight=number(weight) if weight else 1.0) for path, weight in found]
 
 
 @click.command("convert")
@@ -111,8 +112,6 @@ def convert_command(
                    empty: one process writes a conversion
     """
     manifest = options["manifest"]
-    if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):
-        raise click.UsageError("the manifest needs a different path than the checkpoint")
     keywords = keywords_of(options)
     shown = progress_wanted(quiet=quiet or dry_run)
     with wrong_options():

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Any
 
 import click
 
 import sluice
-from sluice.cli.options import DTypeName, Size
+from sluice.cli.options import DTypeName, Size, number, weighted
 from sluice.cli.output import already_exists, output_options, progress_wanted, show_report, wrong_options
 from sluice.cli.remote_options import remote_options, with_settings
 from sluice.merging.recipe import METHODS
 from sluice.writing.save_formats import CONVERT_FORMATS
 
 __all__ = ["merge_command"]
-
-#: A URL, whose last parameter has a value if it has any, and a number.
-_URL_WITH_WEIGHT = re.compile(r"([^?]+|.+\?.*=[^=&]*)=([-+.\deE]+)")
 
 
 @click.command("merge")
@@ -86,30 +81,14 @@ def _config(inputs: tuple[str, ...]) -> Any:
     """Return the argument ``config`` of ``sluice.merge``."""
     if len(inputs) == 1 and inputs[0].endswith((".yml", ".yaml", ".json")):
         return inputs[0]
-    pairs = list(map(_weighted, inputs))
+    pairs = list(map(weighted, inputs))
     if not any(weight for _, weight in pairs):
         return [with_settings(path) for path in inputs]
     if not all(weight for _, weight in pairs) or len({path for path, _ in pairs}) < len(pairs):
         raise click.UsageError("each input needs a weight of its own, such as a.pth=0.3, or none has one")
-    return {with_settings(path): _number(weight) for path, weight in pairs}
-
-
-def _weighted(text: str) -> tuple[str, str]:
-    """Return a path and its weight; the parameters of a URL and names of directories have signs of equality too."""
-    if "?" in text or "://" in text:
-        found = _URL_WITH_WEIGHT.fullmatch(text)
-        return (found[1], found[2]) if found else (text, "")
-    path, equals, weight = text.rpartition("=")
-    return (path, weight) if equals and "/" not in weight and not os.path.lexists(text) else (text, "")
+    return {with_settings(path): number(weight) for path, weight in pairs}
 
 
 def _named(parameters: tuple[str, ...]) -> dict[str, float | bool]:
     pairs = [each.partition("=") for each in parameters]
-    return {name: value == "true" if value in {"true", "false"} else _number(value) for name, _, value in pairs}
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise click.UsageError(f"{text!r} is not a number") from None
+    return {name: value == "true" if value in {"true", "false"} else number(value) for name, _, value in pairs}

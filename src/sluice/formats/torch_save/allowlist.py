@@ -74,8 +74,6 @@ class TorchAllowlist(DeclaredStorages):
             big_endian: Whether the data of the storages is big-endian.
         """
         super().__init__(limits)
-        #: Number of dropped Python attributes of tensors: objects of arbitrary classes.
-        self.attributes_dropped = 0
         self._limits = limits
         self._big_endian = big_endian
         self._tensors = 0
@@ -236,9 +234,7 @@ class TorchAllowlist(DeclaredStorages):
             attributes.update(cast("dict[str, object]", part))
         if type(state) is tuple and len(state) != 2:
             raise FormatError("the state of a tensor has the wrong length", expected=2, found=len(state))
-        kept = {name: value for name, value in attributes.items() if not isinstance(value, Opaque)}
-        self.attributes_dropped += len(attributes) - len(kept)
-        return kept or None
+        return attributes or None
 
 
 @cache

@@ -24,7 +24,6 @@ from sluice._messages import check_limit, first_names
 from sluice._options import Limits
 from sluice.formats.pickles.machine import Refusal
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.storages import StorageReference
 from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue, elements_of
 
@@ -49,7 +48,7 @@ _POSITION_CHARACTERS = 8
 class _Visit:
     """A container: on the path from the root to the current value, or visited."""
 
-    __slots__ = ("characters", "children", "container", "height", "key", "places", "result")
+    __slots__ = ("characters", "children", "container", "height", "key", "places", "result", "unbuilt")
 
     def __init__(self, container: Any) -> None:
         self.container = container
@@ -64,6 +63,8 @@ class _Visit:
         content: Any = container.attributes if isinstance(container, Entry) else container
         #: Number of containers and leaves below it, each counted once for every place where it appears.
         self.places = len(content)
+        #: Whether it holds an object that is not built, at any depth.
+        self.unbuilt = isinstance(content, dict) and any(isinstance(key, Opaque) for key in content)
         #: Total length of their dotted names relative to the container, in characters.
         self.characters = (
             sum(len(key) for key in content if type(key) in {str, bytes}) if isinstance(content, dict) else 0
@@ -94,7 +95,6 @@ class _Visit:
 def check_object(
     tree: object,
     unpickler: Unpickler,
-    allowlist: TorchAllowlist,
     limits: Limits,
     file: str,
     *,
@@ -105,7 +105,6 @@ def check_object(
     Args:
         tree: The object.
         unpickler: The unpickler that built it.
-        allowlist: The allowlist of that unpickler.
         limits: Bounds on depth and size.
         file: Path of the file, for error messages.
         whole_objects: Whether to accept a pickled object of an arbitrary class, as an inert leaf.
@@ -121,20 +120,21 @@ def check_object(
             values.
         UnsafeContentError: The file holds a pickled object of an arbitrary class instead of plain data.
     """
-    tree = _TreeCheck(limits, file).run(tree)
+    check = _TreeCheck(limits, file)
+    tree = check.run(tree)
     if unpickler.refusal is not None:  # a refused value that is not part of the tree
         raise unpickler.refusal.error
     if isinstance(tree, Opaque) and not (whole_objects or isinstance(tree, UnsupportedValue)):
         raise UnsafeContentError(f"the file holds a pickled {tree.qualified_name} object, not a state dict", file=file)
-    return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], allowlist)
+    return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], check.dropped)
 
 
-def _notes(opaque: list[str], allowlist: TorchAllowlist) -> tuple[str, ...]:
+def _notes(opaque: list[str], dropped: int) -> tuple[str, ...]:
     notes = []
     if opaque:
         notes.append(f"The file names {first_names(opaque)}: sluice neither imports nor builds them.")
-    if allowlist.attributes_dropped:
-        notes.append(f"{allowlist.attributes_dropped} Python attributes of tensors are not kept.")
+    if dropped:
+        notes.append(f"{dropped} Python attributes of tensors are not kept.")
     return tuple(notes)
 
 
@@ -149,6 +149,8 @@ class _TreeCheck:
         self._storages: dict[StorageReference, Entry] = {}
         #: Number of repeated values so far.
         self._repeats = 0
+        #: Number of attributes of tensors that are dropped, because they are or hold objects that are not built.
+        self.dropped = 0
 
     def run(self, tree: object) -> object:
         root, path = [tree], self._path
@@ -165,11 +167,26 @@ class _TreeCheck:
                         self._check_depth()
                         break
                     self._repeat(visit, child)
-                elif not (kind in _LEAVES or issubclass(kind, Opaque)):
-                    visit.replace(self._replacement(child))
+                elif kind not in _LEAVES:
+                    self._leaf(visit, child)
             else:
                 self._leave()
         return root[0]
+
+    def _leaf(self, visit: _Visit, child: object) -> None:
+        if not isinstance(child, Opaque):
+            child = self._replacement(child)
+            visit.replace(child)
+        if isinstance(child, Opaque):
+            self._add_unbuilt(visit)
+
+    def _add_unbuilt(self, visit: _Visit) -> None:
+        """Note that the current child is or holds an object that is not built; a tensor loses that attribute."""
+        if type(visit.container) is Entry:
+            del visit.container.attributes[visit.key]  # type: ignore[union-attr]
+            self.dropped += 1
+        else:
+            visit.unbuilt = True
 
     def _leave(self) -> None:
         visit = self._path.pop()
@@ -180,8 +197,7 @@ class _TreeCheck:
         if type(visit.result) is list and type(visit.container) is tuple:
             visit.result = tuple(visit.result)
         self._visited[id(visit.container)] = visit
-        self._path[-1].add(visit)
-        self._check_depth()
+        self._add(self._path[-1], visit)
 
     def _repeat(self, visit: _Visit, container: object) -> None:
         known = self._visited[id(container)]
@@ -191,7 +207,12 @@ class _TreeCheck:
         if self._repeats > self._limits.repeats:
             what = "the number of repeated values in shared containers"
             check_limit(self._limits, "repeats", self._repeats, what, file=self._file, tensor=self._name() or None)
-        visit.add(known)
+        self._add(visit, known)
+
+    def _add(self, visit: _Visit, child: _Visit) -> None:
+        visit.add(child)
+        if child.unbuilt:
+            self._add_unbuilt(visit)
         self._check_depth()
 
     def _check_depth(self) -> None:

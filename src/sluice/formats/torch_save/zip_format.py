@@ -161,7 +161,7 @@ class TorchZipFormat:
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
         whole_objects = self._whole_objects
-        tree, notes = check_object(tree, unpickler, allowlist, limits, source.path, whole_objects=whole_objects)
+        tree, notes = check_object(tree, unpickler, limits, source.path, whole_objects=whole_objects)
         if isinstance(allowlist, ScriptAllowlist):
             tree, more = allowlist.state_dict(tree, declared_tensors(source, directory, limits), source.path)
             notes = (*notes, *more)

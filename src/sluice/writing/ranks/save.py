@@ -40,7 +40,7 @@ from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties
 from sluice.writing.ranks.group import LEAD, RankGroup, together
 from sluice.writing.ranks.items import flatten, lay_out_items, value_item
 from sluice.writing.ranks.shared_writes import RankWriter
-from sluice.writing.safetensors import TensorOutline
+from sluice.writing.safetensors import TensorOutline, in_utf8
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.shards import Model
 from sluice.writing.write_queue import Staging
@@ -141,6 +141,7 @@ def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: Rank
 
     def describe() -> dict[str, HeldTensor]:
         held.update(tensor_items(state))
+        in_utf8("".join(held))
         return held_tensors(held, job.dtype)
 
     division = _divided(job, describe, group)
