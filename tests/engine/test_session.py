@@ -46,11 +46,14 @@ def test_copiers_empty_what_readers_fill(tmp_path: Path, monkeypatch: pytest.Mon
     assert names == {"sluice-copier"}
 
 
-def test_if_no_copier_can_start_readers_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["copier", ""], ids=["no copier", "no thread"])
+def test_threads_that_cannot_start_leave_their_work_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
-        if "copier" in thread.name:
+        if which in thread.name:
             raise RuntimeError("can't start new thread")
         start(thread)
 

@@ -110,16 +110,6 @@ def test_an_interrupted_or_refused_read_is_tried_again(
     assert len(tries) >= 2
 
 
-@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN], ids=["EINTR", "EAGAIN"])
-def test_a_read_that_is_refused_for_good_is_a_read_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    path = write_zip(tmp_path, tensors())
-    Injection(monkeypatch, failing(number))
-    with pytest.raises(sluice.ReadError, match=os.strerror(number)):
-        sluice.load_state_dict(path)
-
-
 @pytest.mark.usefixtures("_direct")
 def test_a_direct_read_that_is_refused_becomes_a_buffered_one(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch

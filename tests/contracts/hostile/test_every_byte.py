@@ -18,7 +18,6 @@ import sluice
 from sluice._errors import CheckpointError, SluiceError, TruncatedError
 from sluice._options import Limits
 from sluice.formats.detection import detect
-from sluice.formats.shard_index import read_shard_index
 from support.hostile_archives import legacy_file, legacy_storage, storage, tensor_call, torch_archive
 from support.mutations import Verdicts, edits, judge_safetensors, judge_torch
 from support.sources import MemorySource, RecordingSource
@@ -76,20 +75,6 @@ def test_a_changed_byte_gives_what_the_reference_reads(name: str, step: int) -> 
 
 
 INDEX = json.dumps({"metadata": {"total_size": 20}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
-
-
-def test_an_index_cut_or_changed_anywhere_is_strict_json_or_refused() -> None:
-    content = INDEX.encode()
-    variants = [*(content[:end] for end in range(len(content))), *edits(content)]
-    accepted = 0
-    for variant in variants:
-        try:
-            found = read_shard_index(MemorySource(variant), Limits())
-        except CheckpointError:
-            continue
-        assert json.loads(variant)["weight_map"] == found.weight_map
-        accepted += 1
-    assert 0 < accepted < len(variants) // 2
 
 
 def test_a_directory_whose_index_is_changed_gives_the_same_tensors_or_an_error(tmp_path: Path) -> None:
