@@ -175,32 +175,3 @@ CASES: dict[str, Case] = {
     ),
     "a header that was never written": Case(header(f'{{"a":{FIELDS}')[:30] + bytes(80), "not strict JSON"),
 }
-
-
-# Small files that declare large objects
-
-LEAVES = {"tensors": encode(W), "numbers": b"K\1", "nothing": b"]", "objects": b"cfoo\nbar\n"}
-
-
-def doubled(leaf: bytes, levels: int, kind: str, key: str = "a") -> bytes:
-    """Return a pickle of nested containers, each with the previous one twice: 2**levels paths."""
-    body = b"X" + struct.pack("<I", len(key)) + key.encode() + b"q\0" + leaf + b"q\1"
-    for level in range(levels):
-        inner = b"h" + bytes([level + 1])
-        body += {
-            "list": b"](" + 2 * inner + b"e",
-            "tuple": b"(" + 2 * inner + b"t",
-            "dict": b"}(h\0" + inner + b"X\1\0\0\0b" + inner + b"u",
-        }[kind]
-        body += b"q" + bytes([level + 2])
-    return b"\x80\x02(" + body + b"t."
-
-
-#: Files of about a kilobyte, each of which exceeds a limit.
-BOMBS: dict[str, bytes] = {
-    f"{leaf} in 2**{levels} {kind}s": torch_archive(doubled(opcodes, levels, kind), DATA)
-    for leaf, opcodes in LEAVES.items()
-    for kind in ("list", "tuple", "dict")
-    for levels in (18, 23, 40)
-}
-BOMBS["tensors with long names"] = torch_archive(doubled(LEAVES["tensors"], 16, "dict", key="k" * 300), DATA)

@@ -14,7 +14,6 @@ import torch
 import sluice
 from sluice.testing import assert_peak
 from support.hostile_archives import Raw, encode, storage, tensor_call, torch_archive
-from support.hostile_files import LEAVES, doubled
 from support.work import at_most
 
 MIB = 1 << 20
@@ -61,8 +60,34 @@ def test_too_many_of_anything_meets_a_limit(tmp_path: Path, kind: str) -> None:
     assert caught.value.file == str(tmp_path / "f")
 
 
+LEAVES = {"tensors": encode(W), "numbers": b"K\1", "nothing": b"]", "objects": b"cfoo\nbar\n"}
+
+
+def doubled(leaf: str, levels: int, kind: str, key: str = "a") -> bytes:
+    """Return an archive of nested containers, each with the previous one twice: 2**levels paths."""
+    body = b"X" + struct.pack("<I", len(key)) + key.encode() + b"q\0" + LEAVES[leaf] + b"q\1"
+    for level in range(levels):
+        inner = b"h" + bytes([level + 1])
+        body += {
+            "list": b"](" + 2 * inner + b"e",
+            "tuple": b"(" + 2 * inner + b"t",
+            "dict": b"}(h\0" + inner + b"X\1\0\0\0b" + inner + b"u",
+        }[kind]
+        body += b"q" + bytes([level + 2])
+    return torch_archive(b"\x80\x02(" + body + b"t.", DATA)
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_kilobyte_that_declares_a_large_object_is_refused_at_once(tmp_path: Path, leaf: str, kind: str) -> None:
+    for content in (*(doubled(leaf, levels, kind) for levels in (18, 23, 40)), doubled(leaf, 16, "dict", "k" * 300)):
+        (tmp_path / "f").write_bytes(content)
+        with at_most(400_000), assert_peak(64 * MIB), pytest.raises(sluice.LimitError):
+            sluice.open(tmp_path / "f")
+
+
 def test_what_the_limit_on_repeated_places_lets_through_is_small_and_fast(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(torch_archive(doubled(LEAVES["tensors"], 14, "list"), {"0": bytes(48)}))
+    (tmp_path / "f").write_bytes(doubled("tensors", 14, "list"))
     with at_most(8_000_000), assert_peak(64 * MIB), sluice.open(tmp_path / "f") as checkpoint:
         assert len(checkpoint) == 2**15 - 1
 

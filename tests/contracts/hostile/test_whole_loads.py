@@ -19,6 +19,7 @@ import torch
 
 import sluice
 from sluice.machine.peaks import read_memory
+from sluice.testing import assert_peak
 from support.hostile_archives import (
     ArchiveRecord,
     Global,
@@ -292,7 +293,7 @@ def test_every_verb_names_the_problem_and_its_place(tmp_path: Path, name: str) -
     path.write_bytes(content)
     before = set(tmp_path.iterdir())
     for load in verbs(path).values():
-        with at_most(2_000_000), pytest.raises(kind, match=words) as caught:
+        with at_most(2_000_000), assert_peak(64 * MIB), pytest.raises(kind, match=words) as caught:
             load()
         assert caught.value.file == str(path)
         assert str(path) in str(caught.value)
