@@ -21,7 +21,7 @@ from sluice.quantizing.inner_tensors import inner_bytes
 from sluice.quantizing.weights import quantizing_threads
 from support.hf_comparing import assert_same_tensor
 from support.quantized import CONFIGS, Scaled, scale_modules
-from support.sources import FaultySource
+from support.sources import RecordingSource
 
 WIDTH = 1024
 IDS = torch.tensor([[1, 2, 3]])
@@ -119,7 +119,7 @@ def test_a_failed_read_leaves_the_model_empty(trained: tuple[Net, Path]) -> None
     model = _empty()
     with sluice.open(path) as checkpoint:
         files = checkpoint.open_files
-        faulty = FaultySource(files[0].source, at=5)
+        faulty = RecordingSource(files[0].source, fails_at=5)
         checkpoint.open_files = (replace(files[0], source=faulty),)
         with pytest.raises(ReadError):
             sluice.load_into(model, checkpoint, quantize=scale_modules())

@@ -24,7 +24,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.ranges import MemoryFile
 from sluice.sources.wrappers import ReadAhead, Section
 from support.source_conformance import check_source
-from support.sources import FaultySource, MemorySource, RecordedRead, RecordingSource
+from support.sources import MemorySource, RecordedRead, RecordingSource
 from support.system_calls import Injection, failing
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)
@@ -49,11 +49,7 @@ def rewrite(path: Path) -> Callable[[], object]:
     return lambda: path.write_bytes(CONTENT[::-1])
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda source: source, ReadAhead, RecordingSource, lambda source: FaultySource(source, at=1 << 60)],
-    ids=["LocalFile", "ReadAhead", "RecordingSource", "FaultySource"],
-)
+@pytest.mark.parametrize("wrap", [lambda source: source, ReadAhead, RecordingSource], ids=["file", "ahead", "recorded"])
 def test_local_files_and_what_wraps_them(path: Path, wrap: Callable[[Source], Source]) -> None:
     check_source(lambda: wrap(LocalFile(path)), CONTENT, change=rewrite(path), failing=failing_reads)
 

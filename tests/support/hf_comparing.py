@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
 import sluice
 from sluice.quantizing.inner_tensors import inner_tensors
@@ -57,17 +58,10 @@ def outputs(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor
     cast = {name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     try:
         with torch.no_grad():
-            return list(_tensors(model(**cast)))
+            leaves = tree_leaves(model(**cast))
     except RuntimeError as error:  # some architectures have no bfloat16 forward pass of their own
         return str(error)
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(member)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def save_bin(model: Any, saved: Path, directory: Path, *, shards: int) -> None:

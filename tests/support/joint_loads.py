@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +107,10 @@ def saved_packed(path: str) -> str:
 
 
 def load_packed(path: str) -> bool:
-    """Load a GGUF file; return whether every local tensor is the part of the whole one that is read alone."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
+    """Load a GGUF file; return whether every tensor is the one that is read alone."""
     model = divided("meta")
     sluice.load_into(model, path)
-    with sluice.open(path) as checkpoint:
-        whole = {name: checkpoint[name].read() for name in checkpoint}
-    right = []
-    for name, value in model.state_dict().items():
-        expected = whole[name]
-        if isinstance(value, DTensor):
-            expected = distribute_tensor(expected, value.device_mesh, value.placements).to_local()
-            value = value.to_local()  # noqa: PLW2901
-        right.append(torch.equal(value, expected))
-    return all(right)
+    return is_loaded(model, sluice.load_state_dict(path))
 
 
 def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -139,14 +128,13 @@ def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(each.rank for each in report.ranks)
 
 
-def is_loaded(model: nn.Module) -> bool:
-    """Return whether the full tensors equal the checkpoint; every rank has to call it."""
-    expected = truth()
+def is_loaded(model: nn.Module, expected: Mapping[str, torch.Tensor] | None = None) -> bool:
+    """Return whether the full tensors are these, or those of the checkpoint; every rank has to call it."""
     found = {
         name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         for name, tensor in model.state_dict().items()
     }
-    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return all(torch.equal(found[name], tensor) for name, tensor in (expected or truth()).items())
 
 
 def state_after(path: str, step: str, fault: str, culprit: int) -> tuple[str, str, dict[int, str], str]:

@@ -1,12 +1,12 @@
-"""Sources in memory, and sources that record their reads or fail one of them."""
+"""Sources in memory, and sources that record their reads and can fail one of them."""
 
 from __future__ import annotations
 
 import errno
 import io
+import itertools
 import mmap
 import os
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,15 +54,19 @@ class RecordedRead:
 class RecordingSource(ForwardingSource):
     """A source that records its reads, in the order in which they begin.
 
+    Args:
+        source: The source, of an open checkpoint or a file; see ``record_reads``.
+        fails_at: Number of the read that fails, as of a broken disk, counted from 1 over all threads; 0 for none.
+
     Attributes:
         reads: The reads so far. Thread-safe.
-
-    See ``record_reads``, which makes them.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, fails_at: int = 0) -> None:
         super().__init__(source)
         self.reads: list[RecordedRead] = []
+        self._numbers = itertools.count(1)
+        self._fails_at = fails_at
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         if not isinstance(self._source, MappableSource):
@@ -75,12 +79,18 @@ class RecordingSource(ForwardingSource):
         return sum(read.nbytes for read in self.reads)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        self.reads.append(RecordedRead(offset=offset, nbytes=nbytes))
+        self._record(RecordedRead(offset=offset, nbytes=nbytes))
         return self._source.read_at(offset, nbytes)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        self.reads.append(RecordedRead(offset=offset, nbytes=len(buffer), direct=direct))
+        self._record(RecordedRead(offset=offset, nbytes=len(buffer), direct=direct))
         return self._source.read_into(offset, buffer, direct=direct)
+
+    def _record(self, read: RecordedRead) -> None:
+        self.reads.append(read)
+        if next(self._numbers) == self._fails_at:
+            cause = OSError(errno.EIO, os.strerror(errno.EIO))
+            raise ReadError(f"reading failed: {cause.strerror}", file=self.path, offset=read.offset) from cause
 
 
 def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
@@ -96,35 +106,3 @@ def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
         replace(file, source=recording) for file, recording in zip(files, recordings, strict=True)
     )
     return recordings
-
-
-class FaultySource(RecordingSource):
-    """A source whose ``at``-th read fails, counted from 1 over all threads, as of a broken disk.
-
-    Attributes:
-        failed: Whether the read has failed; tests should assert that it is True at the end.
-    """
-
-    def __init__(self, source: Source, *, at: int) -> None:
-        super().__init__(source)
-        self._at = at
-        self._lock = threading.Lock()
-        self.failed = False
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        with self._lock:
-            found = super().read_at(offset, nbytes)
-            self._fail_if_due(offset)
-        return found
-
-    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        with self._lock:
-            found = super().read_into(offset, buffer, direct=direct)
-            self._fail_if_due(offset)
-        return found
-
-    def _fail_if_due(self, offset: int) -> None:
-        if len(self.reads) == self._at:
-            self.failed = True
-            cause = OSError(errno.EIO, os.strerror(errno.EIO))
-            raise ReadError(f"reading failed: {cause.strerror}", file=self.path, offset=offset) from cause
