@@ -50,7 +50,7 @@ def grow(
         path = checkpoint(case.file) if case.file else tmp_path
         if case.cold:
             evict(path)
-        return measure_growth("support.growth_cases", table, name, str(path), str(tmp_path))
+        return measure_growth(table, name, path, tmp_path)
 
     return measure
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import select
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch import nn
 
 import sluice
 from support import gguf_files
-from support.directories import save_sharded
+from support.directories import save_sharded, write_parameters
 from support.distributed import chunks, rows, write
 from support.fresh_process import SUBPROCESS
 
@@ -32,8 +32,8 @@ _INTERVAL = 0.005
 #: Imports the cases and prepares one; makes the call when it reads a line, and prints its outcome at the next.
 _CHILD = """
 import json, sys
-from {module} import {table}
-call = {table}[sys.argv[1]].prepare(*json.loads(sys.argv[2]))
+from support import growth_cases
+call = getattr(growth_cases, sys.argv[1])[sys.argv[2]].prepare(*sys.argv[3:])
 print("ready", flush=True)
 sys.stdin.readline()
 outcome = call()
@@ -86,28 +86,27 @@ class Growth:
         return self.final_bytes + staging_bytes + self.overhead_bytes
 
 
-def measure_growth(
-    module: str, table: str, case: str, *arguments: object, env: Mapping[str, str] | None = None
-) -> Growth:
+def measure_growth(table: str, case: str, path: Path, output: Path) -> Growth:
     """Make the call of a case in a fresh process, and return the memory that it took.
 
     Args:
-        module: Name of the module that has the cases.
-        table: Name of the table of cases in it, whose values have a method ``prepare`` that returns a call.
+        table: Name of the table of cases in ``growth_cases``.
         case: Name of the case.
-        arguments: Arguments of ``prepare``.
-        env: Environment of the process; None for that of this process.
+        path: The checkpoint that it reads.
+        output: Where it writes.
     """
-    command = [sys.executable, "-c", _CHILD.format(module=module, table=table), case, json.dumps(arguments)]
-    pipes = SUBPROCESS.PIPE
-    with SUBPROCESS.Popen(command, stdin=pipes, stdout=pipes, text=True, env=env) as process:
+    command = [sys.executable, "-c", _CHILD, table, case, str(path), str(output)]
+    with SUBPROCESS.Popen(command, stdin=SUBPROCESS.PIPE, stdout=SUBPROCESS.PIPE, text=True) as process:
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"{case} could not be prepared")
         Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
         before = _status(process.pid)["VmRSS"]
         process.stdin.write("go\n")
         process.stdin.flush()
-        peak = _peak_until(process.pid, lambda: bool(select.select([process.stdout], [], [], _INTERVAL)[0]))
+        peak, ended = 0, False
+        while not ended:
+            ended = bool(select.select([process.stdout], [], [], _INTERVAL)[0])
+            peak = max(peak, _status(process.pid).get("VmHWM", 0))
         done = process.stdout.readline()
         if done:
             process.stdin.write("end\n")
@@ -123,15 +122,6 @@ def measure_growth(
         final_bytes=final,
         overhead_bytes=(32 << 20) + tensors,
     )
-
-
-def _peak_until(pid: int, ended: Callable[[], bool]) -> int:
-    peak = 0
-    while True:
-        done = ended()
-        peak = max(peak, _status(pid).get("VmHWM", 0))
-        if done:
-            return peak
 
 
 def _status(pid: int) -> dict[str, int]:
@@ -162,12 +152,8 @@ def filled(shapes: Shapes, dtype: torch.dtype = torch.float32) -> dict[str, torc
     return {str(number): torch.full(shape, number % 7, dtype=dtype) for number, shape in enumerate(shapes)}
 
 
-def _torch(shapes: Shapes) -> Callable[[Path], None]:
-    return lambda path: torch.save(filled(shapes), path)
-
-
-def _legacy(shapes: Shapes) -> Callable[[Path], None]:
-    return lambda path: torch.save(filled(shapes), path, _use_new_zipfile_serialization=False)
+def _torch(shapes: Shapes, *, legacy: bool = False) -> Callable[[Path], None]:
+    return lambda path: torch.save(filled(shapes), path, _use_new_zipfile_serialization=not legacy)
 
 
 def _unaligned_legacy(shapes: Shapes) -> Callable[[Path], None]:
@@ -190,10 +176,6 @@ def _views(path: Path) -> None:
     torch.save({"turned": whole[:, :1024].t(), "gaps": whole[::2, 1::2], "rows": whole[9000:]}, path)
 
 
-def _safetensors(path: Path) -> None:
-    safetensors.torch.save_file(filled(SHAPES), path)
-
-
 def _unaligned_safetensors(path: Path) -> None:
     """Write a file whose elements are at odd addresses, as writers did that did not pad the header."""
     safetensors.torch.save_file(filled(SHAPES), path)
@@ -213,8 +195,7 @@ def _shards(path: Path) -> None:
 
 def _parameters(path: Path) -> None:
     path.mkdir()
-    for name, tensor in filled(SHAPES).items():
-        torch.save(tensor, path / f"{name}.pt")
+    write_parameters(path, filled(SHAPES))
 
 
 def _distributed(path: Path) -> None:
@@ -258,12 +239,12 @@ FILES: dict[str, Callable[[Path], None]] = {
     "zip.pt": _torch(SHAPES),
     "even.pt": _torch(EVEN),
     "large.pt": _torch(LARGE),
-    "legacy.pt": _legacy(SHAPES),
-    "even-legacy.pt": _legacy(EVEN),
+    "legacy.pt": _torch(SHAPES, legacy=True),
+    "even-legacy.pt": _torch(EVEN, legacy=True),
     "unaligned-legacy.pt": _unaligned_legacy(SHAPES),
     "even-unaligned-legacy.pt": _unaligned_legacy(EVEN),
     "views.pt": _views,
-    "plain.safetensors": _safetensors,
+    "plain.safetensors": lambda path: safetensors.torch.save_file(filled(SHAPES), path),
     "unaligned.safetensors": _unaligned_safetensors,
     "packed.gguf": _packed,
     "shards": _shards,

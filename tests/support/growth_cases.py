@@ -221,22 +221,23 @@ _DEFAULT = 64 * MIB
 _F_EVEN = nbytes(EVEN)
 
 
-def _load(file: str, *, staging: int = _S, cold: bool = False, long: bool = False, item: int = 4, **how: Any) -> Case:
-    """Return a load of ``SHAPES``."""
-    return Case(
-        file=file, call=partial(_into, shapes=_ALL, **how), staging_bytes=staging, final_bytes=nbytes(SHAPES, item),
-        cold=cold, long=long,
-    )  # fmt: skip
-
-
-def _even(
-    file: str, *, staging: int = _DEFAULT, cold: bool = True, long: bool = False, item: int = 4, **how: Any
+def _load(
+    file: str,
+    shapes: Mapping[str, tuple[int, ...]] = _ALL,
+    *,
+    staging: int = _S,
+    cold: bool = False,
+    long: bool = False,
+    item: int = 4,
+    **how: Any,
 ) -> Case:
-    """Return a load of ``EVEN``, a file that is large enough for direct reads."""
-    return Case(
-        file=file, call=partial(_into, shapes=_numbered(EVEN), **how), staging_bytes=staging,
-        final_bytes=nbytes(EVEN, item), cold=cold, long=long,
-    )  # fmt: skip
+    """Return a load into a model on meta, whose elements have ``item`` bytes."""
+    call, final = partial(_into, shapes=shapes, **how), nbytes(tuple(shapes.values()), item)
+    return Case(file=file, call=call, staging_bytes=staging, final_bytes=final, cold=cold, long=long)
+
+
+#: A load of a file that is large enough for direct reads.
+_even = partial(_load, shapes=_numbered(EVEN), staging=_DEFAULT, cold=True)
 
 
 def _saved(name: str, make: Callable[[], dict[str, torch.Tensor]], *, long: bool = True, **how: Any) -> Case:
@@ -299,10 +300,8 @@ CASES: dict[str, Case] = {
     ),
     "hf": Case(file="huggingface", call=_pretrained, long=True),
     "hf, cast": Case(file="huggingface", call=partial(_pretrained, dtype=_HALF), long=True),
-    "many tensors": Case(file="many.pt", call=partial(_into, shapes=_numbered(MANY)), final_bytes=nbytes(MANY)),
-    "100,000 tensors": Case(
-        file="most.pt", call=partial(_into, shapes=_numbered(MOST)), final_bytes=nbytes(MOST), long=True
-    ),
+    "many tensors": _load("many.pt", _numbered(MANY)),
+    "100,000 tensors": _load("most.pt", _numbered(MOST), long=True),
     "100,000 tensors, state dict": Case(file="most.pt", call=_state_dict, final_bytes=nbytes(MOST), long=True),
     # Conversions and saves
     "convert torch to safetensors": _written("zip.pt", "f.safetensors", long=True),
@@ -350,27 +349,20 @@ CASES: dict[str, Case] = {
 
 def _add_rules() -> None:
     """Add the rules that move bytes in ways of their own."""
-    turned = {"w": (1024, 9216)}
-    half = {"a": (4608, 1024), "b": (4608, 1024)}
-    joined = {"w": (16 * 4352, 256)}
-    table: dict[str, tuple[str, Mapping[str, tuple[int, ...]], list[Any], dict[str, Any]]] = {
-        "rule transpose": ("zip.pt", turned, [rules.rename("0", "w"), rules.transpose("w")], {}),
-        "rule transpose, cast": ("zip.pt", turned, [rules.rename("0", "w"), rules.transpose("w")], {"dtype": _HALF}),
-        "rule split": ("zip.pt", half, [rules.split("0", ("a", "b"))], {}),
-        "rule scale": ("zip.pt", {"0": SHAPES[0]}, [rules.scale("0", 0.5)], {}),
-        "rule resize": ("zip.pt", {"0": (9300, 1024)}, [rules.resize("0", 9300)], {}),
-        "rule concatenate": ("even.pt", joined, [rules.concatenate([str(n) for n in range(16)], "w", dim=0)], {}),
-        "rule concatenate columns": (
-            "even.pt", {"w": (4352, 16 * 256)}, [rules.concatenate([str(n) for n in range(16)], "w", dim=1)], {}
-        ),
-    }  # fmt: skip
-    for name, (file, shapes, applied, how) in table.items():
-        CASES[name] = Case(
-            file=file,
-            call=partial(_into, shapes=shapes, rules=applied, strict=False, **how),
-            final_bytes=nbytes(tuple(shapes.values()), 2 if how else 4),
-            long=name in {"rule transpose, cast", "rule scale", "rule resize", "rule split"},
-        )
+    numbers = [str(number) for number in range(16)]
+    turned: dict[str, Any] = {"shapes": {"w": (1024, 9216)}, "rules": [rules.rename("0", "w"), rules.transpose("w")]}
+    halves = {"a": (4608, 1024), "b": (4608, 1024)}
+    rows, columns = (rules.concatenate(numbers, "w", dim=dim) for dim in (0, 1))
+    ruled = partial(_load, "zip.pt", strict=False)
+    CASES.update({
+        "rule transpose": ruled(**turned),
+        "rule transpose, cast": ruled(**turned, item=2, dtype=_HALF, long=True),
+        "rule split": ruled(halves, rules=[rules.split("0", ("a", "b"))], long=True),
+        "rule scale": ruled({"0": SHAPES[0]}, rules=[rules.scale("0", 0.5)], long=True),
+        "rule resize": ruled({"0": (9300, 1024)}, rules=[rules.resize("0", 9300)], long=True),
+        "rule concatenate": _load("even.pt", {"w": (16 * 4352, 256)}, rules=[rows], strict=False),
+        "rule concatenate columns": _load("even.pt", {"w": (4352, 16 * 256)}, rules=[columns], strict=False),
+    })  # fmt: skip
 
 
 def _add_staging() -> None:
