@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from support.mutations import run
+from support.mutations import FORMATS
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.timeout(1800)
     ],
 )
 def test_mutated_files_are_refused_or_read_as_the_reference_reads_them(name: str, count: int) -> None:
-    verdicts = run(name, count)
-    print(f"\n{count} mutated {name} files\n{verdicts.table()}")
-    assert sum(verdicts.counts.values()) == count
-    assert {"same", "refused"} <= verdicts.counts.keys()
+    generate, judge = FORMATS[name]
+    verdicts = Counter(map(judge, generate(count, 20)))
+    print(f"\n{count} mutated {name} files: {verdicts}")
+    assert {"same", "refused"} <= verdicts.keys()
