@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from support.fresh_process import serving
+from support.fresh_process import SUBPROCESS, serving
 from support.leaks import Holdings
 from support.ranks import Ranks
 
@@ -70,6 +70,12 @@ def fresh_processes() -> Iterator[None]:
     """Keep the server of ``support.fresh_process.run``, from the first test that needs it on."""
     with serving():
         yield
+
+
+@pytest.fixture
+def forked_processes(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the measured processes of ``sluice.benchmark`` from one that has imported torch."""
+    monkeypatch.setattr("sluice.benchmark.process.subprocess", SUBPROCESS)
 
 
 @pytest.fixture(scope="session")

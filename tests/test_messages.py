@@ -11,6 +11,7 @@ import pytest
 
 from sluice._errors import ReadError, ReadPermissionError, SaveError
 from sluice._messages import MOST_NAMES, listed, nearest_names, read_error, save_error
+from support.watching import watch
 from support.work import at_most
 
 SHAPE = (4, 4)
@@ -74,14 +75,12 @@ def test_comparisons_are_bounded(
     monkeypatch: pytest.MonkeyPatch, missing: Callable[[int], str], existing: Callable[[int], str]
 ) -> None:
     compared: list[str] = []
-    matches = difflib.get_close_matches
 
-    def count(name: str, others: dict[str, str], *, n: int, cutoff: float) -> list[str]:
+    def count(name: str, others: dict[str, str], **_: object) -> None:
         assert len(others) <= 8
         compared.extend((name, *others))
-        return matches(name, others, n=n, cutoff=cutoff)
 
-    monkeypatch.setattr(difflib, "get_close_matches", count)
+    watch(monkeypatch, difflib, "get_close_matches", count)
     number = 1500
     nearest_names({missing(i): SHAPE for i in range(number)}, [(existing(i), SHAPE) for i in range(number)])
     assert MOST_NAMES <= len(compared) <= 9 * MOST_NAMES

@@ -22,7 +22,6 @@ from bench.everywhere import Row, section
 from bench.places import Fill, Place, Spot, Unavailable
 from sluice.benchmark.gpt2 import random_weight
 from sluice.benchmark.records import Outcome
-from support import fresh_process
 
 #: One block of the pattern.
 SIZE = "1MiB"
@@ -134,17 +133,11 @@ def test_its_file_is_an_ordinary_one_that_torch_loads(small_file: Path) -> None:
         assert torch.equal(weight, random_weight(name, weight.shape)), name
 
 
-@pytest.fixture
-def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of this test from one that has imported torch."""
-    monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
-
-
 def _solve(path: Path) -> Outcome:
     return run_alone("bench._puzzle:solve", {"path": str(path), "layers": 3, "width": 64, "device": "cpu"})
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_it_is_solved_in_a_process_of_its_own(small_file: Path, tmp_path: Path) -> None:
     found = _solve(small_file)
     assert (found.status, found.reason) == ("ok", "")
@@ -154,7 +147,7 @@ def test_it_is_solved_in_a_process_of_its_own(small_file: Path, tmp_path: Path) 
     assert "nowhere" in _solve(tmp_path / "nowhere").reason
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_wrong_matrices_are_counted(small_file: Path, tmp_path: Path) -> None:
     spoilt = tmp_path / "spoilt.pth"
     content = bytearray(small_file.read_bytes())

@@ -156,25 +156,9 @@ def test_the_truth_finds_a_tied_weight_under_its_other_name(tmp_path: Path) -> N
     assert torch.equal(truth.state_dict()["head.weight"], weights["embedding.weight"])
 
 
-_BOOK_BLOCK = {
-    *(f"att.{layer}.{kind}" for layer in ("W_query", "W_key", "W_value", "out_proj") for kind in ("weight", "bias")),
-    "att.mask",
-    *(f"ff.layers.{position}.{kind}" for position in (0, 2) for kind in ("weight", "bias")),
-    *(f"{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("scale", "shift")),
-}
-
-_BOOK_REST = {"tok_emb.weight", "pos_emb.weight", "final_norm.scale", "final_norm.shift", "out_head.weight"}
-
-
 def _small_config(**changes: Any) -> GPTConfig:
     values = {"vocab_size": 11, "context_length": 8, "emb_dim": 4, "n_heads": 2, "n_layers": 2, **changes}
     return cast("GPTConfig", values)
-
-
-def test_its_names_are_those_of_the_book() -> None:
-    names = set(GPTModel(_small_config(qkv_bias=True)).state_dict())
-    assert names == _BOOK_REST | {f"trf_blocks.{block}.{name}" for block in (0, 1) for name in _BOOK_BLOCK}
-    assert "trf_blocks.0.att.W_query.bias" not in GPTModel(_small_config()).state_dict()
 
 
 @pytest.mark.parametrize(("size", "nbytes"), [("small", 702_480_384), ("large", 3_504_431_104), ("xl", 6_753_416_192)])

@@ -16,7 +16,6 @@ from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import final_bytes
 from sluice.benchmark.process import Watcher, run_tasks
 from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
-from support import fresh_process
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +23,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.pth"
     make_checkpoint(path, "tiny", torch.float32, "torch")
     return path
-
-
-@pytest.fixture
-def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of this test from one that has imported torch."""
-    monkeypatch.setattr(_process, "subprocess", fresh_process.SUBPROCESS)
 
 
 def _job(method: str, checkpoint: Path, *, verify: bool = False) -> MethodJob:
@@ -51,7 +44,7 @@ def test_a_copying_method_grows_by_anonymous_memory(checkpoint: Path) -> None:
     assert outcome.verdict is not None
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_a_mapping_method_grows_by_file_pages(checkpoint: Path) -> None:
     final = final_bytes("tiny", torch.float32)
     outcome = run_job(_job("mmap", checkpoint))
@@ -61,7 +54,7 @@ def test_a_mapping_method_grows_by_file_pages(checkpoint: Path) -> None:
     assert outcome.verdict is None
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
     outcome = run_job(_job("naive", tmp_path / "nowhere.pth"))
     assert outcome.status == "failed"
@@ -69,14 +62,14 @@ def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
     assert outcome.total_bytes > 0
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accelerate.py").write_text("raise ImportError('no accelerate here')")
     monkeypatch.syspath_prepend(tmp_path)
     assert run_job(_job("accelerate", tmp_path)) == Outcome(status="absent", reason="no accelerate here")
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endless.pth")
     outcome = run_job(_job("naive", tmp_path / "endless.pth"), timeout_seconds=0.1)
@@ -115,7 +108,7 @@ def _steps(folder: Path, *, fails: int = -1) -> list[Outcome]:
     return run_tasks(tasks, timeout_seconds=100)
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_processes_at_once_do_each_step_together(tmp_path: Path) -> None:
     found = _steps(tmp_path)
     assert [each.facts for each in found] == [{"kept": 64 << 20}] * 2
@@ -123,7 +116,7 @@ def test_processes_at_once_do_each_step_together(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().split() == [step for step in ("prepared", "built", "timed") for _ in "ab"]
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 def test_if_one_process_fails_the_others_do_not_go_on(tmp_path: Path) -> None:
     found = _steps(tmp_path, fails=1)
     assert [(each.status, each.reason) for each in found] == [

@@ -18,10 +18,10 @@ from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice.api import diff
 from sluice.checking.comparison import Comparison
-from sluice.checkpoint.open_checkpoint import borrow
 from support import distributed, fresh_process
 from support.directories import write_parameters
 from support.dtypes import TORCH_DTYPES, needs_float4
+from support.watching import watch
 from support.whole_checkpoints import MAKERS, Tensors, composites, plain_tensors, views
 
 pytestmark = pytest.mark.filterwarnings(
@@ -289,12 +289,7 @@ def test_errors(tmp_path: Path) -> None:
 
 def test_seconds_begin_with_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(plain_tensors(), tmp_path / "a.pt")
-
-    def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(0.1)
-        return borrow(*args, **options)
-
-    monkeypatch.setattr(diff, "borrow", slow)
+    watch(monkeypatch, diff, "borrow", lambda *_, **__: time.sleep(0.1))
     assert sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt").seconds > 0.2
 
 

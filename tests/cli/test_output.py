@@ -62,10 +62,6 @@ def test_a_factory_that_fails_is_the_models_fault(directory: Path) -> None:
     refused("--debug", "load", "net.pth", "--model", "cli_model:broken", code=1)
 
 
-def test_a_load_over_the_limits_is_exit_code_3(directory: Path) -> None:
-    assert "1.00 KiB" in refused("load", "net.pth", "--model", "cli_model:Net", "--memory", "1KiB", code=3)
-
-
 @pytest.mark.parametrize(
     ("error", "exit_code", "message"),
     [

@@ -22,7 +22,7 @@ from sluice.engine.host_copies import StridedBytes
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import Targets
 from sluice.planning.budget import shortages
-from sluice.records import DeviceFacts, LoadPlan, Request
+from sluice.records import DeviceFacts, Elements, LoadPlan, Request
 from support import fake_accelerator as _accelerator
 from support.fake_accelerator import FakeAccelerator
 from support.plans import MIB, Stored, entry_of, execute, facts, load, planned, request
@@ -158,3 +158,6 @@ def test_blocking_copies_serve_devices_without_streams() -> None:
     link.copy(memory, StridedBytes(raw, torch.float32, (3,), (2,)))
     link.mark()
     assert memory.tolist() == [1.0, 3.0, 5.0]
+    doubled = Elements(dtype="float32", arithmetic=(("mul", 2.0), ("add", 1.0)))
+    link.copy(memory, StridedBytes(raw, torch.float32, (3,), (2,), doubled))
+    assert memory.tolist() == [3.0, 7.0, 11.0]

@@ -13,6 +13,7 @@ from sluice import _defaults as defaults
 from sluice.engine.host_copies import StridedBytes, copy_in_pieces
 from sluice.records.geometry import span_elements
 from support.oracles import bits
+from support.watching import watch
 
 DTYPES = [torch.int16, torch.float32, torch.bfloat16, torch.complex64, torch.float64]
 
@@ -58,14 +59,8 @@ def test_a_cast_of_many_pieces_into_every_second_column() -> None:
 
 
 def test_misaligned_copies_of_a_thread_move_through_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    destinations = []
-    memmove = ctypes.memmove
-
-    def recorded(to: int, *rest: int) -> int:
-        destinations.append(to)
-        return memmove(to, *rest)
-
-    monkeypatch.setattr("sluice.engine.host_copies.ctypes.memmove", recorded)
+    destinations: list[int] = []
+    watch(monkeypatch, ctypes, "memmove", lambda to, *_: destinations.append(to))
     stored = torch.arange(4000, dtype=torch.uint8)
     for begin in (1, 2, 3):
         target = torch.empty(900)

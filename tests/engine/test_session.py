@@ -18,6 +18,7 @@ from sluice._errors import TruncatedError
 from sluice.engine.targets import Targets
 from sluice.sources.local import LocalFile
 from support.plans import MIB, Stored, execute
+from support.watching import watch
 
 ELEMENTS = 9 * MIB // 4
 
@@ -34,13 +35,7 @@ def cast(path: Path, tensor: torch.Tensor) -> torch.Tensor:
 
 def test_copiers_empty_what_readers_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: set[str] = set()
-    copy_out = Targets.copy_out
-
-    def noted(*args: object) -> None:
-        names.add(threading.current_thread().name.rsplit("-", 1)[0])
-        copy_out(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Targets, "copy_out", noted)
+    watch(monkeypatch, Targets, "copy_out", lambda *_: names.add(threading.current_thread().name.rsplit("-", 1)[0]))
     tensor = torch.randn(ELEMENTS)
     assert torch.equal(cast(tmp_path / "f", tensor), tensor.bfloat16())
     assert names == {"sluice-copier"}
@@ -50,14 +45,11 @@ def test_copiers_empty_what_readers_fill(tmp_path: Path, monkeypatch: pytest.Mon
 def test_threads_that_cannot_start_leave_their_work_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
+    def refuse(thread: threading.Thread) -> None:
         if which in thread.name:
             raise RuntimeError("can't start new thread")
-        start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    watch(monkeypatch, threading.Thread, "start", refuse)
     tensor = torch.randn(ELEMENTS)
     assert torch.equal(cast(tmp_path / "f", tensor), tensor.bfloat16())
 
@@ -67,18 +59,16 @@ def test_the_kth_failure_reaches_the_caller_for_every_k(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     owner, name = (Targets, "copy_out") if which == "copy" else (LocalFile, "read_into")
-    real = getattr(owner, name)
     tensor = torch.randn(ELEMENTS)
     calls = failing = 0
 
-    def counted(*args: object, **options: object) -> object:
+    def count(*_: object, **__: object) -> None:
         nonlocal calls
         calls += 1
         if calls == failing:
             raise OSError(f"call {failing}")
-        return real(*args, **options)
 
-    monkeypatch.setattr(owner, name, counted)
+    watch(monkeypatch, owner, name, count)
     while True:
         failing, calls = failing + 1, 0
         try:

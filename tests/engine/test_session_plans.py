@@ -20,6 +20,7 @@ from sluice.records import Finisher, LoadPlan, View
 from sluice.sources.local import LocalFile
 from support.plans import MIB, Stored, entry_of, execute, request
 from support.waiting import wait_until
+from support.watching import watch
 
 
 class Weights(Stored):
@@ -34,22 +35,9 @@ def weights(tmp_path: Path) -> Iterator[Weights]:
 
 
 def test_plans_share_threads_and_staging(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools = set()
-    begin = Targets.begin
-
-    def noted(targets: Targets, staging: object) -> None:
-        pools.add(staging)
-        begin(targets, staging)  # type: ignore[arg-type]
-
-    started: list[str] = []
-    start = threading.Thread.start
-
-    def counted(thread: threading.Thread) -> None:
-        started.append(thread.name)
-        start(thread)
-
-    monkeypatch.setattr(Targets, "begin", noted)
-    monkeypatch.setattr(threading.Thread, "start", counted)
+    pools, started = set[object](), list[str]()
+    watch(monkeypatch, Targets, "begin", lambda _, staging: pools.add(staging))
+    watch(monkeypatch, threading.Thread, "start", lambda thread: started.append(thread.name))
     with closing(Session([weights.source])) as session:
         for number in range(6):
             plan, views = weights.plan(number)
@@ -79,13 +67,7 @@ def test_a_failure_ends_the_session_and_every_plan_in_it(weights: Weights, monke
 
     monkeypatch.setattr(LocalFile, "read_into", fails)
     finished: list[int] = []
-    finish = Targets.finish
-
-    def noted(targets: Targets) -> None:
-        finished.append(id(targets))
-        finish(targets)
-
-    monkeypatch.setattr(Targets, "finish", noted)
+    watch(monkeypatch, Targets, "finish", lambda targets: finished.append(id(targets)))
     with closing(Session([weights.source])) as session:
         first, second = (weights.plan(number)[0] for number in (0, 1))
         running = session.start(first, Targets(first)), session.start(second, Targets(second))
@@ -178,16 +160,14 @@ def test_a_plan_whose_reads_were_done_before_a_failure_is_complete(
     weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow failure of one plan: the next one was read meanwhile, and its data is whole."""
-    read_into = LocalFile.read_into
     second_is_read = threading.Event()
 
-    def slow_failure(source: LocalFile, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+    def fail_slowly(_: LocalFile, offset: int, *__: object, **___: object) -> None:
         if offset < weights.tensors[0].nbytes:
             second_is_read.wait(30)
             raise ReadError("broken", file="f", offset=offset)
-        return read_into(source, offset, buffer, direct=direct)
 
-    monkeypatch.setattr(LocalFile, "read_into", slow_failure)
+    watch(monkeypatch, LocalFile, "read_into", fail_slowly)
     first, second = (weights.plan(*numbers, dtype="float32") for numbers in ((0, 1), (4,)))
     targets = Targets(second[0])
     with closing(Session([weights.source])) as session:

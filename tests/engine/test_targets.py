@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,23 +10,13 @@ from sluice.engine.host_memory import HostMemory, PageSizes
 from sluice.engine.targets import Targets
 from sluice.sources.local import LocalFile
 from support.plans import MIB, Stored, execute
+from support.watching import watch
 
 
 def test_large_targets_are_mapped_before_the_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-
-    def mapped(nbytes: int, *, huge_pages: bool) -> HostMemory:
-        done.append("map")
-        return HostMemory(nbytes, huge_pages=huge_pages)
-
-    read_into = LocalFile.read_into
-
-    def noted(*arguments: Any, **options: Any) -> int:
-        done.append("read")
-        return read_into(*arguments, **options)
-
-    monkeypatch.setattr(LocalFile, "read_into", noted)
-    monkeypatch.setattr(engine_targets, "HostMemory", mapped)
+    watch(monkeypatch, LocalFile, "read_into", lambda *_, **__: done.append("read"))
+    watch(monkeypatch, engine_targets, "HostMemory", lambda *_, **__: done.append("map"))
     tensors = [torch.randn(MIB) for _ in range(3)]
     with Stored(tmp_path / "f", tensors) as stored:
         plan, views = stored.plan(0, 1, 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sluice._errors import FormatError, LimitError, MismatchError
 from sluice._options import Limits
 from sluice.entries.lookup import subtree
-from sluice.entries.tree import component, flatten, map_leaves, opaques, walk
+from sluice.entries.tree import flatten, map_leaves, opaques, walk
 from sluice.matching.candidates import state_dict_candidates
 from sluice.records import Entry, Opaque, elements_of
 from support.work import at_most
@@ -32,7 +32,7 @@ A, B, C = tensor(1, 0), tensor(2, 1), tensor(3, 2)
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
-        ({(1, 2): A, None: B, b"k": C}, ["(1, 2)", "None", "b'k'"]),
+        ({(1, 2): A, None: B, b"layer." * 9: C}, ["(1, 2)", "None", repr(b"layer." * 9)]),
         ({"": A, "x": {"": B}}, ["", "x."]),
         (A, [""]),
         ("text", []),
@@ -286,8 +286,3 @@ def test_a_wrong_key_takes_bounded_work_with_names_of_thousands_of_components() 
     tree = {f"{'.' * 900}{number}": A for number in range(50)}
     with at_most(400 * len(tree)), pytest.raises(MismatchError, match="nothing at key"):
         subtree(tree, "model")
-
-
-def test_names_of_bytes_keys_are_not_shortened() -> None:
-    names = [b"features.denseblock1.denselayer%d.norm1.weight" % i for i in (1, 2)]
-    assert [component(name) for name in names] == [str(name) for name in names]

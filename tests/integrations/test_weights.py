@@ -18,6 +18,7 @@ import sluice
 from sluice.integrations import _weights
 from sluice.integrations._weights import weights
 from sluice.reading.reader import CheckpointReader
+from support.watching import watch
 
 
 def test_weights_come_in_file_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,13 +39,7 @@ def test_two_batches_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_weights, "_BATCH_BYTES", 4000)
     sluice.save({f"{i:02}": torch.full((1000,), float(i)) for i in range(20)}, tmp_path / "m.safetensors")
     begun: list[int] = []
-    start = CheckpointReader.start
-
-    def counted(self: CheckpointReader, entries: Any) -> Any:
-        begun.append(len(entries))
-        return start(self, entries)
-
-    monkeypatch.setattr(CheckpointReader, "start", counted)
+    watch(monkeypatch, CheckpointReader, "start", lambda _, entries: begun.append(len(entries)))
     for used, (_, tensor) in enumerate(weights([tmp_path / "m.safetensors"])):
         assert tensor[0] == used
         assert len(begun) <= used + 2

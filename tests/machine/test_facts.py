@@ -15,10 +15,10 @@ from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
 from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.facts import file_facts, probe_cache
-from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
 from support.directories import write_texts
 from support.sources import MemorySource
+from support.watching import watch
 
 MIB = 1 << 20
 
@@ -231,12 +231,7 @@ def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
         tmp_path, {"proc/self/cgroup": "0::/pod\n", f"{group}/memory.max": "max\n", f"{group}/memory.current": "1\n"}
     )
     asked: list[str] = []
-
-    def recorded(path: str) -> bytes | None:
-        asked.append(path)
-        return read_system_file(path)
-
-    monkeypatch.setattr(cgroups, "read_system_file", recorded)
+    watch(monkeypatch, cgroups, "read_system_file", asked.append)
     assert cgroup_headroom(root) is None
     # Neither for its usage, nor is the root of the hierarchy asked for its limit: it never has one.
     assert [path.removeprefix(str(root)) for path in asked] == ["/proc/self/cgroup", f"/{group}/memory.max"]

@@ -83,18 +83,12 @@ def test_numbers_in_a_distributed_checkpoint(tmp_path: Path, run: Run) -> None:
 
 
 def test_wrapped_and_tied_names(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wte = nn.Linear(6, 6, bias=False)
-            self.head = nn.Linear(6, 6, bias=False)
-            self.head.weight = self.wte.weight
+    def tied() -> Any:
+        made: Any = nn.Sequential(OrderedDict(wte=nn.Linear(6, 6, bias=False), head=nn.Linear(6, 6, bias=False)))
+        made.head.weight = made.wte.weight
+        return made
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.head(self.wte(x))
-            return found
-
-    model = Tied()
+    model = tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 2)
     values = optimizer.state[model.wte.weight]
@@ -105,7 +99,7 @@ def test_wrapped_and_tied_names(tmp_path: Path) -> None:
             "param_groups": [{**optimizer.defaults, "lr": 0.5, "params": ["module._orig_mod.head.weight"]}],
         },
     )
-    again = Tied()
+    again = tied()
     ours = torch.optim.AdamW(again.parameters())
     report = sluice.load_optimizer(ours, path, model=again)
     assert report.key is None

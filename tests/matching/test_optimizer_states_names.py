@@ -29,14 +29,6 @@ RENAMES: dict[str, Rename] = {
 }
 
 
-class Old(nn.Module):
-    """The net with its names during training."""
-
-    def __init__(self, old: nn.Module) -> None:
-        super().__init__()
-        self.old = old
-
-
 Run = tuple[Net, torch.optim.Optimizer]
 
 
@@ -92,7 +84,7 @@ def test_a_wrapped_model_takes_plain_names(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize("form", ["nested", "flat"])
 def test_rename(tmp_path: Path, run: Run, form: str, rename: Rename) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
-    state = get_optimizer_state_dict(Old(run[0]), run[1], options=options)
+    state = get_optimizer_state_dict(nn.ModuleDict({"old": run[0]}), run[1], options=options)
     path = save_distributed(tmp_path / "d", {"optim": state})
     with pytest.raises(MismatchError):
         fill(path)

@@ -17,15 +17,9 @@ import sluice
 from support.oracles import same
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32))
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.stem(x))
-        return found
+def network() -> nn.Sequential:
+    stem = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32))
+    return nn.Sequential(OrderedDict(stem=stem, head=nn.Linear(32, 5)))
 
 
 class Lit(nn.Module):
@@ -33,7 +27,7 @@ class Lit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Net()
+        self.model = network()
         self.loss_weights = nn.Parameter(torch.ones(5))
 
 
@@ -111,7 +105,7 @@ def deepspeed(net: nn.Module) -> dict[str, Any]:
     }
 
 
-def fresh(build: Callable[[], nn.Module] = Net) -> nn.Module:
+def fresh(build: Callable[[], nn.Module] = network) -> nn.Module:
     with sluice.empty_init():
         return build()
 
@@ -128,10 +122,10 @@ def write(path: Path, content: object) -> Path:
 @pytest.mark.parametrize(
     ("build", "key", "whole"),
     [
-        (basic, "model", Net),
+        (basic, "model", network),
         (lightning, "state_dict", Lit),
-        (nested, "trainer.nets.policy", Net),
-        (deepspeed, "module", Net),
+        (nested, "trainer.nets.policy", network),
+        (deepspeed, "module", network),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -160,7 +154,7 @@ def test_a_lightning_checkpoint_fills_the_model_inside(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_old_lightning_whose_callbacks_have_classes_as_keys(tmp_path: Path) -> None:
-    net = Net()
+    net = network()
     callbacks = {nn.ConvTranspose3d: {"best": torch.ones(3)}, nn.LazyConvTranspose3d: {"best": torch.ones(3)}}
     path = write(tmp_path / "sd.ckpt", {"state_dict": net.state_dict(), "callbacks": callbacks})
     target = fresh()
@@ -187,7 +181,7 @@ def two_models(net: nn.Module) -> dict[str, Any]:
 
 
 def test_two_state_dicts_are_an_error_that_lists_them(tmp_path: Path) -> None:
-    content = two_models(Net())
+    content = two_models(network())
     path = write(tmp_path / "run.pt", content)
     target = fresh()
     with pytest.raises(sluice.MismatchError) as caught:
@@ -211,7 +205,7 @@ def listed(error: sluice.SluiceError) -> list[str]:
 
 @pytest.mark.parametrize("wrapper", ["", "module."])
 def test_the_keys_that_an_error_offers_can_be_used(tmp_path: Path, wrapper: str) -> None:
-    teacher, student = Net(), Net()
+    teacher, student = network(), network()
     both = {**prefixed("teacher.", teacher), **prefixed("student.", student)}
     compiled = {wrapper + name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in both.items()}
     path = write(tmp_path / "f.ckpt", {"state_dict": compiled, "epoch": 1})
@@ -230,7 +224,7 @@ def prefixed(prefix: str, module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_an_optimizer_alone_is_not_a_state_dict_of_a_model(tmp_path: Path) -> None:
-    path = write(tmp_path / "optimizer.bin", trained(Net()).state_dict())
+    path = write(tmp_path / "optimizer.bin", trained(network()).state_dict())
     with pytest.raises(sluice.MismatchError, match="no"):
         sluice.load_state_dict(path)
     with pytest.raises(sluice.MismatchError, match="no named tensors to load into a module"):
@@ -240,21 +234,15 @@ def test_an_optimizer_alone_is_not_a_state_dict_of_a_model(tmp_path: Path) -> No
 def test_scalars_by_name_are_a_state_dict_if_there_is_no_other_or_a_module_of_them(tmp_path: Path) -> None:
     scale = write(tmp_path / "scale.pt", {"scales": {"a": torch.tensor(1.0)}, "epoch": 1})
     assert sluice.load_state_dict(scale)["a"].item() == 1.0
-
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.tensor(0.5))
-
-    path = write(tmp_path / "f.pt", {"net": Net().state_dict(), "scale": {"log_scale": torch.tensor(0.25)}})
-    target = fresh(Scale)
+    path = write(tmp_path / "f.pt", {"net": network().state_dict(), "scale": {"log_scale": torch.tensor(0.25)}})
+    target = fresh(lambda: nn.ParameterDict({"log_scale": torch.tensor(0.5)}))
     assert sluice.load_into(target, path).key == "scale"
     assert weights(target)["log_scale"].item() == 0.25
 
 
 def test_a_second_model_of_accelerate_is_reported_as_omitted(tmp_path: Path) -> None:
     critic = nn.Linear(3, 2)
-    write(tmp_path / "pytorch_model.bin", Net().state_dict())
+    write(tmp_path / "pytorch_model.bin", network().state_dict())
     second = write(tmp_path / "pytorch_model_1.bin", critic.state_dict())
     assert any(second.name in note for note in sluice.load_into(fresh(), tmp_path).notes)
     target = fresh(lambda: nn.Linear(3, 2))
@@ -264,7 +252,7 @@ def test_a_second_model_of_accelerate_is_reported_as_omitted(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("key", ["config", "hparams", "run.hyper_parameters"])
 def test_a_tensor_among_settings_is_no_state_dict(tmp_path: Path, key: str) -> None:
-    net = Net()
+    net = network()
     settings: dict[str, Any] = {"class_weights": torch.ones(10)}
     for part in reversed(key.split(".")):
         settings = {part: settings}

@@ -145,6 +145,9 @@ def test_the_report_is_plain_data_rows_a_table_and_a_picture() -> None:
     assert [row[0] for row in report.lines()][:2] == ["host, total", "  anonymous"]
     assert report.table().row_count == len(list(report.lines())) + 1
     assert "host, total" in str(report)
+    bundle = report._repr_mimebundle_([], [])  # in a notebook
+    assert "<pre" in bundle["text/html"]
+    assert "host, total" in bundle["text/plain"]
     pytest.importorskip("matplotlib")
     assert report.figure().axes[0].get_ylabel() == "growth of memory, GiB"
 
@@ -161,14 +164,6 @@ def test_reports_share_a_picture() -> None:
         memory.report.draw(panel)
     assert [text.get_text() for panel in panels for text in panel.texts] == ["half", "half"]
     assert all(len(panel.collections) == 3 for panel in panels)
-
-
-def test_a_notebook_shows_a_table() -> None:
-    with sluice.measure() as memory:
-        pass
-    bundle = memory.report._repr_mimebundle_([], [])
-    assert "<pre" in bundle["text/html"]
-    assert "host, total" in bundle["text/plain"]
 
 
 def test_an_exception_passes_and_the_report_is_there() -> None:

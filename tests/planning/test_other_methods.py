@@ -26,7 +26,6 @@ from sluice.planning.other_methods import (
     predict,
     recommend,
 )
-from support import fresh_process
 
 MIB = 1 << 20
 PLENTY = [MemoryLimit(where=HOST, nbytes=1 << 60, origin="free memory")]
@@ -180,13 +179,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("predicted")
 
 
-@pytest.fixture
-def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the measured processes from one that has imported torch."""
-    monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
-
-
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of other processes is read from /proc")
 @pytest.mark.parametrize(("method", "dtype"), [("naive", "float32"), ("mmap", "bfloat16"), ("sluice", "bfloat16")])
 def test_predictions_of_a_small_model(folder: Path, method: str, dtype: Precision) -> None:
@@ -196,7 +189,7 @@ def test_predictions_of_a_small_model(folder: Path, method: str, dtype: Precisio
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of other processes is read from /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", [*METHODS, COPY])

@@ -12,6 +12,7 @@ import torch
 import sluice
 from sluice import FormatError, MismatchError, UnsupportedError
 from sluice._dtypes import ITEM_BYTES, torch_dtype
+from support.directories import save_sharded
 from support.hostile_archives import Call, Global, compressed, coo, storage, torch_archive
 from support.oracles import same
 
@@ -163,11 +164,8 @@ def test_shards(tmp_path: Path) -> None:
         {"a": torch.ones(4)},
         {"csr": dense().to_sparse_csr(), "q": channels, "p": parameter},
     ]
-    for number, part in enumerate(parts):
-        torch.save(part, tmp_path / f"pytorch_model-0000{number + 1}-of-00002.bin")
-    files = {name: f"pytorch_model-0000{number + 1}-of-00002.bin" for number, part in enumerate(parts) for name in part}
-    text = ", ".join(f'"{name}": "{file}"' for name, file in files.items())
-    (tmp_path / "pytorch_model.bin.index.json").write_text(f'{{"weight_map": {{{text}}}}}')
+    files = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
+    save_sharded(tmp_path, "pytorch_model.bin.index.json", dict(zip(files, parts, strict=True)))
     assert same(dict(sluice.load_state_dict(tmp_path)), parts[0] | parts[1])
 
 

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 import sluice
+from sluice.loading import module_job
 from sluice.records import DeviceMemory, Peaks
 from sluice.reports.document import Grid
 from sluice.reports.load import LoadReport
-from sluice.reports.table import Decided, TensorRow, TensorTable, tensor_rows
+from sluice.reports.table import Decided, TensorRow, TensorTable
 from support.command_line import printed
+from support.watching import watch
 
 _PREDICTED = Peaks(anon_bytes=5 << 20, file_bytes=0, shmem_bytes=0, total_bytes=5 << 20)
 _REPORT = LoadReport(
@@ -221,12 +223,7 @@ def test_rows_can_be_sliced_and_an_empty_table_prints(file: Path) -> None:
 
 def test_a_report_makes_its_rows_when_asked_and_can_be_pickled(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Decided] = []
-
-    def spy(decided: Decided) -> tuple[TensorRow, ...]:
-        asked.append(decided)
-        return tensor_rows(decided)
-
-    monkeypatch.setattr("sluice.loading.module_job.tensor_rows", spy)
+    watch(monkeypatch, module_job, "tensor_rows", asked.append)
     report = sluice.load_into(empty(), file, strict=False)
     str(report), report.to_json()
     assert not asked

@@ -19,6 +19,7 @@ from sluice.streaming.stream import Stream
 from support import fresh_process
 from support.sources import record_reads
 from support.streamed_models import WIDTH, Checkpointed, Experts, Layers, adapt, block_bytes, empty, same, saved, train
+from support.watching import watch
 
 MIB = 1 << 20
 IDS = torch.tensor([[1, 2, 3, 999]])
@@ -59,17 +60,9 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-class Normed(nn.Module):
-    """Batch norms: their buffers change in each call, and the weights of one are trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
+def normed() -> nn.Sequential:
+    """Return batch norms: their buffers change in each call, and the weights of one are trained."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(5)))
 
 
 @pytest.mark.parametrize("memory", [0.35, 0.6, 1.5])
@@ -122,7 +115,7 @@ def test_experts_and_batch_norms(file: Path) -> None:
     x = torch.randn(4, WIDTH)
     cases: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor], tuple[str, ...]]] = [
         (Experts, lambda model: sum(model(x, each).square().mean() for each in (3, 1, 3)), ("own",)),
-        (Normed, lambda model: model(x).square().mean(), ("0",)),
+        (normed, lambda model: model(x).square().mean(), ("0",)),
     ]
     for make, loss, names in cases:
         model = adapt(saved(make, file), names)
@@ -172,15 +165,13 @@ def test_a_failed_read_or_an_interrupt_in_a_backward_pass_leaves_the_model_usabl
     want = torch.autograd.grad(_loss(model), _trained(model))
     with sluice.open(file) as checkpoint, monkeypatch.context() as patch:
         (recording,) = record_reads(checkpoint)
-        usual = recording.read_into
         errors: list[ReadError] = []
 
-        def failing(offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        def fail(*_: object, **__: object) -> None:
             if errors:
                 raise errors[0]
-            return usual(offset, buffer, direct=direct)
 
-        patch.setattr(recording, "read_into", failing)
+        watch(patch, recording, "read_into", fail)
         with streamed(Layers, checkpoint, 3 * block_bytes()) as (running, _):  # type: ignore[arg-type]
             adapt(running, ADAPTED).eval()
             loss = _loss(running)

@@ -27,6 +27,7 @@ from sluice.streaming.stream import Stream
 from support.fake_accelerator import FakeAccelerator
 from support.sources import record_reads
 from support.streamed_models import WIDTH, Experts, Layers, Repeated, block_bytes, empty, saved
+from support.watching import watch
 
 MIB = 1 << 20
 IDS = torch.tensor([[1, 2, 3, 999]])
@@ -75,24 +76,6 @@ def test_outputs_are_those_of_the_loaded_model(file: Path, memory: float, *, tie
     assert (report.calls, report.call_bytes == 0) == (3, memory > 1)
 
 
-def test_a_call_reads_what_does_not_stay_once(file: Path) -> None:
-    saved(lambda: Layers(count=8), file)
-    running = empty(lambda: Layers(count=8))
-    with sluice.open(file) as checkpoint:
-        (recording,) = record_reads(checkpoint)
-        with sluice.stream(running, checkpoint, memory=6 * block_bytes()) as stream:
-            running(IDS)
-            before = recording.read_bytes
-            _call(running, 8)
-            found = recording.read_bytes - before
-    report = stream.report
-    rows = 4 * WIDTH * 4 + (128 << 10)
-    ahead = 2 * MIB  # what was read for the next call, before the first count or before the second
-    assert 8 * report.call_bytes - ahead <= found <= 8 * (report.call_bytes + rows) + ahead
-    assert report.resident_bytes >= 3 * MIB
-    assert report.misses == 1  # the first block of the first call: all others were read ahead
-
-
 def test_a_tied_weight_is_read_once_for_a_call(file: Path) -> None:
     saved(lambda: Layers(tied=True), file)
     running = empty(lambda: Layers(tied=True))
@@ -106,17 +89,11 @@ def test_a_tied_weight_is_read_once_for_a_call(file: Path) -> None:
 
 
 def test_only_rows_of_an_embedding_are_read(file: Path) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(50_000, 64, padding_idx=49_999)
+    def words() -> nn.Sequential:
+        return nn.Sequential(nn.Embedding(50_000, 64, padding_idx=49_999))
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.words(ids)
-            return found
-
-    model = saved(Words, file)
-    running = empty(Words)
+    model = saved(words, file)
+    running = empty(words)
     ids = torch.tensor([[7, 7, 49_999], [40_000, 8, 7]])
     with sluice.stream(running, file, memory=1 * MIB) as stream:
         assert torch.equal(running(ids), model(ids))
@@ -164,42 +141,6 @@ def test_experts_are_read_when_they_are_called_and_kept_by_frequency(file: Path)
         before = stream.report.read_bytes
         running(x, 3)  # used most, so that it was kept
         assert stream.report.read_bytes == before
-
-
-def test_lists_inside_of_blocks_are_read_ahead_and_stay_until_a_member_is_skipped(file: Path) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-
-        def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
-            for part in self.parts[:count]:
-                x = torch.tanh(part(x))
-            return x
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Block() for _ in range(4))
-
-        def forward(self, x: torch.Tensor, count: int = 3) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x, count)
-            return x
-
-    model, running = saved(Net, file), empty(Net)
-    x = torch.randn(2, WIDTH)
-    with sluice.stream(running, file, memory=8 * block_bytes()) as stream:
-        for _ in range(2):
-            running(x)
-        before = stream.report
-        for _ in range(4):
-            assert torch.equal(running(x), model(x))
-        after = stream.report
-        assert after.misses == before.misses
-        assert after.read_bytes - before.read_bytes <= 4 * 6 * MIB + 2 * MIB  # of 12 MiB, 6 stay, 2 are read ahead
-        for count in (1, 1, 3, 1):
-            assert torch.equal(running(x, count), model(x, count))
 
 
 def test_a_block_that_is_called_again_is_not_read_again(file: Path) -> None:
@@ -489,23 +430,27 @@ def test_a_dropped_stream_may_be_collected_in_its_own_reader(file: Path) -> None
     assert not any(reader.is_alive() for reader in session._readers)
 
 
-def test_a_failed_read_is_raised_and_the_next_call_works(
+def test_after_a_failed_read_or_an_interrupt_the_next_call_works(
     file: Path, model: Layers, running: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sluice.open(file) as checkpoint:
         (recording,) = record_reads(checkpoint)
         with sluice.stream(running, checkpoint, memory=3 * block_bytes()):
             running(IDS)
-            usual, reads = recording.read_into, iter(range(100))
+            reads = iter(range(100))
 
-            def failing(offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+            def fail(offset: int, *_: object, **__: object) -> None:
                 if next(reads) == 3:
                     raise ReadError("broken", file="f", offset=offset)
-                return usual(offset, buffer, direct=direct)
 
-            monkeypatch.setattr(recording, "read_into", failing)
+            watch(monkeypatch, recording, "read_into", fail)
             with pytest.raises(ReadError, match="broken"):
                 _call(running, 3)
+            assert torch.equal(running(IDS), model(IDS))
+            with monkeypatch.context() as patch:
+                patch.setattr(running.get_submodule("layers.3.1"), "forward", _raising(KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    running(IDS)
             assert torch.equal(running(IDS), model(IDS))
 
 
@@ -515,21 +460,6 @@ def test_a_changed_file_is_an_error(file: Path, running: Layers) -> None:
         file.write_bytes(file.read_bytes() + b" ")
         with pytest.raises(SourceChangedError):
             _call(running, 2)
-
-
-def test_an_interrupt_leaves_the_model_usable(
-    file: Path, model: Layers, running: Layers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with sluice.stream(running, file, memory=3 * block_bytes()):
-
-        def interrupted(_: object) -> torch.Tensor:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(running.get_submodule("layers.3.1"), "forward", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                running(IDS)
-        assert torch.equal(running(IDS), model(IDS))
 
 
 def test_two_threads_and_two_models_at_once(file: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 import sluice
 from support.command_line import printed, refused, run_command, state_dict
+from support.watching import watch
 
 
 def test_load_fills_a_model_and_reports(directory: Path) -> None:
@@ -25,13 +25,7 @@ def test_load_fills_a_model_and_reports(directory: Path) -> None:
 def test_load_passes_its_options_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"model": state_dict()}, "run.pt")
     models: list[nn.Module] = []
-    load_into = sluice.load_into
-
-    def spy(model: nn.Module, *arguments: Any, **named: Any) -> sluice.LoadReport:
-        models.append(model)
-        return load_into(model, *arguments, **named)
-
-    monkeypatch.setattr(sluice, "load_into", spy)
+    watch(monkeypatch, sluice, "load_into", lambda model, *_, **__: models.append(model))
     options = ("--dtype", "bfloat16", "--key", "model", "--device", "cpu", "--memory", "1GiB", "--staging", "8MiB")
     result = run_command("load", "run.pt", "--model", "cli_model:Net", "--page-cache", "keep", "--json", *options)
     report = json.loads(result.stdout)
