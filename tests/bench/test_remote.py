@@ -107,15 +107,12 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def test_every_method_is_known_and_reads_its_checkpoint() -> None:
-    for scenario in gpu.scenarios_for("tiny", Path("folder")):
+def test_every_method_reads_its_checkpoint_raw_limits_come_first_and_ours_is_in_every_table() -> None:
+    scenarios = gpu.scenarios_for("tiny", Path("folder"))
+    for scenario in scenarios:
         assert scenario.device == "cuda"
         for method, path in scenario.checkpoints.items():
             assert path.suffix in METHODS[method].reads, (scenario.title, method)
-
-
-def test_raw_limits_come_first_and_ours_is_in_every_table() -> None:
-    scenarios = gpu.scenarios_for("tiny", Path("folder"))
     assert list(scenarios[0].checkpoints)[:2] == ["raw-direct", "raw-buffered"]
     assert len({scenario.title for scenario in scenarios}) == len(scenarios)
     assert all(any(method.startswith("sluice") for method in scenario.checkpoints) for scenario in scenarios)

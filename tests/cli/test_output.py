@@ -171,13 +171,6 @@ def test_bars_are_for_terminals_only(
         assert (bool(out), err) == (True, "")
 
 
-def test_a_manifest_never_takes_the_place_of_its_checkpoint(files: dict[str, list[str]]) -> None:
-    (source,) = files["verify"]
-    before = Path(source).read_bytes()
-    assert "a different path" in refused("verify", source, "--write-manifest", source, "--force")
-    assert Path(source).read_bytes() == before
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_teaches(files: dict[str, list[str]], command: str) -> None:
     text = run_command(command, "--help").stdout

@@ -115,13 +115,6 @@ def fill(memory: HostMemory, ranges: int, *, written: bool = True) -> None:
             memory.view()[number * 8 * MIB : (number + 1) * 8 * MIB : 4096] = bytes(2048)
 
 
-def test_fast_pages_are_touched_and_stay_huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Recorded(64 * MIB, lambda _: 0.0004, monkeypatch)
-    fill(memory, 8)
-    assert memory.touched == list(range(32))
-    assert memory.small == []
-
-
 def test_slow_pages_end_huge_pages_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 1, 2, 4, 8, 16, 32, 64 and again 64 ranges of four pages without a touch one is tried."""
     monkeypatch.setattr(HostMemory, "populate_page", lambda *_: None)

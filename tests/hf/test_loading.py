@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sluice
-from sluice.testing import assert_peak
 from support import fresh_process
 from support.hf_architectures import CASES, Case
 from support.hf_comparing import assert_same
@@ -337,20 +336,6 @@ def test_with_transformers_that_were_not_checked(
     monkeypatch.setattr(sluice.hf._hub, "VERSIONS", accepted)
     with pytest.raises(ImportError, match=r"does not support transformers .*pip install 'sluice\[hf\]'"):
         sluice.hf.from_pretrained(tmp_path)
-
-
-# Memory
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_is_the_finished_model(transformers: Any, tmp_path: Path, dtype: torch.dtype) -> None:
-    config = transformers.GPT2Config(n_layer=6, n_embd=768, n_head=12, vocab_size=8192)  # about 200 MB in float32
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="50MB")
-    sluice.hf.from_pretrained(tmp_path, dtype=dtype)  # imports happen once
-    finished = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) * dtype.itemsize // 4
-    with assert_peak(finished + (8 << 20) + (32 << 20)):
-        sluice.hf.from_pretrained(tmp_path, dtype=dtype, memory=sluice.MemoryLimits(staging="8MiB"))
 
 
 def test_a_head_for_other_classes_is_initialized_as_the_library_does(transformers: Any, tmp_path: Path) -> None:

@@ -82,15 +82,6 @@ def lightning(lit: nn.Module) -> dict[str, Any]:
     }
 
 
-def nested(net: nn.Module) -> dict[str, Any]:
-    """Return weights two levels deep, next to named scalars."""
-    return {
-        "trainer": {"nets": {"policy": net.state_dict()}, "step": torch.tensor(7)},
-        "metrics": {"accuracy": torch.tensor(1.0)},
-        "args": argparse.Namespace(lr=0.1),
-    }
-
-
 def deepspeed(net: nn.Module) -> dict[str, Any]:
     """Return the content of DeepSpeed's ``mp_rank_00_model_states.pt``."""
     return {
@@ -124,7 +115,6 @@ def write(path: Path, content: object) -> Path:
     [
         (basic, "model", network),
         (lightning, "state_dict", Lit),
-        (nested, "trainer.nets.policy", network),
         (deepspeed, "module", network),
     ],
     ids=lambda value: getattr(value, "__name__", value),

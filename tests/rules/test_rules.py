@@ -84,6 +84,7 @@ def test_a_fused_weight_is_split_and_joined_again(file: Path) -> None:
     names = ("h.*.q.weight", "h.*.k.weight", "h.*.v.weight")
     apart = [rules.transpose("h.*.qkv.weight"), rules.split("h.*.qkv.weight", names)]
     made = load(file, apart)
+    assert sluice.plan(None, file, rules=apart).read_bytes == sum(tensor.nbytes for tensor in before.values())
     for i in range(12):
         for name, expected in zip("qkv", before[f"h.{i}.qkv.weight"].t().chunk(3), strict=True):
             assert torch.equal(made[f"h.{i}.{name}.weight"], expected)

@@ -357,7 +357,7 @@ def _add_rules() -> None:
     CASES.update({
         "rule transpose": ruled(**turned),
         "rule transpose, cast": ruled(**turned, item=2, dtype=_HALF, long=True),
-        "rule split": ruled(halves, rules=[rules.split("0", ("a", "b"))], long=True),
+        "rule split": ruled(halves, rules=[rules.split("0", ("a", "b"))]),
         "rule scale": ruled({"0": SHAPES[0]}, rules=[rules.scale("0", 0.5)], long=True),
         "rule resize": ruled({"0": (9300, 1024)}, rules=[rules.resize("0", 9300)], long=True),
         "rule concatenate": _load("even.pt", {"w": (16 * 4352, 256)}, rules=[rows], strict=False),

@@ -143,9 +143,6 @@ def test_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "file system" in text
     assert "secret" not in text
     assert "password" not in text
-
-
-def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     assert run_command("doctor", str(tmp_path / "missing")).exit_code == 2
 
 
