@@ -22,11 +22,13 @@ def test_false_listens_to_nothing() -> None:
         assert report is None
 
 
-def test_the_bar_shows_bytes_and_speed_on_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_shows_bytes_and_speed_on_stderr_only_and_starts_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    before = threading.enumerate()
     with byte_progress(True, "loading [red]", 3 << 20) as report:
         assert report is not None
         for done in (0, 1 << 20, 3 << 20):
             report(done)
+        assert threading.enumerate() == before
     captured = capsys.readouterr()
     assert captured.out == ""
     for shown in ("loading [red]", "3.0/3.0 MiB", "GB/s"):
@@ -64,15 +66,6 @@ def test_a_long_path_leaves_space_for_the_bar(
     shown = capsys.readouterr().err
     assert "/model.pth" in shown
     assert "123.0/567.0 GiB" in shown
-
-
-def test_the_bar_leaves_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
-    before = threading.enumerate()
-    with byte_progress(True, "loading", 4096) as report:
-        assert report is not None
-        report(1)
-        assert threading.enumerate() == before
-    assert threading.enumerate() == before
 
 
 def test_the_bar_ends_when_the_load_fails(capsys: pytest.CaptureFixture[str]) -> None:

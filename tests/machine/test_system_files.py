@@ -16,21 +16,13 @@ from support.waiting import wait_until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
 
 
-def test_this_process_runs() -> None:
+def test_a_process_is_known_by_its_number_its_start_and_its_host() -> None:
     own = this_process()
     assert state_of(own, own) == "running"
     assert own.pid == os.getpid()
     assert own.host.endswith(own.hostname)
-
-
-def test_another_process_with_the_same_number() -> None:
-    own = this_process()
-    assert state_of(replace(own, started=own.started + 1), own) == "gone"
-
-
-def test_processes_of_another_host_are_unknown() -> None:
-    own = this_process()
-    assert state_of(replace(own, namespace="other"), own) == "unknown"
+    assert state_of(replace(own, started=own.started + 1), own) == "gone"  # another process with the same number
+    assert state_of(replace(own, namespace="other"), own) == "unknown"  # of another host
 
 
 def test_stopped_ended_and_reaped() -> None:

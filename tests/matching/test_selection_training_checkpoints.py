@@ -55,6 +55,7 @@ def basic(net: nn.Module) -> dict[str, Any]:
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler_of(optimizer),
         "epoch": 3,
+        "args": argparse.Namespace(lr=0.1),
         "loss": torch.tensor(0.25),
         "rng_state": torch.get_rng_state(),
     }
@@ -154,33 +155,18 @@ def test_a_checkpoint_of_old_lightning_whose_callbacks_have_classes_as_keys(tmp_
         assert "callbacks.torch.nn.modules.conv.LazyConvTranspose3d.best" in checkpoint
 
 
-def two_models(net: nn.Module) -> dict[str, Any]:
-    """Return a checkpoint of timm: weights and their average."""
-    average = {name: tensor + 1 for name, tensor in net.state_dict().items()}
-    optimizer = trained(net).state_dict()
-    return {
-        "epoch": 3,
-        "arch": "net",
-        "state_dict": net.state_dict(),
-        "optimizer": optimizer,
-        "version": 2,
-        "args": argparse.Namespace(lr=0.1),
-        "state_dict_ema": average,
-        "metric": 0.9,
-    }
-
-
 def test_two_state_dicts_are_an_error_that_lists_them(tmp_path: Path) -> None:
-    content = two_models(network())
+    content = basic(network())
+    content["average"] = {name: tensor + 1 for name, tensor in content["model"].items()}
     path = write(tmp_path / "run.pt", content)
     target = fresh()
     with pytest.raises(sluice.MismatchError) as caught:
         sluice.load_into(target, path)
-    assert listed(caught.value) == ["state_dict", "state_dict_ema"]
+    assert listed(caught.value) == ["model", "average"]
     assert all(parameter.is_meta for parameter in target.parameters())
     with pytest.raises(sluice.MismatchError) as caught:
         sluice.load_state_dict(path)
-    assert listed(caught.value) == ["state_dict", "state_dict_ema"]
+    assert listed(caught.value) == ["model", "average"]
     assert "9 tensors, 4.28 KiB" in str(caught.value)
     for key in listed(caught.value):
         assert same(dict(sluice.load_state_dict(path, key=key)), dict(content[key]))

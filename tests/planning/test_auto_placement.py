@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,12 +247,9 @@ def test_device_maps_of_accelerate_are_taken(file: Path, monkeypatch: pytest.Mon
     assert _devices.parse_placement({"": "cpu"}) == {"": "cpu"}
     asked: list[object] = []
 
-    class Answer:
-        device = torch.device("cuda", 1)
-
-    def stand_in(count: int, *, device: object) -> Answer:
+    def stand_in(count: int, *, device: object) -> SimpleNamespace:
         asked.append(device)
-        return Answer()
+        return SimpleNamespace(device=torch.device("cuda", 1))
 
     monkeypatch.setattr("torch.empty", stand_in)
     assert _devices.parse_placement({"blocks.0": 1}) == {"blocks.0": "cuda:1"}

@@ -97,14 +97,9 @@ def test_the_largest_facts_of_several_sources() -> None:
     assert largest_access([replace(SLOW, gap_bytes=5 * MIB), STORE]) == replace(STORE, gap_bytes=5 * MIB)
 
 
-class StoreSource(MemorySource):
-    """An object in a store: its access facts differ from those of local files."""
-
-    access = STORE
-
-
 def test_the_facts_of_a_source_reach_planning_through_every_wrapper() -> None:
-    source = StoreSource(bytes(100))
+    source = RecordingSource(MemorySource(bytes(100)))
+    source.access = STORE
     wrapped: list[Source] = [source, ReadAhead(source), Section(source, 10, 50), RecordingSource(source)]
     assert [file_facts(one).access for one in wrapped] == [STORE] * 4
     machine = machine_facts([source, None, MemorySource(b"x")])
