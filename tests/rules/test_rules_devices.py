@@ -1,4 +1,4 @@
-"""What rules compute arrives on accelerators."""
+"""Products, constants and casts of rules on accelerators."""
 
 from __future__ import annotations
 
