@@ -22,8 +22,16 @@ from torch import nn
 import sluice
 from sluice import rules
 from support import distributed
-from support.directories import Tensors, write_legacy, write_parameters, write_safetensors, write_shards, write_zip
-from support.oracles import bits, same
+from support.directories import (
+    Tensors,
+    assert_same,
+    write_legacy,
+    write_parameters,
+    write_safetensors,
+    write_shards,
+    write_zip,
+)
+from support.oracles import same
 from support.torch_files import saved_big_endian
 
 
@@ -77,14 +85,6 @@ def same_twice(path: Path) -> bool:
     return same(mapped, torch.load(path, weights_only=True))
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert found[name].shape == tensor.shape, name
-        assert bits(found[name]) == bits(tensor), name
-
-
 @pytest.mark.parametrize("to", [None, torch.bfloat16])
 @pytest.mark.parametrize("form", ["out.pt", "out.safetensors", "sharded"])
 @pytest.mark.parametrize("write", SOURCES, ids=lambda write: write.__name__)
@@ -101,7 +101,7 @@ def test_every_source_becomes_every_form(
         dtype=to,
     )
     expected = {name: t.to(to) if to and t.is_floating_point() else t for name, t in state.items()}
-    assert_equal(read_back(tmp_path / form), expected)
+    assert_same(read_back(tmp_path / form), expected)
     assert report.tensors == len(state)
     assert report.nbytes == sum(t.nbytes for t in expected.values())
     assert [os.path.getsize(file) for file in report.files] == list(report.file_bytes)
@@ -147,12 +147,12 @@ def test_a_flat_form_takes_the_state_dict_and_reports_omitted_values(tmp_path: P
     }
     torch.save(state, tmp_path / "run.pt")
     report = sluice.convert(tmp_path / "run.pt", tmp_path / "m.safetensors")
-    assert_equal(read_back(tmp_path / "m.safetensors"), {"w": torch.ones(3, 3)})
+    assert_same(read_back(tmp_path / "m.safetensors"), {"w": torch.ones(3, 3)})
     notes = "\n".join(report.notes)
     assert "only 'model' was taken: 1 tensors" in notes
     assert "values that are not tensors were left out (1): 'epoch'" in notes
     sluice.convert(tmp_path / "run.pt", tmp_path / "o.safetensors", key="optimizer.state")
-    assert_equal(read_back(tmp_path / "o.safetensors"), {"0.m": torch.ones(9)})
+    assert_same(read_back(tmp_path / "o.safetensors"), {"0.m": torch.ones(9)})
     torch.save(
         {"a": {"v": torch.ones(1), "w": torch.ones(3, 3), "epoch": 4}, "b": {"w": torch.ones(3, 3)}},
         tmp_path / "two.pt",
@@ -168,13 +168,13 @@ def test_ties_and_views_stay_shared_in_a_torch_file_and_are_stored_once_elsewher
     torch.save(state, tmp_path / "in.pt")
     sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt", dtype=torch.float64)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert_equal(found, {name: tensor.double() for name, tensor in state.items()})
+    assert_same(found, {name: tensor.double() for name, tensor in state.items()})
     shared = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items()}
     assert shared["a"] == shared["b"] == shared["turned"] == shared["rows"] != shared["far"]
     assert found["far"].untyped_storage().nbytes() == 80  # only the needed part of the thousand elements
     report = sluice.convert(tmp_path / "in.pt", tmp_path / "out.safetensors")
     assert report.tied == {"b": "a"}
-    assert_equal(read_back(tmp_path / "out.safetensors"), {k: t for k, t in state.items() if k != "b"})
+    assert_same(read_back(tmp_path / "out.safetensors"), {k: t for k, t in state.items() if k != "b"})
     sluice.convert(tmp_path / "out.safetensors", tmp_path / "back.pt", rename={"a": "x"})
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert back["x"].data_ptr() == back["b"].data_ptr()  # the header keeps the name of the tied tensor
@@ -199,7 +199,7 @@ def test_rules_apply_while_bytes_pass(tmp_path: Path) -> None:
     for name in ("out.safetensors", "out.pt"):
         report = sluice.convert(tmp_path / "in.pt", tmp_path / name, rules=wanted)
         assert report.tensors == 3
-        assert_equal(read_back(tmp_path / name), expected)
+        assert_same(read_back(tmp_path / name), expected)
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
@@ -210,7 +210,7 @@ def test_parts_that_reach_a_large_tensor_in_short_runs(tmp_path: Path, name: str
     memory = sluice.MemoryLimits(staging="2MiB")  # half of it is smaller than the joined tensor
     sluice.convert(tmp_path / "in.pt", tmp_path / name, rules=wanted, memory=memory, dtype=torch.float64)
     expected = {"qk": torch.cat([state["q"], state["k"]], 1).double(), "small": state["small"].t().double()}
-    assert_equal(read_back(tmp_path / name), expected)
+    assert_same(read_back(tmp_path / name), expected)
 
 
 def test_big_endian_files_are_byteswapped(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_big_endian_files_are_byteswapped(tmp_path: Path) -> None:
     expected = torch.load(path, weights_only=True)
     for name in ("out.safetensors", "out.pt"):
         sluice.convert(path, tmp_path / name)
-        assert_equal(read_back(tmp_path / name), expected)
+        assert_same(read_back(tmp_path / name), expected)
 
 
 #: A directory in memory, if the system has one: on a disk each file would wait for its sync.

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import sluice
-from support.divided_models import mesh_of
 from support.joint_loads import (
     STEPS,
     failing_load,
@@ -161,18 +160,7 @@ def test_ranks_of_a_host_fetch_a_cached_file_once(four_ranks: Ranks, tmp_path: P
     assert file.stat().st_size * 0.9 < requested <= file.stat().st_size * 1.1 + len(ranges) * 16384
 
 
-def refused_quantize(path: str) -> str:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    with sluice.empty_init():
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    parallelize_module(model, mesh_of(2), {"0": ColwiseParallel()})
-    with pytest.raises(sluice.RankError) as caught:
-        sluice.load_into(model, path, quantize=print)
-    return str(caught.value)
-
-
-def test_quantizing_divided_weights_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
-    path = tmp_path / "linear.pth"
-    torch.save(torch.nn.Sequential(torch.nn.Linear(4, 4)).state_dict(), path)
-    assert all("is a DTensor; load" in text for text in two_ranks.run(refused_quantize, str(path)))
+def test_quantizing_divided_weights_is_refused(two_ranks: Ranks, checkpoint: str) -> None:
+    failed = two_ranks.run(load_differently, [checkpoint] * 2, [{"quantize": print}] * 2)
+    assert set(failed[0]) == {0, 1}
+    assert all("is a DTensor; load" in text for text in failed[0].values())

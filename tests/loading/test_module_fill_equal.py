@@ -91,15 +91,9 @@ class Tied(nn.Module):
 
     def __init__(self, tie: Callable[[nn.Embedding, nn.Linear], None]) -> None:
         super().__init__()
-        self.body = nn.ModuleDict({"embedding": nn.Embedding(6, 4)})
+        self.embedding = nn.Embedding(6, 4)
         self.head = nn.Linear(4, 6, bias=False)
         tie(self.embedding, self.head)
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        found = self.body["embedding"]
-        assert isinstance(found, nn.Embedding)
-        return found
 
 
 def by_object(embedding: nn.Embedding, head: nn.Linear) -> None:
@@ -119,7 +113,7 @@ def by_frozen_data(embedding: nn.Embedding, head: nn.Linear) -> None:
 
 
 TIES = [by_object, by_data, by_setting_data, by_frozen_data]
-EMBEDDING, HEAD = "body.embedding.weight", "head.weight"
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 
 def tied(tie: Callable[[nn.Embedding, nn.Linear], None], *, empty: bool) -> Tied:

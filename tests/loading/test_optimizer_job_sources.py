@@ -65,15 +65,12 @@ def test_one_open_checkpoint_is_indexed_once_and_read_once(tmp_path: Path) -> No
     with sluice.open(tmp_path / "run.pt") as checkpoint:
         (recording,) = record_reads(checkpoint)
         first = sluice.load_into(model, checkpoint)
-        after_model = recording.read_bytes
         optimizer = kind(model)
         second = sluice.load_optimizer(optimizer, checkpoint)
         locating = [read for read in recording.reads if read.nbytes < 64]  # local headers of the records
     # Only the data and the local headers of its records: open() has read the directory and the pickle.
     records = first.tensors + second.tensors
     assert recording.read_bytes <= first.read_bytes + second.read_bytes + records * 1024
-    assert recording.read_bytes > after_model
-    assert second.read_bytes < first.read_bytes + second.read_bytes
     assert len(locating) <= records
     offsets = [read.offset for read in recording.reads if read.nbytes >= 64]
     assert len(offsets) == len(set(offsets))

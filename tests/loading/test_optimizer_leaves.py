@@ -58,16 +58,10 @@ def test_a_capturable_step_moves_too(tmp_path: Path) -> None:
 
 
 def test_nothing_is_deferred_if_the_parameters_are_on_the_device(tmp_path: Path) -> None:
-    kind = KINDS["AdamW"]
-    model, optimizer = stopped(tmp_path / "run.pt", kind)
-    again = net()
-    again.load_state_dict(model.state_dict())
-    ours = kind(again)
+    stopped(tmp_path / "run.pt", KINDS["AdamW"])
+    ours = KINDS["AdamW"](net())
     sluice.load_optimizer(ours, tmp_path / "run.pt", device="cpu")
     assert not ours._optimizer_step_pre_hooks
-    train(model, optimizer, 3)
-    train(again, ours, 3)
-    assert not differences(ours.state_dict(), optimizer.state_dict())
 
 
 def test_a_model_may_come_after_its_state(tmp_path: Path) -> None:

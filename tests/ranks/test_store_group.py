@@ -15,6 +15,7 @@ from sluice import _defaults as defaults
 from sluice.machine.system_files import RunningProcess
 from sluice.ranks.judgement import StepOutcome
 from sluice.ranks.store_group import StoreGroup, _Contribution
+from support.waiting import SkippedTime
 
 
 class FakeStore:
@@ -53,17 +54,11 @@ class FakeStore:
             raise RuntimeError("Connection reset by peer")
 
 
-class Clock:
-    """Seconds that pass only in ``sleep``: a tenth of the group's patience each time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+class Clock(SkippedTime):
+    """A clock of which each pause takes a tenth of the group's patience."""
 
     def sleep(self, _: float) -> None:
-        self.now += defaults.RANK_PATIENCE_SECONDS / 10
+        super().sleep(defaults.RANK_PATIENCE_SECONDS / 10)
 
 
 def joined(answers: Mapping[int, bytes]) -> StepOutcome:
@@ -207,7 +202,7 @@ def test_a_rank_that_died_between_two_calls_is_named_at_once() -> None:
     clock = Clock()
     failed = group(store, 0, clock=clock, state="gone").decide("meet", b"", joined).failed
     assert "is gone" in failed[1]
-    assert clock.now < defaults.RANK_PATIENCE_SECONDS / 5
+    assert sum(clock.pauses) < defaults.RANK_PATIENCE_SECONDS / 5
 
 
 @pytest.mark.parametrize("leads", [True, False])

@@ -15,6 +15,7 @@ import sluice
 from sluice.writing.contents import SaveJob
 from sluice.writing.ranks.save import save_by_ranks
 from support import fresh_process
+from support.directories import assert_same
 from support.distributed import torch_loaded
 from support.divided_models import LAYOUTS, Net
 from support.ranks import Ranks
@@ -48,13 +49,6 @@ def expected_state(dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()}
 
 
-def check_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, but: str = "") -> None:
-    assert found.keys() == expected.keys() - {but}
-    for name, tensor in found.items():
-        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "part-of-the-ranks"])
 def test_every_layout_in_every_format(
@@ -63,14 +57,15 @@ def test_every_layout_in_every_format(
     (tmp_path / "model.safetensors").touch()
     reports = four_ranks.run(saved_everywhere, layout, tmp_path, {"dtype": dtype, "overwrite": True})
     expected = expected_state(dtype)
-    check_equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected, but="head.weight")
+    untied = {name: tensor for name, tensor in expected.items() if name != "head.weight"}
+    assert_same(safetensors.torch.load_file(tmp_path / "model.safetensors"), untied)
     shards: dict[str, torch.Tensor] = {}
     for shard in sorted((tmp_path / "model").glob("*.safetensors")):
         shards |= safetensors.torch.load_file(shard)
-    check_equal(shards, expected, but="head.weight")
-    check_equal(torch_loaded(tmp_path / "dcp"), expected)
+    assert_same(shards, untied)
+    assert_same(torch_loaded(tmp_path / "dcp"), expected)
     for path in FORMATS:
-        check_equal(sluice.load_state_dict(tmp_path / path), expected)
+        assert_same(sluice.load_state_dict(tmp_path / path), expected)
     for own in zip(*reports, strict=True):
         assert len({(report.files, report.file_bytes, report.written_by_rank, report.replaced) for report in own}) == 1
         assert sum(own[0].written_by_rank) == own[0].nbytes
@@ -82,7 +77,7 @@ def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
     state = {"model": expected_state(), "steps": [1, 2.5], "optimizer": {"state": [{"step": torch.ones(())}]}}
     report = sluice.save(state, tmp_path / "dcp", format="dcp")
     loaded = torch_loaded(tmp_path / "dcp")
-    check_equal(loaded.pop("model"), expected_state())
+    assert_same(loaded.pop("model"), expected_state())
     assert loaded == {"steps": [1, 2.5], "optimizer": {"state": [{"step": torch.ones(())}]}}
     with sluice.open(tmp_path / "dcp") as checkpoint:
         assert checkpoint.tree["steps"] == [1, 2.5]
@@ -197,10 +192,10 @@ def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path
     four_ranks.run(stages, tmp_path)
     expected = {f"layers.{stage}": torch.arange(15.0).reshape(5, 3) + 100 * stage for stage in range(2)}
     expected["scale"] = torch.tensor([2.0])
-    check_equal(dict(sluice.load_state_dict(tmp_path / "model")), expected)
+    assert_same(dict(sluice.load_state_dict(tmp_path / "model")), expected)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == 3
     loaded = torch_loaded(tmp_path / "dcp")
-    check_equal(loaded.pop("model"), expected)
+    assert_same(loaded.pop("model"), expected)
     assert loaded == {"stage 0": 0, "stage 1": 1, "step": 7}
     with sluice.open(tmp_path / "dcp") as checkpoint:
         assert checkpoint.tree["stage 1"] == 1
@@ -218,7 +213,7 @@ def test_ranks_outside_of_the_mesh_raise_and_the_others_save(four_ranks: Ranks, 
     texts = four_ranks.run(of_part_of_the_ranks, tmp_path / "model.safetensors")
     assert (texts[1], texts[3]) == ("", "")
     assert all("this rank is not part of the mesh" in text for text in (texts[0], texts[2]))
-    check_equal(dict(sluice.load_state_dict(tmp_path / "model.safetensors")), expected_state())
+    assert_same(dict(sluice.load_state_dict(tmp_path / "model.safetensors")), expected_state())
 
 
 def refused(directory: Path) -> list[str]:
