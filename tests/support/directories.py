@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import sluice
+from support.oracles import bits
 
 Tensors = dict[str, torch.Tensor]
 
@@ -118,8 +119,8 @@ def write_pickled_shards(path: Path, content: Tensors) -> Path:
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bits(found[name]) == bits(tensor), name  # NaN too
 
 
 def notes(source: Path) -> str:
