@@ -16,19 +16,7 @@ import sluice
 from sluice._errors import MismatchError
 from sluice.modules.collect import collect
 from sluice.modules.refused_models import advice_for
-from support.trained_net import Attention, Net, empty, load, problem
-
-
-def test_collect_describes_each_tensor_once_with_all_its_names() -> None:
-    state = collect(Net())
-    names = [slot.names for slot in state.outline.slots]
-    assert ("embedding.weight", "head.weight") in names
-    assert ("first.mask", "again.mask") in names
-    assert {name for group in names for name in group} == set(Net().state_dict())
-    assert [tuple(t.shape) for t in state.tensors] == [slot.shape for slot in state.outline.slots]
-    assert [len(owners) for owners in state.owners] == [1 + (g == ("embedding.weight", "head.weight")) for g in names]
-    assert [[held.tensor.dtype for held in one] for one in state.unsaved.values()] == [[torch.float32]] * 2
-    assert state.outline.problems == ()
+from support.trained_net import Attention, empty, load, problem
 
 
 @pytest.mark.parametrize(

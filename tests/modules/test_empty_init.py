@@ -18,29 +18,6 @@ from sluice.modules.empty_init import empty_init
 from support import fresh_process
 
 
-class Causal(nn.Module):
-    """A module with one buffer of each kind, computed by the constructor."""
-
-    mask: torch.Tensor
-    inverse_frequency: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.triu(torch.ones(4, 4), diagonal=1))
-        self.register_buffer("inverse_frequency", 1.0 / torch.arange(1, 5), persistent=False)
-        self.projection = nn.Linear(4, 4)
-
-
-def test_parameters_and_persistent_buffers_go_to_meta_and_the_rest_is_computed() -> None:
-    with empty_init():
-        module = Causal()
-        assert torch.equal(module.mask, torch.triu(torch.ones(4, 4), diagonal=1))  # until the end
-    assert module.mask.is_meta
-    assert module.projection.weight.is_meta
-    assert torch.equal(module.inverse_frequency, 1.0 / torch.arange(1, 5))
-    assert list(module.state_dict()) == list(Causal().state_dict())
-
-
 @pytest.mark.parametrize("size", [4, 1 << 18])
 def test_buffers_shared_by_modules_stay_one_object_and_the_callers_tensor_is_untouched(size: int) -> None:
     table = torch.arange(float(size))

@@ -112,16 +112,6 @@ def test_autograd_notices_a_load_between_forward_and_backward_and_gradients_stay
         loss.backward()
 
 
-def test_live_tensors_of_a_different_dtype_get_new_memory_and_stay_the_same_objects() -> None:
-    module = Net()
-    objects = [*module.parameters()]
-    source = trained()
-    load(module, source.state_dict(), dtype="bfloat16")
-    assert all(one is other for one, other in zip(objects, module.parameters(), strict=True))
-    assert module.first.frequencies.dtype == torch.float32
-    assert_equal(module, copy.deepcopy(source).bfloat16())
-
-
 def test_loading_works_inside_inference_mode() -> None:
     module = empty()
     with torch.inference_mode():
