@@ -257,6 +257,12 @@ def optimizer() -> torch.optim.Optimizer:
         (lambda: untyped.save(Net(), "new.safetensors", metadata="x"), "metadata= is a str; write a dict"),
         (lambda: untyped.verify("m.pth", manifest=b"x"), "manifest is bytes; pass os.fsdecode"),
         (lambda: untyped.diff("m.pth", "m.pth", rtol="x"), "rtol= is a str, not a number"),
+        (lambda: untyped.stream(Net(), "m.pth", blocks=5), "blocks must be a sequence of names of modules"),
+        (lambda: untyped.hf.stream(".", blocks="fc"), "blocks must be a sequence of names of modules"),
+        (lambda: untyped.refresh(Net(), "m.pth", lock=5), "lock= is an int, not a lock"),
+        (lambda: untyped.shared("m.pth", directory=5), "directory is an int; write a path"),
+        (lambda: untyped.load_into(Net(), "m.pth", rules=[5]), r"rules\[0\] is an int, not a rule"),
+        (lambda: untyped.Limits(entries="5"), r"Limits\(entries=...\) is a str, not a number"),
     ],
 )  # fmt: skip
 def test_a_wrong_object_is_recognized(file: str, call: Callable[[], object], message: str) -> None:
@@ -266,12 +272,14 @@ def test_a_wrong_object_is_recognized(file: str, call: Callable[[], object], mes
     assert os.listdir() == ["m.pth"]
 
 
-def test_an_open_checkpoint_is_not_saved(file: str) -> None:
+def test_arguments_that_need_an_open_checkpoint(file: str) -> None:
     with (
         sluice.open(file) as checkpoint,
         pytest.raises(TypeError, match=r"obj is an open checkpoint; convert\(source, destination\) writes it"),
     ):
         untyped.save(checkpoint, "new.pth")
+    with sluice.open(file) as checkpoint, pytest.raises(TypeError, match="out= is an int, not a tensor"):
+        checkpoint["weight"].read(out=5)  # type: ignore[arg-type]
 
 
 def test_a_scheduler_is_not_an_optimizer(file: str) -> None:

@@ -73,6 +73,11 @@ class Limits:
     #: Whether files of a checkpoint directory may be symbolic links to files outside it, as in Hugging Face snapshots.
     symlinks_outside: bool = True
 
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not isinstance(getattr(self, name), (int, float)):
+                raise TypeError(f"Limits({name}=...) is a {type(getattr(self, name)).__name__}, not a number")
+
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,6 +127,8 @@ def test_models_of_transformers_bring_their_own_plan(tmp_path: Path) -> None:
         ({"mesh": {"tp": 2}, "tp_plan": {"nowhere": "colwise"}}, "'nowhere', which matches no module"),
         ({"mesh": {"tp": 2}, "tp_plan": {"up": "diagonal"}}, "'diagonal' is not known here; known are colwise"),
         ({"mesh": {"dp": 2}, "ranks_per_host": 0}, "must be positive"),
+        ({"mesh": {"dp": 2}, "ranks_per_host": "8"}, "must be positive, not '8'"),
+        ({"mesh": {"tp": 2}, "tp_plan": {"up": ["colwise"]}}, "is not known here"),
         ({"mesh": {"dp": 0}}, "positive number of ranks, not 0"),
         ({"mesh": {"dp": True}}, "positive number of ranks"),
         ({"mesh": {}}, "at least one dimension"),

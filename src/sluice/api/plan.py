@@ -192,8 +192,8 @@ def _layout(
         raise TypeError(f"mesh must be a mapping from names to numbers of ranks, not {type(mesh).__name__}")
     known = mesh_of(mesh)
     own = known.ranks if ranks_per_host is None else ranks_per_host
-    if own < 1:
-        raise ValueError(f"ranks_per_host must be positive, not {own}")
+    if not isinstance(own, int) or own < 1:
+        raise ValueError(f"ranks_per_host must be positive, not {own!r}")
     tp_dims = {}
     if "tp" in mesh:
         plan_of_model = tp_plan or getattr(model, "tp_plan", None)

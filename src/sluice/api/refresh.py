@@ -101,6 +101,8 @@ def refresh(
     check_load(**arguments)
     if torn not in {"never", "undo", "allow"}:
         raise ValueError(f'torn={torn!r}: one of "never", "undo", "allow"')
+    if not (lock is None or callable(lock) or hasattr(lock, "__enter__")):
+        raise TypeError(f"lock= is {type_of(lock)}, not a lock")
     hashes = None if manifest is None else _manifest(manifest, "manifest", limits)
     known = since.contents if isinstance(since, RefreshState) else since and _manifest(since, "since", limits)
     if isinstance(known, Manifest) and hashes is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sluice._arguments import check_load, dtype_argument, memory_limits, size_or_none
+from sluice._arguments import check_load, dtype_argument, memory_limits, path_argument, size_or_none
 from sluice._dtypes import DType
 from sluice._options import TEXT_ENCODING, Limits, Memory
 from sluice._progress import Progress
@@ -91,7 +91,7 @@ def shared(
     check_load(key=key, limits=limits, rename=rename, rules=rules, progress=progress)
     parsed, most = dtype_argument(dtype, auto_is_none=True), size_or_none("max_bytes", max_bytes)
     merged = adapter_list(adapters)
-    store = open_store(directory)
+    store = open_store(None if directory is None else path_argument(directory, "directory"))
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         request = CopyRequest(checkpoint=checkpoint, dtype=parsed, key=key, rename=rename, rules=rules, adapters=merged)
         return find_or_build(request, store, max_bytes=most, memory=memory_limits(memory), progress=progress)

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from msgspec.structs import replace
 
 from sluice._errors import MismatchError
-from sluice._messages import SHOWN, section
+from sluice._messages import SHOWN, section, type_of
 from sluice._public import public
 from sluice.entries.patterns import NamePattern, compile_pattern, spell
 from sluice.records import Entry, collector_paused
@@ -113,7 +113,7 @@ def apply_rules(entries: Mapping[str, Entry], rules: Sequence[Rule]) -> dict[str
     with collector_paused():
         for position, rule in enumerate(rules):
             if not isinstance(rule, Rule):
-                raise TypeError(f"rules[{position}] is a {type(rule).__name__}, not a rule of sluice.rules")
+                raise TypeError(f"rules[{position}] is {type_of(rule)}, not a rule of sluice.rules")
             result = rule.apply(result)
     return {name: replace(entry, origin="") if entry.origin == name else entry for name, entry in result.items()}
 

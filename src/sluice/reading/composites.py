@@ -14,6 +14,7 @@ import torch
 
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import FormatError, MismatchError, UnsafeContentError
+from sluice._messages import type_of
 from sluice._options import MemoryLimits, TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
@@ -246,6 +247,8 @@ def read_into(checkpoint: OpenCheckpoint, wanted: Sequence[tuple[str, Entry, tor
 
 
 def _request_into(name: str, entry: Entry, out: torch.Tensor) -> Request:
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out= is {type_of(out)}, not a tensor")
     if entry.composite is not None:
         raise MismatchError(f"a {entry.layout} tensor is not read into another one", tensor=name)
     if tuple(out.shape) != entry.shape:

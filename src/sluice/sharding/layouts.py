@@ -102,7 +102,7 @@ def divided_dim(style: str, part: str) -> int | None:
     Raises:
         ValueError: The style is not known.
     """
-    if style not in STYLES:
+    if style not in tuple(STYLES):  # a list has no hash
         raise ValueError(f"tensor-parallel style {style!r} is not known here; known are {', '.join(STYLES)}")
     return STYLES[style].get(part)
 
