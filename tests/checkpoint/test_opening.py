@@ -23,7 +23,7 @@ from sluice.sources.protocol import Source
 from support import distributed
 from support.directories import save, tensors, two_shards
 from support.gguf_files import packed, plain, write
-from support.sources import MemorySource, RecordingSource
+from support.sources import MemorySource
 
 
 class Named(NamedTuple):
@@ -41,7 +41,6 @@ class MemoryDirectory:
         self.contents = contents
         self.escaping = escaping
         self.calls: list[tuple[str, ...]] = []
-        self.opened: list[RecordingSource] = []
 
     def entries(self) -> Iterator[Named]:
         self.calls.append(("entries",))
@@ -55,8 +54,7 @@ class MemoryDirectory:
         except KeyError:
             missing = FileNotFoundError(name)
             raise sluice.CheckpointError("the object does not exist", file=path) from missing
-        self.opened.append(RecordingSource(MemorySource(content, path=path)))
-        return self.opened[-1]
+        return MemorySource(content, path=path)
 
     def check_inside(self, name: str) -> None:
         self.calls.append(("check_inside", name))

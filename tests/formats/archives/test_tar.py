@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 import tarfile
 import time
 from collections.abc import Iterable
@@ -26,7 +24,6 @@ from sluice import (
 )
 from sluice.formats.archives.tar import TarDirectory, is_tar
 from support.oracles import same
-from support.range_server import RangeServer
 from support.sources import MemorySource
 
 STATE = {"a.weight": torch.arange(300_000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -81,14 +78,6 @@ def test_every_verb(tmp_path: Path) -> None:
     assert [problem.kind for problem in sluice.verify(path).problems] == ["checksum"]
 
 
-def test_other_checkpoints_in_archives(tmp_path: Path) -> None:
-    sluice.save(STATE, tmp_path / "model", max_shard_size="1MB")
-    path = packed(tmp_path / "m.tar", sorted((tmp_path / "model").iterdir()))
-    assert same(dict(sluice.load_state_dict(path)), STATE)
-    assert sluice.verify(path).ok
-    assert same(dict(sluice.load_state_dict(io.BytesIO(path.read_bytes()))), STATE)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_nemo_archives_of_distributed_checkpoints(tmp_path: Path) -> None:
     import_module("torch.distributed.checkpoint").save(
@@ -100,13 +89,6 @@ def test_nemo_archives_of_distributed_checkpoints(tmp_path: Path) -> None:
     assert found.pop("step") == 3
     assert same(found, STATE)
     assert sluice.verify(tmp_path / "m.nemo").ok
-
-
-def test_over_http(tmp_path: Path) -> None:
-    with RangeServer({"/m.nemo": nemo(tmp_path).read_bytes()}) as server:
-        assert same(dict(sluice.load_state_dict(server.url("/m.nemo"))), STATE)
-        with sluice.open(server.url("/m.nemo")) as checkpoint:
-            assert checkpoint["a.weight"][7:9].read().tolist() == [7.0, 8.0]
 
 
 def header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -141,6 +123,7 @@ END = bytes(1024)
             LimitError,
             "a name in the tar archive exceeds",
         ),
+        (header("a", kind=tarfile.DIRTYPE) * 12, LimitError, "exceeds the limit 'files'"),
         (header("pickle") + header("storages") + END, UnsupportedError, "torch.save before 0.2"),
         (header("pickle") + header("storages", kind=tarfile.SYMTYPE) + END, FormatError, "a link, a device or sparse"),
     ],
@@ -148,7 +131,7 @@ END = bytes(1024)
 def test_hostile_archives(content: bytes, kind: type[CheckpointError], problem: str) -> None:
     assert is_tar(content)
     with pytest.raises(kind, match=problem):
-        TarDirectory(MemorySource(content), sluice.Limits())
+        TarDirectory(MemorySource(content), sluice.Limits(files=10))
 
 
 @pytest.mark.parametrize(
@@ -169,11 +152,6 @@ def test_long_names_and_attributes_take_no_time(content: bytes) -> None:
     assert time.process_time() - started < 2
 
 
-def test_a_million_members_meet_the_limit() -> None:
-    with pytest.raises(LimitError, match="exceeds the limit 'files'"):
-        TarDirectory(MemorySource(header("a", kind=tarfile.DIRTYPE) * 12), sluice.Limits(files=10))
-
-
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE])
 def test_members_that_are_not_files_are_not_opened(tmp_path: Path, kind: bytes) -> None:
     (tmp_path / "m.nemo").write_bytes(header("model_weights.ckpt", kind=kind) + END)
@@ -184,11 +162,3 @@ def test_members_that_are_not_files_are_not_opened(tmp_path: Path, kind: bytes) 
         directory.open("model_weights.ckpt")
     with pytest.raises(MissingFileError):
         directory.open("x")
-
-
-def test_a_link_out_of_the_archive_is_not_followed(tmp_path: Path) -> None:
-    torch.save(STATE, tmp_path / "secret.ckpt")
-    os.symlink(tmp_path / "secret.ckpt", tmp_path / "model_weights.ckpt")
-    path = packed(tmp_path / "m.nemo", [tmp_path / "model_weights.ckpt"])
-    with pytest.raises(FormatError, match="holds no recognized checkpoint"):
-        sluice.open(path)

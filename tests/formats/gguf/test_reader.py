@@ -7,8 +7,6 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
@@ -128,7 +126,6 @@ REFUSED: list[tuple[str, bytes, type[CheckpointError], str]] = [
     ("short", b"GGUF\3\0\0\0", TruncatedError, "inside its header"),
     ("magic", b"GGUX" + bytes(40), FormatError, "not a GGUF file"),
     ("version 1", gguf_bytes({}, version=1), UnsupportedError, "version of GGUF"),
-    ("version 0", gguf_bytes({}, version=0), UnsupportedError, "version of GGUF"),
     ("version 4", gguf_bytes({}, version=4), UnsupportedError, "version of GGUF"),
     ("big-endian", swapped(gguf_bytes({"b": ONE})), UnsupportedError, "big-endian"),
     ("too many tensors", gguf_bytes({"b": ONE}, count=1 << 60), TruncatedError, "inside its header"),
@@ -148,7 +145,6 @@ REFUSED: list[tuple[str, bytes, type[CheckpointError], str]] = [
     ("a scalar of packs", gguf_bytes({"b": ((), 8, bytes(34))}), FormatError, "whole packs"),
     ("an odd offset", gguf_bytes({"b": ONE}, offsets={"b": 8}), FormatError, "not aligned"),
     ("an offset past the end", gguf_bytes({"b": ONE}, offsets={"b": 1 << 40}), TruncatedError, "end of the tensor"),
-    ("two at one place", gguf_bytes({"a": ONE, "b": ONE}, offsets={"b": 0}), FormatError, "overlap"),
     ("a cut tensor", gguf_bytes({"w": Q8})[:-17], TruncatedError, "end of the tensor"),
     ("a huge shape", gguf_bytes({"b": ((1 << 40, 1 << 40), 0, b"")}), FormatError, "larger than torch"),
     ("huge and empty", gguf_bytes({"b": ((1 << 62, 0, 8), 0, b"")}), FormatError, "larger than torch"),
@@ -177,23 +173,3 @@ def test_overlap_names_both_tensors() -> None:
     with pytest.raises(FormatError, match="inside 'a'") as caught:
         index(gguf_bytes({"a": Q8, "b": ONE}, offsets={"b": 64}))
     assert (caught.value.tensor, caught.value.expected) == ("b", "from 272")
-
-
-@given(st.data())
-@settings(max_examples=150, deadline=None)
-def test_changed_headers_raise_only_typed_errors(data: st.DataObject) -> None:
-    metadata: dict[str | bytes, bytes] = {"few": array(5, 2, bytes(8)), "texts": array(8, 2, text("a") + text("bc"))}
-    content = bytearray(gguf_bytes({"a": Q8, "b": ONE}, metadata))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(4, 200))
-        width = data.draw(st.sampled_from([1, 4, 8]))
-        content[at : at + width] = data.draw(st.sampled_from([0, 1, 9, 255, 1 << 31, 1 << 63])).to_bytes(8, "little")[
-            :width
-        ]
-    cut = bytes(content[: data.draw(st.sampled_from([len(content), 100, 60]))])
-    try:
-        found = index(cut)
-    except CheckpointError as error:
-        assert error.file is not None
-        return
-    assert all(each.offset >= 0 and each.offset + each.nbytes <= len(cut) for each in found.storages)

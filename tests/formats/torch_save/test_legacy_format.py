@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from sluice._errors import LimitError
 from sluice._options import Limits
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
-from sluice.records import Index, UnsupportedValue
+from sluice.records import UnsupportedValue
 from support import torch_files
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, Raw, encode, legacy_file, legacy_storage, tensor_call
@@ -82,28 +79,6 @@ def test_state_dicts_with_ties_strides_parameters_and_plain_values(tmp_path: Pat
     ours = save_and_compare(tmp_path / "f.pth", value, _use_new_zipfile_serialization=False)
     assert ours["tied"] is ours["whole"]
     assert ours["rows"].untyped_storage().data_ptr() == ours["whole"].untyped_storage().data_ptr()
-
-
-@given(st.data())
-def test_any_state_dict(data: st.DataObject) -> None:
-    storages = [
-        torch.arange(data.draw(st.integers(0, 40))).to(torch_dtype(data.draw(st.sampled_from(DTYPES))))
-        for _ in range(data.draw(st.integers(1, 4)))
-    ]
-    value: dict[str, object] = {}
-    for name in data.draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), unique=True)):
-        tensor = data.draw(st.sampled_from(storages))
-        start = data.draw(st.integers(0, len(tensor)))
-        value[name] = tensor[start :: data.draw(st.integers(1, 3))]
-    content = saved(value, data.draw(st.sampled_from([2, 3])))
-    check(content)
-    index = index_of(content)
-    assert all(storage.located for storage in index.storages)
-    assert sorted(storage.key for storage in index.storages) == [storage.key for storage in by_offset(index)]
-
-
-def by_offset(index: Index) -> list[Any]:
-    return sorted(index.storages, key=lambda storage: storage.offset)
 
 
 # Files of early torch versions
@@ -203,10 +178,3 @@ def test_a_window_may_end_anywhere(monkeypatch: pytest.MonkeyPatch, protocol: in
     for size in range(1, 300):
         monkeypatch.setattr("sluice.formats.pickles.unpickler._FIRST_BYTES", size)
         assert same(loaded(MemorySource(content), index_of(content)), value)
-
-
-def test_too_many_storages_are_refused() -> None:
-    content = saved([torch.zeros(1) for _ in range(4)])
-    index_of(content, Limits(entries=4))
-    with pytest.raises(LimitError, match="more than 3"):
-        index_of(content, Limits(entries=3))

@@ -80,13 +80,6 @@ def network() -> torch.nn.Sequential:
     return torch.nn.Sequential(OrderedDict(conv=torch.nn.Conv2d(2, 3, 2), bn=torch.nn.BatchNorm2d(3)))
 
 
-@pytest.mark.parametrize("version", ["0.3", "0.4", "1.0.0"])
-def test_a_module_is_filled(version: str) -> None:
-    model, name = network(), f"torch-{version}-state"
-    sluice.load_into(model, FILES[name])
-    assert same(dict(model.state_dict()), dict(load_with_torch(name, "utf-8")))
-
-
 def test_an_optimizer_is_filled() -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())

@@ -64,11 +64,14 @@ def views(draw: st.DrawFn) -> tuple[str, int, list[tuple[tuple[int, ...], tuple[
     return draw(st.sampled_from(TORCH_DTYPES)), count, found
 
 
+@pytest.mark.parametrize("legacy", [False, True])
 @given(drawn=views(), protocol=st.integers(2, 5))
-def test_any_views(drawn: tuple[str, int, list[tuple[tuple[int, ...], tuple[int, ...], int]]], protocol: int) -> None:
+def test_any_views(
+    drawn: tuple[str, int, list[tuple[tuple[int, ...], tuple[int, ...], int]]], protocol: int, legacy: bool
+) -> None:
     name, count, chosen = drawn
-    base = filled(torch_dtype(name), count)
-    content = saved([torch.as_strided(base, *view) for view in chosen], protocol)
+    base = filled(torch.float32 if legacy else torch_dtype(name), count)  # torch does not read all in legacy files
+    content = saved([torch.as_strided(base, *view) for view in chosen], protocol, legacy=legacy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls complex32 experimental
         # torch's own safe unpickler reads protocol 2 only
@@ -159,10 +162,6 @@ def test_files_without_a_byte_order_have_the_default_of_torch(tmp_path: Path, or
 W = {"w": tensor_call(storage("0", 4), shape=(4,))}
 
 DATA = {"0": bytes(16)}
-
-
-def test_the_valid_file_that_other_tests_change() -> None:
-    assert tree_of(torch_archive(W, DATA))["w"].shape == (4,)
 
 
 @pytest.mark.parametrize(
