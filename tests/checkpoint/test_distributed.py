@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 import sluice
 from sluice.entries.slicing import first_miscount
-from sluice.formats.distributed.items import Item, ItemReader
-from sluice.sources.protocol import Source
+from sluice.formats.distributed.items import ItemReader
 from support.distributed import Box, StoredChunk, StoredTensor, chunks, everything, rows, save, torch_loaded, write
 from support.oracles import same
 from support.quantized import Scaled, parts_in
 from support.ranks import Ranks
 from support.sources import record_reads
+from support.work import recorded
 
 
 def check(directory: Path) -> None:
@@ -167,19 +167,12 @@ def test_a_slice_reads_only_the_chunks_that_it_touches(tmp_path: Path) -> None:
 
 
 def test_chunks_of_one_kind_are_parsed_once_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[str] = []
-    parse = ItemReader.parse
-
-    def recording(reader: ItemReader, source: Source, item: Item, *arguments: Any) -> Any:
-        parsed.append(item.name)
-        return parse(reader, source, item, *arguments)
-
-    monkeypatch.setattr(ItemReader, "parse", recording)
+    parse = recorded(monkeypatch, ItemReader, "parse")
     write(tmp_path / "d", {"a": rows(torch.randn(40, 3), 20), "b": rows(torch.randn(40, 3), 20)})
     with sluice.open(tmp_path / "d") as checkpoint:
-        assert parsed == ["a[0, 0]"]
+        assert parse.call_count == 1
         checkpoint["a"][2:4].read()
-        assert parsed == ["a[0, 0]", "a[2, 0]"]
+    assert [call.args[2].name for call in parse.call_args_list] == ["a[0, 0]", "a[2, 0]"]
 
 
 def save_on_ranks(directory: str) -> None:

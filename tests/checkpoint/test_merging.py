@@ -27,7 +27,7 @@ from support.directories import (
     write_index,
 )
 from support.quantized import Scaled, parts_in
-from support.work import at_most
+from support.work import at_most, recorded
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
@@ -128,16 +128,9 @@ def test_the_first_damaged_shard_stops_the_rest(tmp_path: Path, monkeypatch: pyt
     names = [f"{number:03}.safetensors" for number in range(200)]
     for name in names:
         (tmp_path / name).write_bytes(b"damaged damaged")
-    opened = []
-    real = open_file
-
-    def record(source: Source, *options: Any) -> object:
-        opened.append(source.path)
-        return real(source, *options)
-
-    monkeypatch.setattr(_several_files, "open_file", record)
+    opened = recorded(monkeypatch, _several_files, "open_file")
     refusal(tmp_path, sluice.FormatError)
-    assert len(opened) < 40
+    assert opened.call_count < 40
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sluice-")]
 
 

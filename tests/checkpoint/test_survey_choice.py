@@ -25,7 +25,7 @@ from support.directories import (
     two_shards,
     write_index,
 )
-from support.work import at_most
+from support.work import at_most, recorded
 
 
 def test_the_preference(tmp_path: Path) -> None:
@@ -251,14 +251,7 @@ def test_unrelated_files_cost_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     save(tmp_path / "model.safetensors", tensors("w"))
     for number in range(count):
         os.mknod(tmp_path / f"{number:06}.{('txt', 'json', 'bin', 'pt')[number % 4]}")
-    looked_at: list[object] = []
-    real = os.stat
-
-    def record(path: str) -> os.stat_result:
-        looked_at.append(path)
-        return real(path)
-
-    monkeypatch.setattr(os, "stat", record)
+    stat = recorded(monkeypatch, os, "stat")
     with at_most(100 * count), sluice.open(tmp_path) as checkpoint:
         assert list(checkpoint) == ["w"]
-    assert set(looked_at) <= {str(tmp_path), str(tmp_path / "model.safetensors")}
+    assert {call.args[0] for call in stat.call_args_list} <= {str(tmp_path), str(tmp_path / "model.safetensors")}

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sluice
 from sluice.merging import deltas, patches
 from sluice.reading.reader import CheckpointReader
+from support.work import recorded
 
 packs = pytest.mark.skipif(find_spec("zstandard") is None, reason="packed deltas need sluice[delta]")
 if find_spec("zstandard"):
@@ -216,20 +217,14 @@ def test_a_version_that_is_no_number_has_no_order(tmp_path: Path) -> None:
 
 @packs
 def test_changed_bytes_are_unpacked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, read, sizes = 600_000, deltas._Unpacked.read, list[int]()
+    count, read = 600_000, recorded(monkeypatch, deltas._Unpacked, "read")
     positions = torch.tensor([count, *range(count)], dtype=torch.int32)
     frame = zstandard.ZstdCompressor().compress(positions.numpy().tobytes() + bytes([7]) * count)
-
-    def counted(self: Any, nbytes: int) -> bytearray:
-        sizes.append(nbytes)
-        return read(self, nbytes)
-
-    monkeypatch.setattr(deltas._Unpacked, "read", counted)
     whole = torch.zeros(count, dtype=torch.uint8)
     step = deltas.DeltaStep(path="delta", encoding="overwrite", inputs=())
     step.apply(whole, [torch.frombuffer(bytearray(frame), dtype=torch.uint8)], "w")
     assert bool((whole == 7).all())
-    assert max(sizes) <= 1 << 20
+    assert max(call.args[1] for call in read.call_args_list) <= 1 << 20
 
 
 @packs

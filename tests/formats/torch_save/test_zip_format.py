@@ -32,6 +32,7 @@ from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, pickled, storage, tensor_call, torch_archive
 from support.sources import MemorySource
 from support.torch_files import PROTOCOLS, check, filled, index_of, saved, tree_of
+from support.work import recorded
 
 
 def test_one_empty_storage_of_two_dtypes() -> None:
@@ -97,21 +98,14 @@ def test_what_is_not_built_is_noted() -> None:
 
 
 def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: list[object] = []
-    load = Unpickler.load
-
-    def counted(unpickler: Unpickler) -> object:
-        run.append(unpickler)
-        return load(unpickler)
-
     caching = TorchZipFormat(max_cached=2)
     values = (torch.ones(3), torch.zeros(3), 0.5, 0.5, [1], [1], 7, 7)
     expected = [index_of(saved(value)) for value in values]
-    monkeypatch.setattr(Unpickler, "load", counted)
+    load = recorded(monkeypatch, Unpickler, "load")
     runs = []
     for value, index in zip(values, expected, strict=True):
         assert caching.read_index(MemorySource(saved(value)), Limits()) == index
-        runs.append(len(run))
+        runs.append(load.call_count)
     assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists are mutable, and the cache of two is full
     short = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(16)})
     caching = TorchZipFormat(max_cached=2)

@@ -24,6 +24,7 @@ from sluice.sources.remote.fsspec_files import open_directory, open_source
 from sluice.sources.remote.location import Remote
 from support.object_stores import filesystem
 from support.source_conformance import check_source
+from support.work import recorded
 
 __all__ = ["filesystem"]
 
@@ -42,11 +43,11 @@ def test_a_range_is_read_in_pieces(filesystem: Any, monkeypatch: pytest.MonkeyPa
     filesystem.pipe_file("/f", CONTENT)
     monkeypatch.setattr(defaults, "FSSPEC_READ_BYTES", 4096)
     monkeypatch.setattr(defaults, "REMOTE_FIRST_BYTES", 1000)
-    asked = _recorded(filesystem, monkeypatch)
+    cat_file = recorded(monkeypatch, filesystem, "cat_file")
     source = open_source(Remote("/f", store=filesystem))
-    assert asked == [(0, 1000)]
     assert source.read_at(100_000, 10_000) == CONTENT[100_000:110_000]
-    assert asked[1:] == [(100_000, 104_096), (104_096, 108_192), (108_192, 110_000)]
+    asked = [(call.kwargs["start"], call.kwargs["end"]) for call in cat_file.call_args_list]
+    assert asked == [(0, 1000), (100_000, 104_096), (104_096, 108_192), (108_192, 110_000)]
 
 
 def test_a_file_system_without_asyncio_takes_one_request_at_a_time(
@@ -148,18 +149,6 @@ def test_unknown_schemes_and_settings_are_refused(filesystem: Any) -> None:
         open_source(Remote("nope://me:secret@host/f"))
     with pytest.raises(UnsupportedError, match=r"headers=, verify=, cert= and timeout= are for http and object stores"):
         open_source(Remote("memory://f", timeout=3.0))
-
-
-def _recorded(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    asked: list[tuple[int, int]] = []
-    cat_file = filesystem.cat_file
-
-    def recorded(path: str, start: int, end: int) -> Any:
-        asked.append((start, end))
-        return cat_file(path, start=start, end=end)
-
-    monkeypatch.setattr(filesystem, "cat_file", recorded)
-    return asked
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from sluice.sources.remote.stores import StoredObject, open_directory, open_sour
 from support.object_stores import SERVERS, Bucket, connections_closed
 from support.source_conformance import check_source
 from support.whole_checkpoints import MAKERS
+from support.work import recorded
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 
@@ -220,19 +221,12 @@ def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatc
     content = random.Random(1).randbytes(2_000_000)
     store = obstore.store.MemoryStore()
     obstore.put(store, "a", content)
-    asked: list[dict[str, Any]] = []
-    get = obstore.get
-
-    def recording(store: Any, path: str, *, options: dict[str, Any]) -> Any:
-        asked.append(options)
-        return get(store, path, options=options)
-
-    monkeypatch.setattr(obstore, "get", recording)
+    get = recorded(monkeypatch, obstore, "get")
     source = open_source(Remote("a", store=store))
     target = bytearray(1_000_000)
     assert source.read_into(500_000, memoryview(target)) == len(target)
     assert target == content[500_000:1_500_000]
-    assert [options["range"] for options in asked] == [(0, 65536), (500_000, 1_500_000)]
+    assert [call.kwargs["options"]["range"] for call in get.call_args_list] == [(0, 65536), (500_000, 1_500_000)]
 
 
 def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
