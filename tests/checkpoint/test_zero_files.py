@@ -12,14 +12,7 @@ import pytest
 import torch
 
 import sluice
-from sluice import (
-    FormatError,
-    IncompleteCheckpointError,
-    LimitError,
-    Limits,
-    PathEscapeError,
-    UnsupportedError,
-)
+from sluice import FormatError, IncompleteCheckpointError, LimitError, Limits, PathEscapeError, UnsupportedError
 from support.directories import refusal
 from support.zero_files import example, unpacked, write_zero
 

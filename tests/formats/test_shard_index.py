@@ -10,14 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sluice._errors import (
-    FormatError,
-    LimitError,
-    PathEscapeError,
-    SluiceError,
-    TruncatedError,
-    UnsupportedError,
-)
+from sluice._errors import FormatError, LimitError, PathEscapeError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.shard_index import ShardIndex, read_shard_index
 from sluice.sources.opening import find_place

@@ -12,16 +12,7 @@ from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.formats.torch_save.tree_limits import check_object
 from sluice.records import Entry, Opaque, TorchText, UnsupportedValue, elements_of
-from support.hostile_archives import (
-    Call,
-    Global,
-    Persistent,
-    Raw,
-    encode,
-    pickled,
-    storage,
-    tensor_call,
-)
+from support.hostile_archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
 from support.pickles import LIMITS, MISSING, load, machine
 
 

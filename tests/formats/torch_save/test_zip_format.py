@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 
 import sluice
 from sluice._dtypes import torch_dtype
-from sluice._errors import (
-    FormatError,
-    LimitError,
-    SluiceError,
-    TruncatedError,
-    UnsafeContentError,
-    UnsupportedError,
-)
+from sluice._errors import FormatError, LimitError, SluiceError, TruncatedError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.zip_format import TorchZipFormat

@@ -138,13 +138,6 @@ def test_a_call_that_has_ended_waits_for_no_server() -> None:
     assert len(failures) == 1
 
 
-def test_a_failure_that_stays_is_not_repeated(attempts: Attempts, time: SkippedTime) -> None:
-    error = RequestFailedError("no", temporary=False, advice="Ask someone.")
-    with pytest.raises(RemoteError, match=r"byte 7: no\. Ask someone\.$"):
-        attempts.failed(error, 0)
-    assert not time.pauses
-
-
 def test_the_server_says_how_long_to_wait(attempts: Attempts, time: SkippedTime) -> None:
     attempts.failed(RequestFailedError("busy", temporary=True, retry_after=30.0), 0)
     assert time.pauses[0] >= 30
