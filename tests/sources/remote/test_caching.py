@@ -71,6 +71,20 @@ def test_stores_of_different_hosts_and_buckets_have_different_entries() -> None:
     assert len({key("m.bin", store=store) for store in made}) == len(made)
 
 
+def test_the_second_opening_makes_one_request_for_all_bytes(tmp_path: Path) -> None:
+    with RangeServer({"/d/m.bin": CONTENT}) as server:
+        directory = find_place(Remote(server.url("/d/"), cache=tmp_path)).directory()
+        assert directory is not None
+        source = directory.open("m.bin")
+        assert loaded(source) == CONTENT
+        server.requests.clear()
+        again = find_place(Remote(server.url("/d/m.bin"), cache=tmp_path)).open_file()
+        assert isinstance(again, CompleteFile)
+        assert read(again, 0, len(CONTENT)) == CONTENT
+        assert len(server.requests) == 1
+        again.close()
+
+
 def test_who_has_no_right_to_an_object_does_not_get_it_from_the_cache(tmp_path: Path) -> None:
     with RangeServer({"/m.bin": CONTENT}) as server:
         location = Remote(server.url("/m.bin"), cache=tmp_path)
