@@ -26,6 +26,7 @@ from sluice.sources.wrappers import ReadAhead, Section
 from support.source_conformance import check_source
 from support.sources import MemorySource, RecordedRead, RecordingSource
 from support.system_calls import Injection, failing
+from support.torch_files import saved
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)
 
@@ -120,9 +121,8 @@ def test_little_is_kept() -> None:
 
 @pytest.mark.parametrize(("tensors", "nbytes", "reads"), [(1, 100, 1), (9, 100_000, 3), (150, 400, 2)])
 def test_a_shard_is_indexed_in_few_reads(tensors: int, nbytes: int, reads: int) -> None:
-    file = io.BytesIO()
-    torch.save({f"layers.{number}.weight": torch.zeros(nbytes, dtype=torch.uint8) for number in range(tensors)}, file)
-    recording = RecordingSource(MemorySource(file.getvalue()))
+    state = {f"layers.{number}.weight": torch.zeros(nbytes, dtype=torch.uint8) for number in range(tensors)}
+    recording = RecordingSource(MemorySource(saved(state)))
     source = ReadAhead(recording)
     index = detect(source).read_index(source, Limits())
     assert len(index.storages) == tensors

@@ -155,7 +155,7 @@ def test_long_names_and_attributes_take_no_time(content: bytes) -> None:
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE])
 def test_members_that_are_not_files_are_not_opened(tmp_path: Path, kind: bytes) -> None:
     (tmp_path / "m.nemo").write_bytes(header("model_weights.ckpt", kind=kind) + END)
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match="holds no recognized checkpoint"):
         sluice.open(tmp_path / "m.nemo")
     directory = TarDirectory(MemorySource((tmp_path / "m.nemo").read_bytes()), sluice.Limits())
     with pytest.raises(FormatError, match="a link, a device"):

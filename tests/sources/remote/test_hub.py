@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from sluice import _defaults as defaults
 from sluice.sources.remote.caching import CompleteFile
 from sluice.sources.remote.hub import HubAddress, parse_address
 from support.range_server import RangeServer, cut, moved, status
+from support.torch_files import saved
 
 COMMIT = "5f0e1b2c" * 5
 OLDER = "0a1b2c3d" * 5
@@ -33,12 +33,10 @@ def contents() -> dict[str, bytes]:
 
     files = {name: save(tensors) for name, tensors in SHARDS.items()}
     weight_map = {name: file for file, tensors in SHARDS.items() for name in tensors}
-    stream = io.BytesIO()
-    torch.save({"w": torch.ones(3)}, stream)
     return {
         **files,
         "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
-        "old/net.pth": stream.getvalue(),
+        "old/net.pth": saved({"w": torch.ones(3)}),
         "part/model.safetensors": save({"w": torch.ones(3)}),
         "README.md": b"# net",
     }
@@ -252,9 +250,7 @@ def test_all_files_of_a_list_and_all_parts_are_of_one_commit(hub: RangeServer, l
     """Also if someone pushes in between: the second answer would be another commit."""
     names = [f"a-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
     for number, name in enumerate(names):
-        stream = io.BytesIO()
-        torch.save({f"w{number}": torch.full((4,), float(number))}, stream)
-        hub.files[f"/org/net/resolve/{COMMIT}/{name}"] = stream.getvalue()
+        hub.files[f"/org/net/resolve/{COMMIT}/{name}"] = saved({f"w{number}": torch.full((4,), float(number))})
     hub.files["/api/models/org/net/revision/main"] = information(names)
     urls = [f"hf://org/net/{name}" for name in names]
     assert len(sluice.load_state_dict(urls if listed else urls[0])) == 3
