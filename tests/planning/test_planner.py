@@ -110,9 +110,9 @@ def test_staging_below_the_minimum_is_refused() -> None:
         plan([big(dtype="bfloat16")], [(0, 20 * MIB)], facts(), staging=64 << 10)
 
 
-def test_small_neighbors_share_one_read_and_distant_ones_do_not_in_the_order_of_the_file() -> None:
+def test_small_neighbors_share_one_read_and_distant_ones_do_not() -> None:
     requests = [request(f"b{i}", entry((100,), storage=i)) for i in range(4)]
-    made = plan(requests, [(MIB, 400), (448, 400), (0, 400), (MIB + 448, 400)], facts(cached=False))
+    made = plan(requests, [(0, 400), (448, 400), (MIB, 400), (MIB + 448, 400)], facts(cached=False))
     assert [(read.offset, read.nbytes) for read in made.reads] == [(0, 848), (MIB, 848)]
     assert [len(read.copies) for read in made.reads] == [2, 2]
 
@@ -197,6 +197,13 @@ def test_empty_tensors_read_nothing() -> None:
     assert made.reads == ()
     assert made.blocks[0].kind == "empty"
     assert made.readers == 1
+
+
+def test_reads_are_in_file_order() -> None:
+    requests = [big(f"w{i}", storage=i) for i in (2, 0, 1)]
+    made = plan(requests, [(i * 21 * MIB, 20 * MIB) for i in range(3)], facts(cached=False))
+    offsets = [read.offset for read in made.reads]
+    assert offsets == sorted(offsets)
 
 
 def test_views_of_one_storage_share_a_target_if_they_overlap_or_touch() -> None:
