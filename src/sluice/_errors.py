@@ -218,7 +218,7 @@ class LimitError(CheckpointError):
 class PathEscapeError(CheckpointError):
     """The file points outside its own directory."""
 
-    advice = "Do not trust this checkpoint; if the links are yours, allow them in sluice.Limits."
+    advice = "Do not trust this checkpoint; if it is yours, write plain names of files below its directory."
 
 
 class IncompleteCheckpointError(CheckpointError):

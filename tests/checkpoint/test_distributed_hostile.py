@@ -183,7 +183,6 @@ def test_a_transformed_item_next_to_others(tmp_path: Path) -> None:
         (place(FILE, 0, 21), "too short"),
         (place(FILE, 0, 0), "too short"),
         (place(FILE, 4, 400), "not a torch.save file"),
-        (place("other.distcp", 0, 30), "do not exist"),
     ],
 )
 def test_places_that_do_not_exist(tmp_path: Path, where: Raw, problem: str) -> None:
@@ -202,7 +201,7 @@ def test_a_file_that_is_cut_short_or_missing(tmp_path: Path) -> None:
     file.write_bytes(b"")
     refusal(tmp_path / "d", TruncatedError)
     file.unlink()
-    refusal(tmp_path / "d", FormatError, "missing files (1):\n    '__1_0.distcp'")
+    refusal(tmp_path / "d", IncompleteCheckpointError, "missing files (1):\n    '__1_0.distcp'")
 
 
 @pytest.mark.parametrize("name", [".metadata", FILE])

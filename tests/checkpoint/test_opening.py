@@ -164,7 +164,9 @@ def test_the_parts_are_one_checkpoint(shards: list[Path], tmp_path: Path) -> Non
 
 
 def test_the_parts_of_a_divided_gguf_file(tmp_path: Path) -> None:
-    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    folder = tmp_path / "m-00001-of-00002.gguf"  # named as the first part is
+    folder.mkdir()
+    parts = [folder / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     tensor, elements = packed((4, 64))
     write(parts[0], {"a": tensor})
     write(parts[1], {"b": plain(torch.ones(3))})

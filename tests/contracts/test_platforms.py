@@ -26,6 +26,8 @@ if system == "win32":
                  "fchmod fchown mkfifo sync O_SYNC O_DSYNC register_at_fork").split()
     gone[mmap] += [name for name in dir(mmap) if name.startswith(("MAP_", "PROT_"))]
     sys.modules["fcntl"] = sys.modules["resource"] = None
+    library = ctypes.CDLL.__init__
+    ctypes.CDLL.__init__ = lambda self, name, *rest, **more: library(self, name + "", *rest, **more)  # not None
 for module, names in gone.items():
     for name in names:
         if hasattr(module, name):
@@ -93,6 +95,7 @@ for command in (["inspect", "a.pth"], ["plan", "a.pth"], ["doctor"]):
     main(command, standalone_mode=False)
 _defaults.STREAMED_BYTES, _defaults.RECYCLED_STEP_BYTES = 1, 4096
 with sluice.empty_init():
+    torch.nn.Linear(1000, 1000)  # large enough that freed memory is returned to the system
     running = net()
 with torch.inference_mode(), sluice.stream(running, "a.pth", memory="40KiB"):
     assert torch.equal(running(torch.ones(1, 64)), model(torch.ones(1, 64)))

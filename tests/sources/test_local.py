@@ -256,3 +256,13 @@ def test_a_file_that_is_left_at_the_end_of_the_process_does_nothing(
         patch.setattr(local, "DESCRIPTORS", None)  # as the interpreter leaves globals
         file.__del__(lambda: True)
     file.close()
+
+
+def test_a_relative_path_stays_the_same_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent)
+    with closing(LocalFile(path.name)) as source:
+        monkeypatch.chdir("/")
+        buffer = bytearray(10)
+        source.read_into(0, memoryview(buffer))
+    assert source.path == path.name
+    assert buffer == path.read_bytes()[:10]

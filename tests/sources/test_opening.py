@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import pytest
 import safetensors.torch
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import sluice
 from sluice import CheckpointError, FormatError, SourceChangedError, TruncatedError, UnsupportedError
@@ -297,6 +298,15 @@ def test_what_is_not_a_file_is_named_and_not_called_damaged(tmp_path: Path, monk
             sluice.open(path)
         assert sentence in str(caught.value)
         assert "damaged" not in str(caught.value)
+
+
+def test_members_with_equal_titles_are_told_apart() -> None:
+    urls = ["http://host/get?file=1", "http://host/get?file=2"]
+    assert [member.title for member in find_place(urls).members] == ["http://host/get", "http://host/get (2)"]
+    stores = [MemoryFileSystem(skip_instance_cache=True) for _ in range(2)]
+    assert len(find_place([sluice.Remote("key", store=store) for store in stores]).members) == 2
+    with pytest.raises(ValueError, match="names 'http://host/get' twice"):
+        find_place([*urls, urls[0]])
 
 
 def test_a_long_list_takes_time_in_proportion() -> None:

@@ -68,6 +68,8 @@ def test_an_empty_path() -> None:
         ("http://host:8080/a@1/b?SECRET", "http://host:8080/a@1/b"),
         ("http://[::1]:80/a@1", "http://[::1]:80/a@1"),
         ("hf://org/net@v1/file", "hf://org/net@v1/file"),
+        ("hf://net@v1/file", "hf://net@v1/file"),
+        ("az://box@account/file?sig=x", "az://box@account/file"),
     ],
 )
 def test_credentials_are_removed_also_if_they_are_not_escaped(url: str, plain: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sluice._defaults import INDEXING_THREADS, REMOTE_REQUESTS
-from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
+from sluice._errors import CheckpointError, IncompleteCheckpointError
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
 from sluice._threads import in_threads
@@ -64,7 +64,8 @@ class DataFiles:
             files: Items of each file, sorted by offset.
 
         Raises:
-            FormatError: Files are missing, or the items do not fit their files.
+            FormatError: The items do not fit their files.
+            IncompleteCheckpointError: Files are missing.
             CheckpointError: A file or a value is damaged, unsafe or of a kind that sluice does not read.
             LimitError: The values exceed the limits.
         """
@@ -91,7 +92,7 @@ class DataFiles:
             absent = [repr(names[position]) for position in sorted(missing)]
             lines = section("missing files", absent[:SHOWN], absent)
             text = f"files named in the metadata do not exist\n{lines}\nNothing was read"
-            raise FormatError(text, file=self._directory.path, advice=IncompleteCheckpointError.advice)
+            raise IncompleteCheckpointError(text, file=self._directory.path)
 
     def headers(self, files: Mapping[str, Sequence[ListedItem]]) -> list[list[ChunkHeader]]:
         """Return the headers of the chunks of each file that have elements.

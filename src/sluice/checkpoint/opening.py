@@ -97,9 +97,9 @@ def _parts(path: Location, name: str, count: int) -> list[Location]:
     for number in range(1, count + 1):
         text = _FIRST_PART.sub(f"-{number:05}-of-{count:05}.gguf", name)
         if isinstance(path, str):
-            parts.append(path.replace(name, text))
+            parts.append(text.join(path.rsplit(name, 1)))
         else:
-            parts.append(dataclasses.replace(path, url=path.url.replace(name, text)))
+            parts.append(dataclasses.replace(path, url=text.join(path.url.rsplit(name, 1))))
     return parts
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 import threading
 from typing import Self
 
@@ -79,7 +80,8 @@ def trim_heap() -> None:
     It keeps what was freed in blocks below a size that grows with the blocks that are freed, up to 32 MiB
     (``M_MMAP_THRESHOLD`` in mallopt(3)).
     """
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+    if sys.platform == "linux":  # Windows cannot load the process itself as a library
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 class PeakMeter:

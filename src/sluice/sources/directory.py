@@ -95,7 +95,9 @@ class LocalDirectory:
         path = os.path.join(self.path, name)
         real = Path(os.path.realpath(path))
         if not real.is_relative_to(os.path.realpath(self.path)):
-            raise PathEscapeError("a symbolic link leads out of the checkpoint directory", file=path, found=str(real))
+            problem = "a symbolic link leads out of the checkpoint directory"
+            advice = "Do not trust this checkpoint; if the links are yours, allow them in sluice.Limits."
+            raise PathEscapeError(problem, file=path, found=str(real), advice=advice)
 
 
 class Subdirectory:

@@ -66,12 +66,14 @@ class LocalFile(RangedSource):
             CheckpointError: It does not exist, is empty, or is not a regular file.
             ReadError: It cannot be examined.
         """
-        #: Path in the file system, and in messages.
-        self.local_path = os.fspath(path)
-        self.path, self.note, self._trailer_bytes = shown or self.local_path, note, trailer_bytes
+        #: Path in messages.
+        self.path = shown or os.fspath(path)
+        self.note, self._trailer_bytes = note, trailer_bytes
         self._key = object()
         self._lock = threading.Lock()
         try:
+            #: Path in the file system, also after the process has changed its directory.
+            self.local_path = os.path.join("" if os.path.isabs(path) else os.getcwd(), path)
             status = os.stat(self.local_path)
         except FileNotFoundError as error:
             raise MissingFileError("the file does not exist", file=self.path) from error

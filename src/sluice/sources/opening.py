@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._errors import MissingFileError, UnsupportedError
 from sluice._messages import type_of
@@ -149,17 +150,24 @@ def _remote_place(location: Location, address: str) -> Place:
 
 
 def _listed(where: Sequence[object]) -> Place:
-    members = tuple(map(_member, where))
+    members = list(map(_member, where))
     if not members:
         raise ValueError("source is an empty list; it holds the paths of the files of one checkpoint")
-    titles = [member.title for member in members]
-    twice = next((title for title, count in Counter(titles).items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f"source is a list that names {twice!r} twice")
+    addresses: set[tuple[str, int]] = set()
+    titles: Counter[str] = Counter()
+    for number, member in enumerate(members):
+        remote = None if isinstance(member.location, str) else member.location
+        address = (str(member.location), 0) if remote is None else (remote.url, id(remote.store))
+        if address in addresses:
+            raise ValueError(f"source is a list that names {member.title!r} twice")
+        addresses.add(address)
+        titles[member.title] += 1
+        if titles[member.title] > 1:  # another query, or another store
+            members[number] = replace(member, title=f"{member.title} ({titles[member.title]})")
     if len(members) == 1:
         return members[0]
-    title = f"{titles[0]} and {counted(len(titles) - 1, 'more file')}"
-    return Place(kind="list", title=title, members=members)
+    title = f"{members[0].title} and {counted(len(members) - 1, 'more file')}"
+    return Place(kind="list", title=title, members=tuple(members))
 
 
 def _member(where: object) -> Place:

@@ -28,6 +28,9 @@ _LINK = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+://)")
 #: Host with a colon and what is not a port: the beginning of user and password.
 _PASSWORD = re.compile(r"^[^@\[]*:(?!\d{0,5}$)[^@]*$")
 
+#: Schemes whose addresses have no user: ``hf://model@revision`` and ``az://container@account``.
+_WITHOUT_CREDENTIALS = frozenset({"hf", "az", "azure", "abfs", "abfss"})
+
 _DOWNLOAD = "Download the checkpoint first and pass its local path."
 
 #: A URL that went through ``pathlib.Path``.
@@ -76,7 +79,8 @@ def _plain(url: str) -> str:
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
     if _PASSWORD.search(authority):  # the rest of a password with a character that should have been escaped
         authority, rest = "", rest.rpartition("@")[2] if "@" in rest else rest
-    rest = authority.rpartition("@")[2] + rest[len(authority) :]
+    if scheme.lower() not in _WITHOUT_CREDENTIALS or ":" in authority:
+        rest = authority.rpartition("@")[2] + rest[len(authority) :]
     return f"{scheme}://{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 
