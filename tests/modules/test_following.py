@@ -200,17 +200,6 @@ def test_an_adapter_alone_is_loaded_as_peft_does(tmp_path: Path) -> None:
     assert any("set_peft_model_state_dict passed on 2 of 2 tensors" in note for note in report.notes)
 
 
-@pytest.mark.usefixtures("_peft")
-def test_a_whole_model_with_adapters_is_loaded_by_its_names(tmp_path: Path) -> None:
-    source, model = WithAdapter(), WithAdapter()
-    torch.save(source.state_dict(), tmp_path / "f.pth")
-    sluice.load_into(model, tmp_path / "f.pth")
-    assert same(dict(model.state_dict()), dict(source.state_dict()))
-    torch.save(source.state_dict() | {"other": torch.ones(1)}, tmp_path / "g.pth")
-    with pytest.raises(sluice.MismatchError, match=r"(?s)not in the module.*'other'"):
-        sluice.load_into(model, tmp_path / "g.pth")
-
-
 class Base(nn.Module):
     """The base model, whose layers peft replaces."""
 
