@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from sluice._dtypes import DType, parse_dtype, torch_dtype
@@ -167,6 +167,7 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
     place: object = "copy",
     page_cache: object = "auto",
     share: object = "auto",
+    blocks: object = (),
     progress: object = False,
     **_others: object,
 ) -> None:
@@ -194,6 +195,9 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
         raise TypeError(
             f"rules= is {type_of(rules)}; write a list, {_RENAMING_RULE}, or rename= for a mapping of names"
         )
+    named = blocks is None or (isinstance(blocks, Collection) and all(isinstance(name, str) for name in blocks))
+    if isinstance(blocks, str) or not named:
+        raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
     _check_choice("place", place, _PLACES)
     _check_choice("page_cache", page_cache, _PAGE_CACHES)
     if share == "once":

@@ -74,9 +74,8 @@ class Limits:
     symlinks_outside: bool = True
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not isinstance(getattr(self, name), (int, float)):
-                raise TypeError(f"Limits({name}=...) is a {type(getattr(self, name)).__name__}, not a number")
+        if wrong := [name for name in self.__slots__ if not isinstance(getattr(self, name), (int, float))]:
+            raise TypeError(f"Limits(...) with what is not a number: {', '.join(wrong)}")
 
 
 @public()

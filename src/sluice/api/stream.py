@@ -16,7 +16,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.module_request import ModuleRequest
 from sluice.matching.renaming import Rename
-from sluice.streaming.job import StreamRequest, block_names, stream_memory
+from sluice.streaming.job import StreamRequest, stream_memory
 from sluice.streaming.stream import Stream, open_stream
 
 __all__ = ["stream"]
@@ -101,7 +101,8 @@ def stream(
     check_model(model, source, "stream(model, source)")
     kept, weights = stream_memory(memory)
     check_load(**arguments)
-    chosen, options = block_names(blocks), TransferOptions(memory=kept)
+    options = TransferOptions(memory=kept)
     load = ModuleRequest.of(arguments, options=options)
+    chosen = None if blocks is None else tuple(blocks)
     request = StreamRequest(load=load, memory=weights, blocks=chosen, train=train)
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

@@ -39,8 +39,7 @@ def class_and_config(
     """Return the model class and a copy of the configuration."""
     path = files.folder
     _check_directory(path, limits or Limits())
-    is_class = isinstance(model_class, type)  # apart, because mypy would take it for a class without attributes
-    if not (is_class or model_class is None):
+    if not issubclass(type(model_class), (type, type(None))):
         raise TypeError(f"model_class is {type_of(model_class)}; write a class of transformers, such as GPT2Model")
     is_auto = model_class is not None and not issubclass(model_class, library.PreTrainedModel)
     if config is None:

@@ -45,7 +45,7 @@ from sluice.loading.module_request import EntriesRequest
 from sluice.modules.empty_init import empty_init
 from sluice.records import UnsupportedValue
 from sluice.reports.load import LoadReport
-from sluice.streaming.job import StreamRequest, block_names, stream_memory
+from sluice.streaming.job import StreamRequest, stream_memory
 from sluice.streaming.stream import Stream, open_stream
 
 __all__ = ["from_pretrained", "stream"]
@@ -219,9 +219,9 @@ def stream(
         ...     logits = stream.model(torch.tensor([[1, 2, 3]])).logits
     """
     library = find_library()
-    check_load(limits=limits, progress=progress)
+    check_load(limits=limits, progress=progress, blocks=blocks)
     kept, for_weights = stream_memory(memory)
-    named, options = block_names(blocks), TransferOptions(memory=kept)
+    options = TransferOptions(memory=kept)
     dtype = _parsed(dtype)
     with find_model(directory, revision, limits) as files, ExitStack() as stack:
         model_class, config = class_and_config(library, files, model_class, config, limits=limits)
@@ -241,6 +241,7 @@ def stream(
         filling = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
         if train:
             model.requires_grad_(False)
+        named = None if blocks is None else tuple(blocks)
         request = StreamRequest(load=filling, memory=for_weights, blocks=named, train=train)
         stack.pop_all()  # the stream closes the checkpoint
         return open_stream(request, checkpoint, progress=progress)

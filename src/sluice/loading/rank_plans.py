@@ -7,7 +7,6 @@ one rank after the other, as ``sharding.layouts`` says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -147,11 +146,10 @@ def _ranks_plan(layout: RankLayout, reads: Sequence[_Reads]) -> RanksPlan:
         )
         for rank, (coordinate, own) in enumerate(zip(layout.mesh.coordinates(), reads, strict=True))
     )
-    distinct = {id(own): own for own in reads}.values()
     return RanksPlan(
         mesh=dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)),
         ranks=loads,
-        needed_bytes=_covered_bytes(set(chain.from_iterable(own.ranges for own in distinct))),
+        needed_bytes=_covered_bytes({each for own in {id(own): own for own in reads}.values() for each in own.ranges}),
     )
 
 

@@ -68,8 +68,7 @@ def mesh_of(sizes: Mapping[str, int]) -> Mesh:
     """Return a checked mesh.
 
     Raises:
-        ValueError: A name has no meaning here, two dimensions shard parameters, a size is not positive, or there are
-            too many ranks.
+        ValueError: A name has no meaning, two dimensions shard parameters, or a size is not positive or too large.
     """
     known = (*SHARDING, *REPLICATING, TENSOR_PARALLEL)
     if not sizes:
@@ -86,8 +85,7 @@ def mesh_of(sizes: Mapping[str, int]) -> Mesh:
     parts = prod(size for name, size in sizes.items() if name not in REPLICATING)
     if parts > _MOST_PARTS or mesh.ranks > _MOST_RANKS:
         raise ValueError(
-            f"a mesh of {mesh.ranks:,} ranks with {parts:,} different parts is too large to plan: at most "
-            f"{_MOST_RANKS:,} ranks and {_MOST_PARTS:,} parts; ranks along {REPLICATING[1]!r} hold the same part"
+            f"too large: {mesh.ranks:,} ranks with {parts:,} parts; at most {_MOST_RANKS:,} with {_MOST_PARTS:,}"
         )
     return mesh
 

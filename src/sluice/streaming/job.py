@@ -6,7 +6,7 @@ Everything that headers can show is settled here: names, shapes, dtypes and memo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -39,15 +39,7 @@ from sluice.streaming.units import UnitPlan
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
 
-__all__ = [
-    "StreamJob",
-    "StreamRequest",
-    "block_names",
-    "decide_stream",
-    "opened_request",
-    "plan_stream",
-    "stream_memory",
-]
+__all__ = ["StreamJob", "StreamRequest", "decide_stream", "opened_request", "plan_stream", "stream_memory"]
 
 
 class StreamRequest(Struct, frozen=True, kw_only=True):
@@ -63,14 +55,6 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     train: bool = False
     #: Quantized weights, in whose place the model has parameters for their plain tensors.
     quantized: tuple[OpenedWeight, ...] = ()
-
-
-def block_names(blocks: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the argument ``blocks`` of a stream; raise ``TypeError`` if it is not one."""
-    names = tuple(blocks or ()) if isinstance(blocks, Iterable | None) else (blocks,)
-    if isinstance(blocks, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
-    return None if blocks is None else names
 
 
 def stream_memory(memory: Memory) -> tuple[MemoryLimits | None, Memory]:

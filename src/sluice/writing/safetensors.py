@@ -101,11 +101,7 @@ def _header_shape(name: str, tensor: TensorOutline) -> tuple[int, ...]:
 
 
 def in_utf8(names: str) -> bytes:
-    """Encode text with names.
-
-    Raises:
-        SaveError: It has a lone surrogate.
-    """
+    """Return text with names in UTF-8; raise ``SaveError`` for a lone surrogate."""
     try:
         return names.encode()
     except UnicodeEncodeError as error:

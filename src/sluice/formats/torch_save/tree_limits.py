@@ -63,8 +63,8 @@ class _Visit:
         content: Any = container.attributes if isinstance(container, Entry) else container
         #: Number of containers and leaves below it, each counted once for every place where it appears.
         self.places = len(content)
-        #: Whether it holds an object that is not built, at any depth.
-        self.unbuilt = isinstance(content, dict) and any(isinstance(key, Opaque) for key in content)
+        #: Number of keys and values that are, or hold, objects that are not built.
+        self.unbuilt = sum(isinstance(key, Opaque) for key in content) if isinstance(content, dict) else 0
         #: Total length of their dotted names relative to the container, in characters.
         self.characters = (
             sum(len(key) for key in content if type(key) in {str, bytes}) if isinstance(content, dict) else 0
@@ -77,6 +77,14 @@ class _Visit:
         self.characters += child.characters + child.places * _characters(self.key)
         if child.result is not child.container:
             self.replace(child.result)
+        if child.unbuilt and type(child.container) is not Entry:
+            self.mark()
+
+    def mark(self) -> None:
+        """Count the current child, which is or holds an object that is not built; a tensor loses such attributes."""
+        self.unbuilt += 1
+        if type(self.container) is Entry:
+            del self.container.attributes[self.key]  # type: ignore[union-attr]
 
     def replace(self, value: object) -> None:
         """Replace the current child."""
@@ -90,6 +98,8 @@ class _Visit:
             self.container._metadata = value  # noqa: SLF001 - torch's own name
         else:
             self.container[self.key] = value
+        if isinstance(value, Opaque):
+            self.mark()
 
 
 def check_object(
@@ -167,26 +177,13 @@ class _TreeCheck:
                         self._check_depth()
                         break
                     self._repeat(visit, child)
+                elif issubclass(kind, Opaque):
+                    visit.mark()
                 elif kind not in _LEAVES:
-                    self._leaf(visit, child)
+                    visit.replace(self._replacement(child))
             else:
                 self._leave()
         return root[0]
-
-    def _leaf(self, visit: _Visit, child: object) -> None:
-        if not isinstance(child, Opaque):
-            child = self._replacement(child)
-            visit.replace(child)
-        if isinstance(child, Opaque):
-            self._add_unbuilt(visit)
-
-    def _add_unbuilt(self, visit: _Visit) -> None:
-        """Note that the current child is or holds an object that is not built; a tensor loses that attribute."""
-        if type(visit.container) is Entry:
-            del visit.container.attributes[visit.key]  # type: ignore[union-attr]
-            self.dropped += 1
-        else:
-            visit.unbuilt = True
 
     def _leave(self) -> None:
         visit = self._path.pop()
@@ -197,7 +194,10 @@ class _TreeCheck:
         if type(visit.result) is list and type(visit.container) is tuple:
             visit.result = tuple(visit.result)
         self._visited[id(visit.container)] = visit
-        self._add(self._path[-1], visit)
+        if type(visit.container) is Entry:
+            self.dropped += visit.unbuilt
+        self._path[-1].add(visit)
+        self._check_depth()
 
     def _repeat(self, visit: _Visit, container: object) -> None:
         known = self._visited[id(container)]
@@ -207,12 +207,7 @@ class _TreeCheck:
         if self._repeats > self._limits.repeats:
             what = "the number of repeated values in shared containers"
             check_limit(self._limits, "repeats", self._repeats, what, file=self._file, tensor=self._name() or None)
-        self._add(visit, known)
-
-    def _add(self, visit: _Visit, child: _Visit) -> None:
-        visit.add(child)
-        if child.unbuilt:
-            self._add_unbuilt(visit)
+        visit.add(known)
         self._check_depth()
 
     def _check_depth(self) -> None:
