@@ -25,10 +25,10 @@ def _kernel(file: str, field: str) -> int:
     return int(found[1])
 
 
-def _divided(meta: bool = True) -> nn.Module:
+def _divided() -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    with torch.device("meta" if meta else "cpu"):
+    with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(SIDE, SIDE) for _ in range(LAYERS)))
     for layer in model:
         fully_shard(layer, mesh=mesh_of(4))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import sluice
+from support.oracles import same_tensor
 
 
 class Net(nn.Module):
@@ -208,7 +209,8 @@ def differences(
             sluice.load_into(model, path, dtype=dtype, place=place)
             loaded = locals_of(model)
             where = f"{name}, {'meta' if meta else 'live'}: "
-            problems += [where + key for key in truth if not _same(loaded[key], truth[key])]
+            same = {key for key in truth if loaded[key].is_contiguous() and same_tensor(loaded[key], truth[key])}
+            problems += [where + key for key in truth if key not in same]
             if not meta and dtype is None:
                 problems += [f"{where}{key} moved" for key in memory if loaded[key].data_ptr() != memory[key]]
             if objects != {key: id(tensor) for key, tensor in model.named_parameters()}:
@@ -216,12 +218,3 @@ def differences(
             if model.head.weight is not model.embedding.weight:
                 problems.append(f"{where}untied")
     return problems
-
-
-def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return (
-        found.dtype == expected.dtype
-        and found.shape == expected.shape
-        and found.is_contiguous()
-        and torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
-    )

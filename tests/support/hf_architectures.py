@@ -109,10 +109,6 @@ def _mel() -> dict[str, torch.Tensor]:
     return {"input_features": features, "decoder_input_ids": _ids(6)}
 
 
-def _text_and_pixels() -> dict[str, torch.Tensor]:
-    return {**_text(), **_pixels()}
-
-
 def _text_and_boxes() -> dict[str, torch.Tensor]:
     return {**_text(), "bbox": torch.rand(2, 12, 4, generator=torch.Generator().manual_seed(1))}
 
@@ -235,17 +231,10 @@ _SOUND = (
 )  # fmt: skip
 
 
-def _clip_text(transformers: Any) -> Any:
-    return transformers.CLIPTextConfig(**_ENCODER).to_dict()
-
-
-def _clip_vision(transformers: Any) -> Any:
-    return transformers.CLIPVisionConfig(**_VISION).to_dict()
-
-
 _SEVERAL = (
-    _case("CLIPModel", {}, text_config=_clip_text, vision_config=_clip_vision, projection_dim=16,
-          inputs=_text_and_pixels),
+    _case("CLIPModel", {}, text_config=lambda transformers: transformers.CLIPTextConfig(**_ENCODER).to_dict(),
+          vision_config=lambda transformers: transformers.CLIPVisionConfig(**_VISION).to_dict(), projection_dim=16,
+          inputs=lambda: {**_text(), **_pixels()}),
 )  # fmt: skip
 
 CASES = (*_DECODERS, *_EXPERTS, *_STATE_SPACE, *_ENCODERS, *_PAIRS, *_IMAGES, *_SOUND, *_SEVERAL)

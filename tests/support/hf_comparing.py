@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import sluice
 from sluice.quantizing.inner_tensors import inner_tensors
 from support.directories import save_sharded
+from support.oracles import bits
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -38,11 +39,7 @@ def assert_same_tensor(name: str, mine: torch.Tensor, other: torch.Tensor) -> No
     assert type(mine) is type(other), name
     assert type(mine.data) is type(other.data), name
     for part, expected in zip(inner_tensors(mine), inner_tensors(other), strict=True):
-        assert torch.equal(_bits(part), _bits(expected)), name
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+        assert bits(part) == bits(expected), name
 
 
 def _ties(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -47,16 +47,8 @@ def check_source(
             ``check_unchanged`` then needs no request, and reads are expected to fail in its place.
     """
     assert len(content) > 2 * BLOCK_BYTES
-    checks: list[Callable[[Source, bytes], None]] = [
-        _path,
-        _access,
-        _read_at,
-        _read_at_outside,
-        _read_into,
-        _at_the_end,
-    ]
-    checks += [_no_bytes, _buffer_is_not_kept, _direct, _threads, _forget, _unchanged, _close]
-    for check in checks:
+    reads = (_read_at, _read_at_outside, _read_into, _at_the_end, _no_bytes, _buffer_is_not_kept, _direct, _threads)
+    for check in (_path, _access, *reads, _forget, _unchanged, _close):
         with closing(make_source()) as source:
             check(source, content)
     with closing(make_source()) as one, closing(make_source()) as other:

@@ -96,15 +96,8 @@ def generation(path: Path, names: Iterable[str]) -> int | None:
     return _known[path.name, contents]
 
 
-@contextmanager
-def forced_direct_writes() -> Iterator[None]:
-    """Let every save of the block use direct I/O."""
-    with pytest.MonkeyPatch.context() as patch:
-        force_direct_writes(patch)
-        yield
-
-
 def force_direct_writes(patch: pytest.MonkeyPatch) -> None:
+    """Let every save use direct I/O."""
     patch.setattr(defaults, "DIRECT_FILE_BYTES", 1)
     patch.setattr(defaults, "DIRECT_WRITE_BYTES", 4096)
     patch.setattr(_direct, "takes_direct_io", lambda _: True)

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 
 import sluice
 from support.leaks import open_files
-from support.system_calls import SystemCalls, failing, forced_direct_writes, generation
+from support.system_calls import SystemCalls, failing, force_direct_writes, generation
 
 
 class Mode(NamedTuple):
@@ -48,7 +47,9 @@ def state(number: int) -> dict[str, torch.Tensor]:
 
 
 def save(mode: Mode, path: Path, number: int, *, overwrite: bool) -> None:
-    with forced_direct_writes() if mode.direct else nullcontext():
+    with pytest.MonkeyPatch.context() as patch:
+        if mode.direct:
+            force_direct_writes(patch)
         sluice.save(state(number), path, format=mode.format, overwrite=overwrite, max_shard_size=mode.shard_bytes)
 
 

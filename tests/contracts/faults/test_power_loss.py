@@ -29,11 +29,8 @@ pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the 
 _CHOICES = 64
 
 
-@dataclass(frozen=True)
-class Change:
-    """Atomic changes of names by one system call: ``(directory, name, file)``; None as file removes the name."""
-
-    entries: tuple[tuple[int, str, int | None], ...]
+#: Atomic changes of names by one system call: ``(directory, name, file)``; None as file removes the name.
+Change = tuple[tuple[int, str, int | None], ...]
 
 
 @dataclass
@@ -57,6 +54,7 @@ class Disk:
         return disk
 
     def add(self, path: Path) -> int:
+        """Return the new number of a file or directory."""
         number = self.numbers[os.lstat(path).st_ino] = self.count
         self.count += 1
         if path.is_dir():
@@ -72,14 +70,14 @@ class Disk:
         """Write the state after these changes."""
         names = {number: dict(each) for number, each in self.names.items()}
         for change in changes:
-            for directory, name, number in change.entries:
+            for directory, name, number in change:
                 if number is None:
                     names.setdefault(directory, {}).pop(name, None)
                 else:
                     names.setdefault(directory, {})[name] = number
 
         def write(number: int, path: Path) -> None:
-            if number in self.directories:
+            if number in self.names:
                 path.mkdir()
                 for name, child in names.get(number, {}).items():
                     write(child, path / name)
@@ -87,8 +85,6 @@ class Disk:
                 path.write_bytes(contents.get(number, b"garbage" * 9))
 
         write(0, target)
-
-    directories: set[int] = field(default_factory=set)
 
 
 class Recording:
@@ -100,7 +96,6 @@ class Recording:
 
     def __init__(self, root: Path) -> None:
         self.disk = Disk.of(root)
-        self.disk.directories = set(self.disk.names)
         self.moments: list[tuple[list[Change], set[int], dict[int, bytes]]] = []
         self._changes: list[Change] = []
         self._durable: set[int] = set()
@@ -110,16 +105,12 @@ class Recording:
         self.moments.append((list(self._changes), set(self._durable), dict(self._contents)))
 
     def _change(self, *entries: tuple[str, int | None]) -> None:
-        places = [(self.disk.number(os.path.dirname(path)), os.path.basename(path), to) for path, to in entries]
-        self._changes.append(Change(tuple(places)))
+        places = ((self.disk.number(os.path.dirname(path)), os.path.basename(path), to) for path, to in entries)
+        self._changes.append(tuple(places))
         self._moment()
 
     def made(self, path: str) -> None:
-        number = self.disk.numbers[os.lstat(path).st_ino] = self.disk.count
-        self.disk.count += 1
-        if os.path.isdir(path):
-            self.disk.directories.add(number)
-        self._change((path, number))
+        self._change((path, self.disk.add(Path(path))))
 
     def renamed(self, old: str, new: str) -> None:
         self._change((old, None), (new, self.disk.number(new)))
@@ -135,7 +126,7 @@ class Recording:
         number = self.disk.number(path)
         if os.path.isdir(path):
             for position, change in enumerate(self._changes):
-                if all(directory == number for directory, _, _ in change.entries):
+                if all(directory == number for directory, _, _ in change):
                     self._durable.add(position)
         else:
             self._contents[number] = Path(path).read_bytes()
