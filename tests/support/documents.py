@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest import SkipTest
 
 import pytest
@@ -53,8 +52,6 @@ _BASH_SECONDS = 100
 class Outcome:
     """The outcome of a page."""
 
-    #: Names that its Python blocks defined.
-    namespace: Mapping[str, Any]
     #: Visible blocks that were run or written.
     executed: int = 0
     #: Line and reason of each block that was only compiled.
@@ -79,7 +76,7 @@ def run_document(path: Path, directory: Path) -> Outcome:
     }
     document = Sybil(parsers=[SkipParser(), _BlockParser(evaluators)]).parse(path)
     document.namespace["__name__"] = "__main__"
-    outcome = Outcome(namespace=document.namespace)
+    outcome = Outcome()
     with session(directory):
         for example in document.examples():
             _evaluate(example, outcome)
