@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -154,14 +155,9 @@ def test_an_interrupt_stops_all_threads(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_process_that_may_start_no_thread_opens_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two_shards(tmp_path)
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with sluice.open(tmp_path) as checkpoint:
-            assert len(checkpoint) == 4
+    monkeypatch.setattr("threading.Thread.start", Mock(side_effect=RuntimeError("can't start new thread")))
+    with sluice.open(tmp_path) as checkpoint:
+        assert len(checkpoint) == 4
 
 
 @pytest.mark.parametrize("first", [0, 1])

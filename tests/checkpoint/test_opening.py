@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,19 +19,11 @@ from sluice.checkpoint.opening import open_layout
 from sluice.checkpoint.survey import survey
 from sluice.entries import tree as trees
 from sluice.formats.divided import divided_directory
-from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
 from support import distributed
 from support.directories import save, tensors, two_shards
 from support.gguf_files import packed, plain, write
 from support.sources import MemorySource
-
-
-class Named(NamedTuple):
-    """An entry of a listing in memory."""
-
-    name: str
-    kind: EntryKind = "file"
 
 
 class MemoryDirectory:
@@ -42,9 +35,9 @@ class MemoryDirectory:
         self.escaping = escaping
         self.calls: list[tuple[str, ...]] = []
 
-    def entries(self) -> Iterator[Named]:
+    def entries(self) -> Iterator[Any]:
         self.calls.append(("entries",))
-        yield from (Named(name) for name in sorted(self.contents))
+        yield from (SimpleNamespace(name=name, kind="file") for name in sorted(self.contents))
 
     def open(self, name: str) -> Source:
         self.calls.append(("open", name))

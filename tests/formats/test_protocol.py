@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index
-from sluice.sources.directory import DirectoryEntry
 from sluice.sources.protocol import Source
 from support import distributed
 from support.gguf_files import array, gguf_bytes, packed, plain, text
@@ -117,28 +117,11 @@ class RankFile:
         return self._open(source, limits)[1].checksums(limits)
 
     def _open(self, source: Source, limits: Limits) -> tuple[Index, OpenFile]:
-        directory = OneFile({METADATA_FILE: MemorySource(self._metadata, path=source.path), self._file: source})
+        files = {METADATA_FILE: MemorySource(self._metadata, path=source.path), self._file: source}
+        directory: Any = SimpleNamespace(path="memory", open=files.__getitem__)  # neither listed nor left by links
         layout = CheckpointLayout(path="memory", directory=directory, kind="distributed", files=(METADATA_FILE,))
         index, (file,) = open_layout(layout, limits)
         return index, file
-
-
-class OneFile:
-    """A directory whose files are open sources."""
-
-    path = "memory"
-
-    def __init__(self, sources: Mapping[str, Source]) -> None:
-        self._sources = sources
-
-    def entries(self) -> Iterator[DirectoryEntry]:
-        yield from ()
-
-    def open(self, name: str) -> Source:
-        return self._sources[name]
-
-    def check_inside(self, name: str) -> None:
-        """Accept every path."""
 
 
 def of_tensors(file_format: Format, content: bytes, tensors: Mapping[str, torch.Tensor] = TENSORS) -> Case:

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -339,11 +340,7 @@ def test_close_headers_share_a_read_and_distant_ones_do_not() -> None:
 def test_many_distant_headers(monkeypatch: pytest.MonkeyPatch, threads: bool) -> None:
     records = [ArchiveRecord(name=b"a/%d" % number, data=bytes(150_000)) for number in range(40)]
     if not threads:
-
-        def refuse(*args: object, **kwargs: object) -> None:
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr("threading.Thread.start", refuse)
+        monkeypatch.setattr("threading.Thread.start", Mock(side_effect=RuntimeError("can't start new thread")))
     assert located(build_archive(records)) == 40 * [bytes(150_000)]
     records[33] = replace(records[33], local_name=b"a/xx")
     with pytest.raises(FormatError, match="'a/33'"):
