@@ -8,17 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
-
-
-def recorded(patch: pytest.MonkeyPatch, owner: object, name: str) -> Any:
-    """Return a mock of a function or method of ``owner`` that takes its place, calls it and records the calls."""
-    real = getattr(owner, name)
-    record = create_autospec(real, side_effect=real)
-    patch.setattr(owner, name, record)
-    return record
 
 
 @contextmanager

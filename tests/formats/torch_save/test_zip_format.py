@@ -25,7 +25,7 @@ from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, pickled, storage, tensor_call, torch_archive
 from support.sources import MemorySource
 from support.torch_files import PROTOCOLS, check, filled, index_of, saved, tree_of
-from support.work import recorded
+from support.watching import watch
 
 
 def test_one_empty_storage_of_two_dtypes() -> None:
@@ -94,11 +94,12 @@ def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPa
     caching = TorchZipFormat(max_cached=2)
     values = (torch.ones(3), torch.zeros(3), 0.5, 0.5, [1], [1], 7, 7)
     expected = [index_of(saved(value)) for value in values]
-    load = recorded(monkeypatch, Unpickler, "load")
+    run: list[Unpickler] = []
+    watch(monkeypatch, Unpickler, "load", run.append)
     runs = []
     for value, index in zip(values, expected, strict=True):
         assert caching.read_index(MemorySource(saved(value)), Limits()) == index
-        runs.append(load.call_count)
+        runs.append(len(run))
     assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists are mutable, and the cache of two is full
     short = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(16)})
     caching = TorchZipFormat(max_cached=2)

@@ -28,8 +28,8 @@ from sluice.sources.remote.location import Remote
 from sluice.sources.remote.stores import StoredObject, open_directory, open_source
 from support.object_stores import SERVERS, Bucket, connections_closed
 from support.source_conformance import check_source
+from support.watching import watch
 from support.whole_checkpoints import MAKERS
-from support.work import recorded
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 
@@ -221,12 +221,13 @@ def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatc
     content = random.Random(1).randbytes(2_000_000)
     store = obstore.store.MemoryStore()
     obstore.put(store, "a", content)
-    get = recorded(monkeypatch, obstore, "get")
+    asked: list[tuple[int, int]] = []
+    watch(monkeypatch, obstore, "get", lambda *_, options: asked.append(options["range"]))
     source = open_source(Remote("a", store=store))
     target = bytearray(1_000_000)
     assert source.read_into(500_000, memoryview(target)) == len(target)
     assert target == content[500_000:1_500_000]
-    assert [call.kwargs["options"]["range"] for call in get.call_args_list] == [(0, 65536), (500_000, 1_500_000)]
+    assert asked == [(0, 65536), (500_000, 1_500_000)]
 
 
 def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
