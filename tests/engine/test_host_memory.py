@@ -126,7 +126,7 @@ def test_slow_pages_end_huge_pages_for_longer_and_longer(monkeypatch: pytest.Mon
 
 def test_memory_that_the_host_has_taken_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Page 6 is slow: the rest of its range and the next range get small pages, and then all are huge again."""
-    memory = Recorded(64 * MIB, lambda page: 0.005 if page == 6 else 0.0003, monkeypatch)
+    memory = Recorded(64 * MIB, lambda page: 0.005 if page == 6 else 0.0004, monkeypatch)
     fill(memory, 8)
     assert memory.small == [7, 8, 9, 10, 11]
     assert memory.touched == [0, 1, 2, 3, 4, 5, 6, *range(12, 32)]
