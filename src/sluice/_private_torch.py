@@ -159,5 +159,5 @@ def saved_tensors_hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callabl
 
 def set_math_bits(tensor: torch.Tensor, bits: Sequence[str]) -> torch.Tensor:
     """Return the tensor with its conjugate or negative bit set, without computing values if torch can."""
-    changed = _OBJECTS["set_tensor_metadata"](tensor, dict.fromkeys(bits, True))
+    changed = _OBJECTS["set_tensor_metadata"](tensor, dict.fromkeys(bits, True)) if bits else None
     return tensor if changed is None else changed

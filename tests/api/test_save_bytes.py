@@ -15,11 +15,12 @@ import torch
 
 import sluice
 from sluice._dtypes import torch_dtype
+from sluice.records import row_major
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.torch_pickle import pickle_object
-from sluice.writing.torch_tensors import Geometry, dense
+from sluice.writing.torch_tensors import dense, stored
 from sluice.writing.torch_zip import TorchZipWriter
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
@@ -104,11 +105,9 @@ def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
     huge, late = 5 << 30, torch.arange(3.0)
     tree = {"huge": object(), "late": object()}
     walked = walk_object(tree, lambda _: {})
-    views = [
-        Geometry(storage=0, elements=huge, dtype="uint8", start=0, shape=(huge,), stride=(1,)),
-        Geometry(storage=1, elements=3, dtype="float32", start=0, shape=(3,), stride=(1,)),
-    ]
-    made = TorchZipWriter(pickle_object(tree, walked, map(dense, views)), [huge, 12])
+    views = [row_major("uint8", (huge,), 0), row_major("float32", (3,), 1)]
+    described = [dense(view, stored(view, view.numel)) for view in views]
+    made = TorchZipWriter(pickle_object(tree, walked, described), [huge, 12])
     with Replacement(tmp_path / "f.pt", overwrite=False) as file:
         made.write(file.write_at, 1, 0, late.numpy().tobytes())
         assert made.finish(file.write_at) == made.file_bytes > huge

@@ -47,8 +47,8 @@ def test_pages_are_chosen_for_every_byte_of_a_large_target(
         execute(plan, [stored.source], memory)
         [result] = memory.tensors(views)
     assert torch.equal(result, tensor.to(result.dtype))
-    end = plan.blocks[0].lead_bytes
+    end = plan.blocks[0].offset
     for start, nbytes in sorted(chosen):
         assert start <= end
         end = max(end, start + nbytes)
-    assert end >= plan.blocks[0].lead_bytes + result.nbytes
+    assert end >= plan.blocks[0].offset + result.nbytes

@@ -15,7 +15,7 @@ import sluice
 from sluice.loading import module_job
 from sluice.modules import emptied
 from sluice.modules.emptied import moved_to
-from sluice.planning.memory_layout import Computed
+from sluice.records import Request
 from support.oracles import bits
 
 
@@ -285,7 +285,7 @@ def test_initialised_tensors_are_planned_where_the_constructor_moved_them(
     torch.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "f.pth")
     devices: list[str] = []
 
-    def plan_transfer(*_: object, computed: list[Computed], **__: object) -> None:
+    def plan_transfer(*_: object, computed: list[Request], **__: object) -> None:
         devices.extend(str(torch.device(each.device).type) for each in computed)
         raise _PlannedError
 

@@ -17,7 +17,7 @@ import sluice
 from sluice._errors import BudgetError
 from sluice.entries.patterns import device_of
 from sluice.loading import devices as _devices
-from sluice.planning.auto_placement import Member, Room, auto_placement
+from sluice.planning.auto_placement import Member, auto_placement
 from sluice.planning.cuda_allocator import plan_reservation
 from sluice.records import DeviceFacts
 from support.fake_accelerator import FakeAccelerator
@@ -30,8 +30,8 @@ def members(sizes: Mapping[str, int]) -> list[Member]:
     return [Member(names=tuple(names.split(" = ")), nbytes=mib * MIB) for names, mib in sizes.items()]
 
 
-def rooms(*sizes: int) -> list[Room]:
-    return [Room(device=f"cuda:{i}", nbytes=mib * MIB) for i, mib in enumerate(sizes)]
+def rooms(*sizes: int) -> dict[str, int]:
+    return {f"cuda:{i}": mib * MIB for i, mib in enumerate(sizes)}
 
 
 TRANSFORMER = {
@@ -89,7 +89,7 @@ def test_a_tie_into_a_module_that_stays_whole_takes_all_of_it() -> None:
 def test_a_tensor_already_on_an_accelerator_costs_nothing_there() -> None:
     live = [Member(names=(f"{i}.weight",), nbytes=20 * MIB, at="cuda:0") for i in range(5)]
     assert auto_placement(live, rooms(0)) == {"": "cuda:0"}
-    assert auto_placement(live, [Room(device="cuda:1", nbytes=50 * MIB)])["2"] == "cpu"
+    assert auto_placement(live, {"cuda:1": 50 * MIB})["2"] == "cpu"
 
 
 def test_the_rounding_of_the_allocator_counts() -> None:
@@ -124,11 +124,11 @@ def test_every_tensor_is_placed_and_no_accelerator_exceeds_its_memory(
     available = rooms(*sizes)
     placed = auto_placement(made, available, whole=whole, one_block=one_block)
     devices = [device_of(member.names[0], placed) for member in made]
-    order = [room.device for room in available] + ["cpu"]
+    order = [*available, "cpu"]
     assert set(devices) <= set(order)
-    for room in available:
-        inside = [member.nbytes for member, device in zip(made, devices, strict=True) if device == room.device]
-        assert plan_reservation(inside, one_block=one_block).reserved_bytes <= room.nbytes
+    for room, nbytes in available.items():
+        inside = [member.nbytes for member, device in zip(made, devices, strict=True) if device == room]
+        assert plan_reservation(inside, one_block=one_block).reserved_bytes <= nbytes
     for member, device in zip(made, devices, strict=True):
         assert all(device_of(name, placed) == device for name in member.names)
     for path in whole:

@@ -272,10 +272,10 @@ def test_ranges_hold_their_targets_without_overlap(places: list[tuple[int, int]]
     inside: dict[int, list[tuple[int, int]]] = {}
     for position, (at, nbytes) in enumerate(places):
         block = made.blocks[position]
-        held = made.ranges[block.mapped_range]
-        assert held.offset + block.mapped_offset == at
-        assert block.mapped_offset + nbytes <= held.nbytes
-        inside.setdefault(block.mapped_range, []).append((at, at + nbytes))
+        held = made.ranges[block.memory]
+        assert held.offset + block.offset == at
+        assert block.offset + nbytes <= held.nbytes
+        inside.setdefault(block.memory, []).append((at, at + nbytes))
     for number, members in inside.items():
         members.sort()
         assert all(end <= start for (_, end), (start, _) in pairwise(members))

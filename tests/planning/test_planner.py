@@ -22,19 +22,19 @@ def test_cold_large_tensors_are_read_directly_into_congruent_mappings() -> None:
     assert {read.methods for read in made.reads} == {("direct", "buffered")}
     assert {read.into for read in made.reads} == {0}
     assert made.blocks[0].kind == "mapping"
-    assert made.blocks[0].lead_bytes == 8256 % 4096
+    assert made.blocks[0].offset == 8256 % 4096
     assert made.staging_buffers == 0
     assert made.readers == 3  # three reads of 7 MiB; never more threads than reads
     for read in made.reads[1:]:
         assert read.offset % 4096 == 0
-        assert (made.blocks[0].lead_bytes + read.into_offset) % 4096 == 0
+        assert (made.blocks[0].offset + read.into_offset) % 4096 == 0
     assert sum(read.nbytes for read in made.reads) == 20 * MIB
 
 
 def test_cached_large_tensors_are_read_buffered_by_as_many_threads_as_cores() -> None:
     made = plan([big()], [(8256, 20 * MIB)], facts(cached=True, cores=2))
     assert {read.methods for read in made.reads} == {("buffered",)}
-    assert made.blocks[0].lead_bytes == 0
+    assert made.blocks[0].offset == 0
     assert made.readers == 2
 
 
@@ -180,9 +180,9 @@ def test_small_targets_share_arenas_that_close_between_modules() -> None:
         for i in range(8)
     ]
     made = plan(requests, [(0, 4096 * 4 * 24)], facts())
-    assert [block.arena for block in made.blocks] == [0] * 8 + [1] * 8 + [2] * 8
+    assert [block.memory for block in made.blocks] == [0] * 8 + [1] * 8 + [2] * 8
     assert made.arenas == (8 * 16384,) * 3
-    assert all(block.arena_offset % 64 == 0 for block in made.blocks)
+    assert all(block.offset % 64 == 0 for block in made.blocks)
 
 
 def test_arenas_are_capped() -> None:

@@ -113,7 +113,7 @@ def test_a_read_is_repeated_if_its_session_ended_before_it(tmp_path: Path, monke
             raise SessionEndedError("another plan failed")
 
         monkeypatch.setattr(RunningPlan, "wait", ended)
-        assert torch.equal(pending.result()[0], tensors["b"])
+        assert torch.equal(pending()[0], tensors["b"])
 
 
 def test_a_reader_goes_on_after_a_failed_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from sluice.loading import module_job
 from sluice.records import DeviceMemory, Peaks
 from sluice.reports.document import Grid
 from sluice.reports.load import LoadReport
-from sluice.reports.table import Decided, TensorRow, TensorTable
+from sluice.reports.table import TensorRow, TensorTable
 from support.command_line import printed
 from support.watching import watch
 
@@ -222,8 +222,8 @@ def test_rows_can_be_sliced_and_an_empty_table_prints(file: Path) -> None:
 
 
 def test_a_report_makes_its_rows_when_asked_and_can_be_pickled(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Decided] = []
-    watch(monkeypatch, module_job, "tensor_rows", asked.append)
+    asked: list[object] = []
+    watch(monkeypatch, module_job, "tensor_rows", lambda *decided: asked.append(decided))
     report = sluice.load_into(empty(), file, strict=False)
     str(report), report.to_json()
     assert not asked

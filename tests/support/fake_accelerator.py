@@ -147,7 +147,7 @@ class _Ticket:
     def __init__(self, copies: list[_PendingCopy]) -> None:
         self._copies = copies
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         for copy in self._copies:
             copy.done.wait()
             copy.poison()

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.records import Entry, elements_of
+from sluice.records import Entry, elements_of, row_major
 from sluice.writing.pickle_walk import elements, walk_object
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Geometry, dense
+from sluice.writing.torch_tensors import dense, stored
 from support.hostile_archives import Call, Global, torch_archive
 from support.oracles import same
 
@@ -200,10 +200,8 @@ def test_a_pickle_takes_little_memory_for_each_tensor() -> None:
     tracemalloc.start()
     try:
         walked = walk_object(tree, look)
-        described = (
-            dense(Geometry(storage=i, elements=i, dtype="float32", start=0, shape=(i,), stride=(1,)))
-            for i in range(len(walked.tensors))
-        )
+        views = (row_major("float32", (i,), i) for i in range(len(walked.tensors)))
+        described = (dense(view, stored(view, view.numel)) for view in views)
         pickled = pickle_object(tree, walked, described)
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -170,7 +170,7 @@ def _with_stream(
 
     if isinstance(load.device, Mapping) or load.device == "auto":
         raise ValueError("plan(): stream=True needs one device")
-    request = StreamRequest(load=load, memory=stream_memory(memory)[1], quantized=quantized)
+    request = StreamRequest(load=load, memory_bytes=stream_memory(memory)[1], quantized=quantized)
     found = plan_stream(request, checkpoint)
     return dataclasses.replace(report, stream=found)
 

@@ -8,7 +8,7 @@ import torch
 
 from sluice._arguments import check_load, check_model
 from sluice._dtypes import DType
-from sluice._options import TEXT_ENCODING, Limits, Memory, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, Memory
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.adapters.config import Adapters
@@ -99,10 +99,9 @@ def stream(
     """
     arguments = locals()
     check_model(model, source, "stream(model, source)")
-    kept, weights = stream_memory(memory)
+    limits_of_loads, memory_bytes = stream_memory(memory)
     check_load(**arguments)
-    options = TransferOptions(memory=kept)
-    load = ModuleRequest.of(arguments, options=options)
+    load = ModuleRequest.of({**arguments, "memory": limits_of_loads})
     chosen = None if blocks is None else tuple(blocks)
-    request = StreamRequest(load=load, memory=weights, blocks=chosen, train=train)
+    request = StreamRequest(load=load, memory_bytes=memory_bytes, blocks=chosen, train=train)
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

@@ -118,7 +118,7 @@ class _CheckpointDiff:
             def start(batch: Batch[_Counterpart]) -> Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]:
                 ours = left.start([piece.entry for piece in batch])
                 theirs = right.start([piece.payload.entry for piece in batch])
-                return lambda: (ours.result(), theirs.result())
+                return lambda: (ours(), theirs())
 
             def use(batch: Batch[_Counterpart], found: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
                 nonlocal done

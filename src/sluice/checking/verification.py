@@ -32,7 +32,7 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
 from sluice.matching.candidates import likely_state_dicts
-from sluice.reading.reader import CheckpointReader, PendingTensors, fill_caches
+from sluice.reading.reader import CheckpointReader, Pending, fill_caches
 from sluice.reading.scan import (
     Batch,
     ScanItem,
@@ -226,10 +226,10 @@ class _Verification:
             pending = None
         return partial(self._finish, batch, pending)
 
-    def _finish(self, batch: Batch[_Shares], pending: PendingTensors | None) -> list[torch.Tensor | SluiceError]:
+    def _finish(self, batch: Batch[_Shares], pending: Pending | None) -> list[torch.Tensor | SluiceError]:
         if pending is not None:
             try:
-                return [*pending.result()]
+                return [*pending()]
             except _UNREADABLE:
                 pass
         # Find the unreadable entries, and continue with the others.

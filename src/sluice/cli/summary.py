@@ -246,7 +246,7 @@ def _tensor(name: str, entry: Entry) -> dict[str, object]:
         "dtype": entry.dtype,
         "layout": entry.layout,
         "packing": entry.elements.packing and entry.elements.packing.name,
-        "math_bits": entry.math_bits,
+        "math_bits": entry.elements.math_bits,
         "shape": entry.shape,
         "stride": entry.stride,
         "nbytes": entry.nbytes,
@@ -306,7 +306,7 @@ def describe_dtype(entry: Entry) -> str:
     """Return the dtype of an entry and its other properties: sparse, quantized, packed, conjugated or negated."""
     layout = () if entry.composite is None else (entry.layout,)
     packing = () if entry.elements.packing is None else (entry.elements.packing.name, "as")
-    return " ".join((*layout, *packing, *entry.math_bits, entry.dtype))
+    return " ".join((*layout, *packing, *entry.elements.math_bits, entry.dtype))
 
 
 def is_plain_list(value: object) -> bool:

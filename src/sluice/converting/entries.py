@@ -19,13 +19,13 @@ from sluice.converting.contents import refuse_repeats
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten
 from sluice.reading.reader import CheckpointReader
-from sluice.records import Entry, Index
+from sluice.records import Elements, Entry, Index
 from sluice.records.geometry import contiguous_stride, overlapping, span_elements
 from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Call, Geometry, Persistent, rebuilt, stored
+from sluice.writing.torch_tensors import Call, Persistent, rebuilt, stored
 from sluice.writing.torch_zip import HashedTensor, TorchFile
 
 __all__ = ["Entries", "finished_dtype"]
@@ -120,7 +120,7 @@ class Entries:
                 started = [item for item, _ in batch], running
                 del running
             if pending is not None:
-                yield from zip(pending[0], pending[1].result(), strict=True)
+                yield from zip(pending[0], pending[1](), strict=True)
                 pending = None
                 drain()  # the memory of the batch is free now
             pending = started
@@ -202,14 +202,13 @@ class _Storages:
             return entry.parts, self._finished(entry)
         shorter = entry.bare and entry.nbytes < index.storages[entry.storage].nbytes  # a part of a storage object
         alone = position if shorter or entry.elements.packing else None
-        return entry.storage, entry.elements.without_math_bits(), self._finished(entry), alone
+        return entry.storage, entry.stored.elements, self._finished(entry), alone
 
     def _place(self, members: Sequence[int]) -> None:
         """Add the storage of overlapping views."""
         entry = self._entries[members[0]]
         first, end = entry.storage_offset, max(_end(self._entries[position]) for position in members)
-        bare = replace(entry, elements=entry.elements.without_math_bits()) if entry.math_bits else entry
-        source = bare if entry.parts else replace(bare, shape=(end - first,), stride=(1,))
+        source = entry.stored if entry.parts else replace(entry.stored, shape=(end - first,), stride=(1,))
         dtype = self._finished(entry)
         self.sources.append((source, dtype))
         self.sizes.append(source.numel * ITEM_BYTES[dtype])
@@ -217,39 +216,33 @@ class _Storages:
             self._storage[position] = len(self.sources) - 1
             self._start[position] = self._entries[position].storage_offset - first
 
-    def _geometry(self, position: int) -> Geometry:
-        """Return the description of an entry for the pickle."""
+    def _view(self, position: int) -> tuple[Entry, int]:
+        """Return an entry as a view of its storage in the new file, and the elements of this storage."""
         entry, storage = self._entries[position], self._storage[position]
         dtype = self.sources[storage][1]
-        return Geometry(
+        view = replace(
+            entry,
+            elements=Elements(dtype=dtype, math_bits=entry.elements.math_bits),
             storage=storage,
-            elements=self.sizes[storage] // ITEM_BYTES[dtype],
-            dtype=dtype,
-            start=self._start[position],
-            shape=entry.shape,
+            storage_offset=self._start[position],
             stride=contiguous_stride(entry.shape) if entry.parts else entry.stride,
-            math_bits=entry.math_bits,
         )
+        return view, self.sizes[storage] // ITEM_BYTES[dtype]
 
     def described(self) -> Iterator[Call | Persistent]:
         """Yield what rebuilds each entry in the pickle."""
-        for position, entry in enumerate(self._entries):
-            view = self._geometry(position)
-            if entry.bare:
-                yield stored(view)
-                continue
-            yield rebuilt(
-                view, requires_grad=entry.requires_grad, parameter=entry.parameter, attributes=entry.attributes
-            )
+        for view, elements in map(self._view, range(len(self._entries))):
+            storage = stored(view, elements)
+            yield storage if view.bare else rebuilt(view, storage)
 
     def hashed(self, named: Mapping[str, Entry]) -> dict[str, HashedTensor]:
         """Return entries for the manifest, by name."""
         positions = {id(entry): position for position, entry in enumerate(self._entries)} if named else {}
         hashed = {}
         for name, entry in named.items():
-            view = self._geometry(positions[id(entry)])
-            whole = view.stride == contiguous_stride(view.shape) and not view.math_bits and entry.numel == view.elements
-            outline = TensorOutline(view.dtype, entry.shape)
+            view, elements = self._view(positions[id(entry)])
+            whole = view.stride == contiguous_stride(view.shape) and view.elements.verbatim and view.numel == elements
+            outline = TensorOutline(view.dtype, view.shape)
             hashed[name] = HashedTensor(outline=outline, storage=view.storage if whole else None, source=entry)
         return hashed
 

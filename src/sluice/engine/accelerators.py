@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from msgspec import Struct
 
 from sluice._errors import BudgetError
 from sluice._units import format_bytes
@@ -64,10 +63,7 @@ class Accelerator:
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
         """Start to copy ``source`` to ``target``, computed and cast if the dtypes differ."""
-        if source.elements.computed or not source.aligned:
-            copy_in_pieces(target, source)
-        else:
-            target.copy_(source.on_host())
+        copy_in_pieces(target, source)
 
     def mark(self) -> Ticket | None:
         """Return a ticket for the copies started so far, or None if they have already read their sources."""
@@ -145,7 +141,7 @@ class StreamAccelerator(Accelerator):
         with self._module.device(self._device):
             event = self._vendor.event(self._device)
             event.record(self._stream)
-            return _StreamTicket(event)
+            return event
 
     def order(self) -> None:
         with self._lock:
@@ -175,13 +171,6 @@ def _side_stream(device: str) -> torch.Stream:
     """Return the side stream of a device: one per process, because the allocator caches scratch memory by stream."""
     stream: torch.Stream = stream_module(device).Stream(device)
     return stream
-
-
-class _StreamTicket(Struct, frozen=True):
-    event: torch.Event
-
-    def wait(self) -> None:
-        self.event.synchronize()
 
 
 def accelerator(device: str) -> Accelerator:

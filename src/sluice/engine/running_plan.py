@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FinishedRead",
+    "Pending",
     "ReadMethods",
     "RunResult",
     "RunningPlan",
@@ -148,7 +149,7 @@ class RunningPlan:
             SourceChangedError: A file is no longer the one that was indexed.
             SessionEndedError: The session has ended.
         """
-        pending = _Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
+        pending = Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
         read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
         surprises: dict[Surprise, int] = {}
         stepped_down = total = 0
@@ -204,27 +205,24 @@ class RunningPlan:
         return result
 
 
-class _Pending:
+class Pending:
     """Counts the reads that each target still waits for."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self._left = [0] * len(plan.targets)
         for read in plan.reads:
-            for position in _positions(read):
+            for position in read.targets:
                 self._left[position] += 1
         targets = zip(plan.targets, self._left, strict=True)
         #: Positions of the targets with a finisher that no read fills.
         self.unread = [i for i, (target, left) in enumerate(targets) if target.finisher and not left]
 
     def finished_by(self, read: Read) -> Iterator[int]:
-        for position in _positions(read):
+        """Count a finished read; yield the positions of the targets that are complete."""
+        for position in read.targets:
             self._left[position] -= 1
             if self._left[position] == 0:
                 yield position
-
-
-def _positions(read: Read) -> Iterator[int]:
-    return iter((read.into,)) if read.into is not None else (copy.target for copy in read.copies)
 
 
 def check_process(process: int) -> None:

@@ -16,8 +16,7 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-
-from msgspec import Struct
+from typing import TypeAlias
 
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
@@ -25,6 +24,7 @@ from sluice._threads import Worker, join_threads, start_threads, stops_when
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.running_plan import (
     FinishedRead,
+    Pending,
     ReadMethods,
     RunningPlan,
     RunResult,
@@ -46,12 +46,8 @@ __all__ = ["Session", "is_small", "run_small"]
 _HEAP_BYTES = 64 << 10
 
 
-class _Filled(Struct, frozen=True):
-    """A staging buffer that a reader has filled, for a copier."""
-
-    run: RunningPlan
-    done: FinishedRead
-    buffer: StagingBuffer
+#: A staging buffer that a reader has filled, for a copier.
+_Filled: TypeAlias = tuple[RunningPlan, FinishedRead, StagingBuffer]
 
 
 class Session:
@@ -207,31 +203,31 @@ class Session:
         except BaseException:
             run.staging.give_back(buffer)
             raise
-        filled = _Filled(run, done, buffer)
+        filled = run, done, buffer
         if self._copiers and run.plan.copiers:
             self._filled.put(filled)
         else:
-            self._empty(filled)
+            self._empty(*filled)
 
     def _copy(self) -> None:
         """Empty the buffers that readers have filled; the work of a copier. It ends after the readers have."""
         while (filled := self._filled.get()) is not None:
-            self._empty(filled)
+            self._empty(*filled)
             del filled
         self._filled.put(None)  # for the other copiers
 
-    def _empty(self, filled: _Filled) -> None:
+    def _empty(self, run: RunningPlan, done: FinishedRead, buffer: StagingBuffer) -> None:
         """Copy the content of a buffer to its targets, and return the buffer, also on failure."""
-        read, run = filled.done.read, filled.run
+        read = done.read
         try:
             if self.ended:
                 return
-            run.targets.copy_out(read, filled.buffer, read.offset % defaults.BLOCK_BYTES)
-            run.results.put(filled.done)
+            run.targets.copy_out(read, buffer, read.offset % defaults.BLOCK_BYTES)
+            run.results.put(done)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             run.results.put(error)
         finally:
-            run.staging.give_back(filled.buffer)
+            run.staging.give_back(buffer)
 
     def _read_in_place(self, run: RunningPlan, source: Source, read: Read, position: int) -> FinishedRead:
         return self._fetch(
@@ -282,11 +278,10 @@ def run_small(
 ) -> RunResult:
     """Fill every target of a small plan; see ``RunningPlan.wait``."""
     total, process = 0, os.getpid()
-    filled = [[copy.target for copy in read.copies] if read.into is None else [read.into] for read in plan.reads]
-    last = {position: number for number, positions in enumerate(filled) for position in positions}
+    pending = Pending(plan)
     targets.begin()
     staging = _staging(plan)
-    for number, read in enumerate(plan.reads):
+    for read in plan.reads:
         source, first = sources[read.file], read.offset % defaults.BLOCK_BYTES
         if read.into is not None or not targets.read_straight(source, read):
             view = staging.view[first : first + read.nbytes]
@@ -301,8 +296,8 @@ def run_small(
         if progress:
             progress(total)
             check_process(process)
-        for position in dict.fromkeys(filled[number]):
-            if completed and last[position] == number:
+        for position in pending.finished_by(read):
+            if completed:
                 completed(position)
     check_unchanged(plan, sources)
     return RunResult(read_bytes={"direct": 0, "buffered": total}, stepped_down=0, surprises={})

@@ -19,9 +19,9 @@ __all__ = ["StagingBuffer", "StagingPool", "Ticket"]
 
 
 class Ticket(Protocol):
-    """A point in the work of a device."""
+    """A point in the work of a device, such as an event."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Return once all copies that were started before the ticket was made have read their sources."""
         ...
 
@@ -89,7 +89,7 @@ class StagingPool:
         buffer = self._free.get()
         try:
             while buffer.tickets:
-                buffer.tickets.pop().wait()
+                buffer.tickets.pop().synchronize()
         except BaseException:
             self._free.put(buffer)
             raise

@@ -19,7 +19,6 @@ import torch
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory, PageSizes
@@ -94,7 +93,7 @@ class Targets:
             raw = (ctypes.c_char * total).from_address(tensor.data_ptr())
             return memoryview(raw).cast("B")[offset : offset + nbytes]
         memory = self._mapping(position)
-        start = self._plan.blocks[position].lead_bytes + offset
+        start = self._plan.blocks[position].offset + offset
         if self._pages is not None:
             self._pages.choose(memory, start, nbytes)
         return memory.view()[start : start + nbytes]
@@ -230,7 +229,7 @@ class Targets:
             return None
         first = copy.target_start * ITEM_BYTES[target.dtype]
         if block.kind == "arena":
-            return self._arena(block.arena).address + block.arena_offset + first
+            return self._arena(block.memory).address + block.offset + first
         small = block.kind == "existing" and target.device == "cpu" and target.nbytes < defaults.OWN_MAPPING_BYTES
         return self._existing[copy.target].data_ptr() + first if small else None
 
@@ -292,8 +291,6 @@ class Targets:
 
         The last view of a target is the target's own tensor in another shape, which saves a second one for each.
         """
-        if len(self._existing) == len(views):  # a live tensor has one view
-            return [self._existing[view.target] for view in views]
         uses = [0] * len(self._plan.targets)
         for view in views:
             uses[view.target] += 1
@@ -306,28 +303,21 @@ class Targets:
 
     def _last(self, view: View) -> torch.Tensor:
         position = view.target
-        if position in self._existing or position in self._finished or not self._plan.targets[position].nbytes:
+        if position in self._existing or position in self._finished:
             return self._tensor(view)
         flat = self._flats.pop(position, None)
         if flat is None:  # nothing needed a tensor of it before, so that it has no constants either
             flat = self._allocate(position)
-        if view.shape != flat.shape or view.stride != (1,):
-            flat = _set(flat, flat, view)
-        return _with_math_bits(flat, view) if view.math_bits else flat
+        return flat if (view.shape, view.stride) == (flat.shape, (1,)) else _set(flat, flat, view)
 
     def _tensor(self, view: View) -> torch.Tensor:
         if view.target in self._existing:
             return self._existing[view.target]
         if view.target in self._finished:
             return self._finished[view.target]
-        target = self._plan.targets[view.target]
-        dtype = torch_dtype(target.dtype)
-        if target.nbytes == 0:
-            return _with_math_bits(self._flat(view.target).new_empty_strided(view.shape, view.stride), view)
         flat = self._flat(view.target)
         # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
-        empty = torch.empty(0, dtype=dtype, device=flat.device)
-        return _with_math_bits(_set(empty, flat, view), view)
+        return _set(torch.empty(0, dtype=flat.dtype, device=flat.device), flat, view)
 
     def _flat(self, position: int) -> torch.Tensor:
         """Return the memory of a target as one dimension, with its constants written; a live tensor keeps its shape."""
@@ -351,15 +341,11 @@ class Targets:
         if block.kind == "empty":
             return torch.empty(0, dtype=dtype)
         if block.kind == "mapped":
-            mapping, start = self._ranges[block.mapped_range]
-            return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + block.mapped_offset)
-        if block.kind == "arena":
-            memory = self._arena(block.arena)
-            offset = memory.start + block.arena_offset
+            mapping, start = self._ranges[block.memory]
         else:
-            memory = self._mapping(position)
-            offset = memory.start + block.lead_bytes
-        return torch.frombuffer(memory.mapping, dtype=dtype, count=count, offset=offset)
+            memory = self._arena(block.memory) if block.kind == "arena" else self._mapping(position)
+            mapping, start = memory.mapping, memory.start
+        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + block.offset)
 
     def _arena(self, number: int) -> HostMemory:
         memory = self._arenas.get(number)
@@ -376,7 +362,7 @@ class Targets:
     def _mapping(self, position: int) -> HostMemory:
         with self._lock:
             if position not in self._mappings:
-                nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
+                nbytes = self._plan.blocks[position].offset + self._plan.targets[position].nbytes
                 self._mappings[position] = self._new_memory(nbytes, huge_pages=self._plan.facts.huge_pages)
             return self._mappings[position]
 
@@ -407,10 +393,3 @@ def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
     if (packing := box.elements.packing) is not None:
         shape, stride = (*shape, packing.elements), (*stride, packing.target_step)
     return flat.as_strided(shape, stride, flat.storage_offset() + box.target_start)
-
-
-def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    if view.math_bits:
-        # As torch.load does: conj() would make a view that keeps a base.
-        return set_math_bits(tensor, view.math_bits)
-    return tensor

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice.entries.slicing import slice_entry
-from sluice.records import NO_STORAGE, Arithmetic, Entry, Part, elements_of
+from sluice.records import NO_STORAGE, Arithmetic, Entry, Part, elements_of, row_major
 from sluice.records.geometry import contiguous_stride
 
 __all__ = ["compute", "join", "narrow", "pad", "permute", "reshape", "stack"]
@@ -137,25 +137,16 @@ def _parts(entry: Entry) -> tuple[Part, ...]:
 def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
     """Return an entry of the given shape made of parts; a view if one part covers all of it."""
     held = tuple(part for part in parts if part.entry.numel)
+    view = row_major(like.dtype, shape, NO_STORAGE)
     if len(held) == 1 and held[0].entry.constant is None and held[0].entry.dtype == like.dtype:
-        only = held[0].entry
-        return replace(
-            like,
-            shape=shape,
-            stride=only.stride,
-            storage=only.storage,
-            storage_offset=only.storage_offset,
-            elements=only.elements,
-            constant=None,
-            parts=(),
-        )
+        view, held = held[0].entry, ()
     return replace(
         like,
         shape=shape,
-        stride=contiguous_stride(shape),
-        storage=NO_STORAGE,
-        storage_offset=0,
-        elements=elements_of(like.dtype),
+        stride=view.stride,
+        storage=view.storage,
+        storage_offset=view.storage_offset,
+        elements=view.elements,
         constant=None,
         parts=held,
     )

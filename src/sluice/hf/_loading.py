@@ -220,8 +220,8 @@ def stream(
     """
     library = find_library()
     check_load(limits=limits, progress=progress, blocks=blocks)
-    kept, for_weights = stream_memory(memory)
-    options = TransferOptions(memory=kept)
+    kept, memory_bytes = stream_memory(memory)
+    options = TransferOptions(memory=memory_limits(kept))
     dtype = _parsed(dtype)
     with find_model(directory, revision, limits) as files, ExitStack() as stack:
         model_class, config = class_and_config(library, files, model_class, config, limits=limits)
@@ -242,7 +242,7 @@ def stream(
         if train:
             model.requires_grad_(False)
         named = None if blocks is None else tuple(blocks)
-        request = StreamRequest(load=filling, memory=for_weights, blocks=named, train=train)
+        request = StreamRequest(load=filling, memory_bytes=memory_bytes, blocks=named, train=train)
         stack.pop_all()  # the stream closes the checkpoint
         return open_stream(request, checkpoint, progress=progress)
     raise AssertionError("no exception is suppressed")

@@ -11,7 +11,7 @@ from sluice._errors import UnsupportedError
 from sluice.api.checkpoint import Checkpoint
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.matching.selection import only_state_dict
-from sluice.reading.reader import CheckpointReader, PendingTensors
+from sluice.reading.reader import CheckpointReader, Pending
 from sluice.reading.scan import Batch, ScanItem, in_batches
 
 __all__ = ["weights"]
@@ -50,7 +50,7 @@ def _tensors(checkpoint: Checkpoint, skip: Callable[[str], bool] | None) -> Iter
         first = storages[next(iter(lazy.entry.storages))]
         items.append(((first.file, first.offset, lazy.entry.storage_offset), ScanItem(lazy.entry, name)))
     items.sort(key=lambda item: item[0])
-    waiting: tuple[Batch[str], PendingTensors] | None = None
+    waiting: tuple[Batch[str], Pending] | None = None
     with CheckpointReader(checkpoint) as reader:
         for batch in in_batches((item for _, item in items), _BATCH_BYTES):
             following = batch, reader.start([item.entry for item in batch])
@@ -59,7 +59,7 @@ def _tensors(checkpoint: Checkpoint, skip: Callable[[str], bool] | None) -> Iter
         yield from _named(waiting)
 
 
-def _named(batch: tuple[Batch[str], PendingTensors] | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(batch: tuple[Batch[str], Pending] | None) -> Iterator[tuple[str, torch.Tensor]]:
     if batch is not None:
-        for item, tensor in zip(batch[0], batch[1].result(), strict=True):
+        for item, tensor in zip(batch[0], batch[1](), strict=True):
             yield item.payload, tensor

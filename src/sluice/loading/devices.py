@@ -18,7 +18,7 @@ from sluice.engine.accelerators import accelerators, device_facts
 from sluice.entries.patterns import Placement
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState, undivided
-from sluice.planning.auto_placement import Member, Room, auto_placement
+from sluice.planning.auto_placement import Member, auto_placement
 from sluice.planning.budget import device_limit
 from sluice.planning.cuda_allocator import scratch_bytes
 from sluice.planning.threads import staging_buffer_bytes
@@ -86,7 +86,7 @@ def choose_placement(state: ModuleState, matched: Match, memory: MemoryLimits | 
     """
     return auto_placement(
         list(_members(state, matched)),
-        list(_rooms(memory or NO_LIMITS)),
+        dict(_rooms(memory or NO_LIMITS)),
         whole=undivided(state.module),
         one_block=all(slot.on_meta for slot in state.outline.slots),
     )
@@ -105,7 +105,7 @@ def _members(state: ModuleState, matched: Match) -> Iterator[Member]:
         yield Member(names=(name,), nbytes=tensor.nbytes, at=str(tensor.device))
 
 
-def _rooms(memory: MemoryLimits) -> Iterator[Room]:
+def _rooms(memory: MemoryLimits) -> Iterator[tuple[str, int]]:
     scratch = scratch_bytes(staging_buffer_bytes(parse_bytes(memory.staging)))
     for device in accelerators():
         limit_bytes = device_limit(memory, device)
@@ -116,4 +116,4 @@ def _rooms(memory: MemoryLimits) -> Iterator[Room]:
                     f"device='auto': the free memory of {device} is unknown; set it with MemoryLimits(device=...)"
                 )
             limit_bytes = int((facts.free_bytes + facts.cached_bytes) * (1 - defaults.AUTO_RESERVE))
-        yield Room(device=device, nbytes=max(0, limit_bytes - scratch))
+        yield device, max(0, limit_bytes - scratch)

@@ -288,18 +288,15 @@ def load_report(
         measured: Peak growth of host memory since then, in bytes.
         ranks: Figures of all ranks that loaded together.
     """
-    own = {**figures(job), "missing": loaded.missing, "unexpected": loaded.unexpected}
+    of_result = ("missing", "unexpected", "replaced", "device_memory", "remote")
     return LoadReport(
-        **own,
+        **figures(job) | {name: getattr(loaded, name) for name in of_result},
         seconds=seconds,
         measured=measured,
         ranks=ranks,
-        device_memory=loaded.device_memory,
-        remote=loaded.remote,
         reads=loaded.result.read_bytes,
         stepped_down=loaded.result.stepped_down,
         origins={request.name: request.entry.origin for request in job.requests if request.entry.origin},
-        replaced=loaded.replaced,
         notes=(
             *job.checkpoint.index.notes,
             *job.notes,

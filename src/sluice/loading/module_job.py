@@ -22,12 +22,12 @@ from sluice.loading.module_fill import ModuleData, fetch_module, install_module,
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
-from sluice.planning.memory_layout import Computed
 from sluice.ranks.membership import local_rank_count
 from sluice.reading.transfer import Prepared, plan_transfer, with_more
-from sluice.records import Entry, Index, Request
+from sluice.records import NO_STORAGE, Entry, Index, Request, row_major
+from sluice.records.geometry import is_dense
 from sluice.reports.load import RefreshState
-from sluice.reports.table import Decided, TensorRow, tensor_rows
+from sluice.reports.table import TensorRow, tensor_rows
 from sluice.sharding.dtensors import home, is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         matched = replace(
             self.match, requests=requests, slots=tuple(self.match.slots[i] for i in positions), comparisons=()
         )
-        computed = _computed(self.state, self.match, self.placement)
+        computed = list(_computed(self.state, self.match, self.placement))
         prepared = plan_transfer(self.checkpoint, requests, computed=computed, options=options)
         return replace(self, requests=requests, match=matched, prepared=self.with_values(prepared))
 
@@ -110,15 +110,9 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """See ``LoadJob.row_maker``; one row for each name of the module."""
-        decided = Decided(
-            outline=self.state.outline,
-            match=self.match,
-            plan=self.plan,
-            placement=self.placement,
-            index=self.checkpoint.index,
-            computed=tuple(_computed_row(name, held[0].tensor) for name, held in self.state.unsaved.items()),
-        )
-        return partial(tensor_rows, decided)
+        decided = self.state.outline, self.match, self.plan, self.placement, self.checkpoint.index
+        computed = [_computed_row(name, held[0].tensor) for name, held in self.state.unsaved.items()]
+        return partial(tensor_rows, *decided, computed)
 
 
 def module_job(
@@ -178,7 +172,7 @@ def _planned(
     return plan_transfer(
         checkpoint,
         matched.requests,
-        computed=_computed(state, matched, placement),
+        computed=list(_computed(state, matched, placement)),
         later_copies=later_copies,
         options=options,
     )
@@ -237,19 +231,18 @@ def _placed(
     return match_on(placement=placement), placement
 
 
-def _computed(state: ModuleState, matched: Match, placement: Placement) -> list[Computed]:
-    """Return the tensors on meta that the checkpoint does not fill, in the order of ``zeroed`` and ``initialised``."""
-    slots = state.outline.slots
-    return [
-        Computed(
-            name=slots[slot].names[0],
-            shape=slots[slot].held_shape,
-            stride=slots[slot].stride,
-            dtype=matched.initial_dtypes[slot],
-            device=device_of(slots[slot].names[0], placement) or slots[slot].home,
+def _computed(state: ModuleState, matched: Match, placement: Placement) -> Iterator[Request]:
+    """Yield the tensors on meta that the checkpoint does not fill, in the order of ``zeroed`` and ``initialised``."""
+    for position in (*matched.zeroed, *matched.initialised):
+        slot = state.outline.slots[position]
+        entry = row_major(matched.initial_dtypes[position], slot.held_shape, NO_STORAGE)
+        yield Request(
+            name=slot.names[0],
+            entry=entry,
+            stride=slot.stride if is_dense(entry.shape, slot.stride) else entry.stride,
+            dtype=entry.dtype,
+            device=device_of(slot.names[0], placement) or slot.home,
         )
-        for slot in (*matched.zeroed, *matched.initialised)
-    ]
 
 
 def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:

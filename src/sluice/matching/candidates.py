@@ -31,16 +31,6 @@ _EXTRA_STATE = "_extra_state"
 _SETTINGS = frozenset({"args", "cfg", "config", "hparams", "hyper_parameters"})
 
 
-def state_dict_candidates(tree: object) -> tuple[str, ...]:
-    """Return the keys of parts that could be state dicts of models, the largest first; ``""`` is the whole tree.
-
-    A candidate is a dict that holds tensors by name, and at least half of the bytes below it directly: a loss next to
-    a model does not make the whole checkpoint a state dict, and extra state does not split one. Optimizer states are
-    not candidates.
-    """
-    return tuple(_candidates(tree))
-
-
 def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
     """Return the tensors of each candidate by its key, the largest first, without metrics and settings next to a model.
 
@@ -56,7 +46,7 @@ def names_by_state_dict(tree: object) -> dict[str, set[str]]:
 
 
 def _likely(tree: object) -> dict[str, object]:
-    parts = _candidates(tree)
+    parts = state_dict_candidates(tree)
     models = {key: part for key, part in parts.items() if _is_model(part)} or parts
     return {key: part for key, part in models.items() if key.rpartition(".")[2] not in _SETTINGS} or models
 
@@ -68,8 +58,13 @@ def _is_model(part: object) -> bool:
     return any(entry.shape for entry in every_entry(part)) and 2 * others < len(values)
 
 
-def _candidates(tree: object) -> dict[str, object]:
-    """Return the candidates by key, the largest first; see ``state_dict_candidates``."""
+def state_dict_candidates(tree: object) -> dict[str, object]:
+    """Return parts that could be state dicts of models by key, the largest first; ``""`` is the whole tree.
+
+    A candidate is a dict that holds tensors by name, and at least half of the bytes below it directly: a loss next to
+    a model does not make the whole checkpoint a state dict, and extra state does not split one. Optimizer states are
+    not candidates.
+    """
     if isinstance(tree, dict) and not any(issubclass(kind, CONTAINERS) for kind in set(map(type, tree.values()))):
         return {} if _named_tensor_bytes(tree) is None else {"": tree}  # a flat state dict, as most are
     below = sizes(tree)

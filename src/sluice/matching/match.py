@@ -173,7 +173,8 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
             position, slot, optional=bool(optional_names) and any(name in optional_names for name in slot.names)
         )
     takes_others = has_attributes or any(name in extra_state for name in outline.extra_state)
-    if not allow_empty and matcher.is_empty(takes_others=takes_others):
+    needs_some = matcher.required or (matcher.optional and not takes_others)
+    if needs_some and not (allow_empty or matcher.present):
         matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates
     matcher.add_extra_state(outline.extra_state, extra_state)
     matcher.add_unexpected(outline)
@@ -322,14 +323,6 @@ class _Matcher(Struct, kw_only=True):
         fate.append(position)
         if slot.on_meta:
             self.initial_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self.dtype)
-
-    def is_empty(self, *, takes_others: bool) -> bool:
-        """Return whether the module has tensors and the state dict has none of them.
-
-        Args:
-            takes_others: Whether the state dict has other values for the module: attributes or extra state.
-        """
-        return self.present == 0 and (self.required > 0 or (self.optional > 0 and not takes_others))
 
     def add_extra_state(self, own: Sequence[str], saved: Collection[str]) -> None:
         """Note extra state that only the module or only the state dict has."""

@@ -17,10 +17,8 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-
-from msgspec import Struct, field
 
 from sluice._errors import FormatError, MismatchError
 from sluice._messages import SHOWN, section
@@ -28,28 +26,25 @@ from sluice._options import Limits
 from sluice._units import counted, format_bytes
 from sluice.entries.rules import Rule
 from sluice.entries.tree import refusal, unsupported
-from sluice.matching.candidates import CandidateReader, holds_tensors, likely_state_dicts, state_dict_candidates
+from sluice.matching.candidates import (
+    Candidate,
+    CandidateReader,
+    holds_tensors,
+    likely_state_dicts,
+    state_dict_candidates,
+)
 from sluice.matching.match import Outline
 from sluice.matching.name_fit import NameFit, name_fits, unwrap
 from sluice.matching.renaming import Rename
-from sluice.records import Entry
 
 __all__ = ["Selection", "only_state_dict", "select"]
 
 
-class Selection(Struct, frozen=True, kw_only=True):
-    """The state dict of a module in a checkpoint."""
+class Selection(Candidate, frozen=True, kw_only=True):
+    """The state dict of a module in a checkpoint: a candidate whose names are those of the module."""
 
-    #: Its entries, by their names in the module.
-    entries: Mapping[str, Entry]
-    #: Its dotted path in the checkpoint; None for the whole checkpoint.
-    key: str | None
     #: Prefix stripped from its names, with the dot; empty if none was.
     prefix: str
-    #: Version of each module's state by the module's name, if the file has it.
-    versions: Mapping[str, int]
-    #: Its extra state, by names in the module: plain values and containers with ``Entry`` leaves.
-    extra_state: Mapping[str, object] = field(default_factory=dict)
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...] = ()
     #: The parts of the checkpoint that were compared, one line each, if there are several and no name matches.
@@ -81,7 +76,7 @@ def select(
             name.
     """
     reader = CandidateReader(tree=tree, rename=rename, rules=tuple(rules), limits=limits or Limits())
-    keys = state_dict_candidates(tree) if key is None else (key,)
+    keys = list(state_dict_candidates(tree)) if key is None else [key]
     fits = [fit for candidate in reader.read_all(keys) for fit in name_fits(candidate, outline)]
     if key is None and "" not in keys and not any(fit.is_whole for fit in fits):
         fits += _nested(reader, outline)

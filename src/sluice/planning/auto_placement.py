@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from sluice.planning.cuda_allocator import plan_reservation
 
-__all__ = ["Member", "Room", "auto_placement"]
+__all__ = ["Member", "auto_placement"]
 
 _HOST = "cpu"
 
@@ -38,15 +38,6 @@ class Member(Struct, frozen=True, kw_only=True):
         return 0 if self.at == device else self.nbytes
 
 
-class Room(Struct, frozen=True, kw_only=True):
-    """Capacity of one accelerator."""
-
-    #: Name as torch writes it: ``"cuda:0"``.
-    device: str
-    #: Most bytes that its allocator may reserve for the tensors.
-    nbytes: int
-
-
 class _Node(Struct, eq=False):
     """A module, or a tensor that belongs directly to a module with children."""
 
@@ -59,7 +50,7 @@ class _Node(Struct, eq=False):
 
 
 def auto_placement(
-    members: Sequence[Member], rooms: Sequence[Room], *, whole: Collection[str] = (), one_block: bool = True
+    members: Sequence[Member], rooms: Mapping[str, int], *, whole: Collection[str] = (), one_block: bool = True
 ) -> dict[str, str]:
     """Return a device for every tensor, as a mapping from name prefixes to devices; the longest prefix applies.
 
@@ -68,22 +59,20 @@ def auto_placement(
 
     Args:
         members: All tensors of the module, in the order of its modules.
-        rooms: Accelerators in the order in which they are filled.
+        rooms: Most bytes that the allocator of each accelerator may reserve, in the order in which they are filled.
         whole: Paths of modules that must not be split.
         one_block: Whether the memory of an accelerator is reserved as one block; see ``plan_reservation``.
     """
     root = _tree(members)
-    limits = {room.device: room.nbytes for room in rooms}
+    limits = dict(rooms)
     while True:
         devices = _assign(root, members, limits, frozenset(whole))
-        for room in rooms:
-            sizes = [
-                m.cost_on(room.device) for m, device in zip(members, devices, strict=True) if device == room.device
-            ]
-            excess = plan_reservation(sizes, one_block=one_block).reserved_bytes - room.nbytes
+        for room, nbytes in rooms.items():
+            sizes = [m.cost_on(room) for m, device in zip(members, devices, strict=True) if device == room]
+            excess = plan_reservation(sizes, one_block=one_block).reserved_bytes - nbytes
             if excess > 0:
                 # Rounding exceeds the room by this much. Later accelerators depend on the limit, so start again.
-                limits[room.device] = min(limits[room.device], sum(sizes)) - excess
+                limits[room] = min(limits[room], sum(sizes)) - excess
                 break
         else:
             return dict(_prefixes(root, devices))

@@ -69,7 +69,7 @@ def plan_mapping(targets: Sequence[Target], mappable: Sequence[bool]) -> Mapped:
         offset, end = first.piece.start_byte, max(fill.end for fill in group)
         for fill in group:
             at = fill.piece.start_byte - offset
-            blocks[fill.target] = Block(kind="mapped", mapped_range=len(ranges), mapped_offset=at)
+            blocks[fill.target] = Block(kind="mapped", memory=len(ranges), offset=at)
         ranges.append(MappedRange(file=first.fill.file, offset=offset, nbytes=end - offset))
     return Mapped(ranges=tuple(ranges), blocks=blocks, reasons=tuple(_reasons(fills, copied, copied_bytes)))
 

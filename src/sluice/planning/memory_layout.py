@@ -13,47 +13,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import mul
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import UnsupportedError
-from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Request, Target, View
+from sluice.records import NO_STORAGE, Block, BlockKind, Constant, Entry, Fill, Index, Request, Target, View
 from sluice.records.geometry import collapse, contiguous_stride, is_dense, overlapping, round_up, span_elements
 
-__all__ = ["Computed", "computed_targets", "lay_out_blocks", "packed_fill", "shared_targets", "single_targets"]
-
-
-class Computed(Struct, frozen=True, kw_only=True):
-    """A finished tensor whose values are computed, not read."""
-
-    #: Name for messages.
-    name: str
-    #: Size of each dimension, in elements.
-    shape: tuple[int, ...]
-    #: Step of each dimension, in elements; replaced by row-major steps if they would leave gaps.
-    stride: tuple[int, ...]
-    #: Name of its dtype.
-    dtype: str
-    #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``.
-    device: str
-
-
-def computed_targets(computed: Sequence[Computed], first: int) -> tuple[tuple[Target, ...], tuple[View, ...]]:
-    """Return a target without fills and a view for each computed tensor.
-
-    Args:
-        computed: The tensors.
-        first: Position in the plan of the first of these targets.
-    """
-    targets, views = [], []
-    for position, tensor in enumerate(computed, first):
-        stride = tensor.stride if is_dense(tensor.shape, tensor.stride) else contiguous_stride(tensor.shape)
-        nbytes = span_elements(tensor.shape, stride) * ITEM_BYTES[tensor.dtype]
-        targets.append(Target(name=tensor.name, dtype=tensor.dtype, nbytes=nbytes, device=tensor.device, fills=()))
-        views.append(View(target=position, start=0, shape=tensor.shape, stride=stride))
-    return tuple(targets), tuple(views)
+__all__ = ["lay_out_blocks", "packed_fill", "shared_targets", "single_targets"]
 
 
 def single_targets(
@@ -80,24 +48,16 @@ def shared_targets(
     """Return targets, shared by views of the same bytes, and one view per request.
 
     Targets hold only the union of the requested views: a 10-row view of a large storage takes 10 rows. Conjugates and
-    negatives stay lazy views. For the arguments see ``single_targets``.
+    negatives are views of what is stored, for the caller to mark. For the arguments see ``single_targets``.
     """
     targets: list[Target] = []
     views: dict[int, View] = {}
-    bare = [
-        replace(each, entry=replace(each.entry, elements=each.entry.elements.without_math_bits()))
-        if each.entry.math_bits
-        else each
-        for each in requests
-    ]
+    bare = [replace(each, entry=each.entry.stored) if each.entry.elements.math_bits else each for each in requests]
     for members in _storage_groups(bare):
         ordered = sorted(members, key=lambda i: bare[i].entry.storage_offset)
         for group in overlapping(ordered, lambda i: _span(bare[i].entry)):
             _lay_out_group([(i, bare[i]) for i in group], targets, views, index, offsets)
-    bits = [request.entry.math_bits for request in requests]
-    return tuple(targets), tuple(
-        replace(views[i], math_bits=bits[i]) if bits[i] else views[i] for i in range(len(requests))
-    )
+    return tuple(targets), tuple(views[i] for i in range(len(requests)))
 
 
 def lay_out_blocks(
@@ -122,14 +82,14 @@ def lay_out_blocks(
             continue
         kind = _block_kind(target)
         if kind != "arena":
-            blocks.append(Block(kind=kind, lead_bytes=leads.get(position, 0)))
+            blocks.append(Block(kind=kind, offset=leads.get(position, 0)))
             continue
         parent = target.name.rpartition(".")[0]
         too_full = used + target.nbytes > defaults.ARENA_BYTES
         if not arenas or too_full or (parent != module and used >= defaults.ARENA_MODULE_BYTES):
             arenas.append(0)
             used = 0
-        blocks.append(Block(kind="arena", arena=len(arenas) - 1, arena_offset=used))
+        blocks.append(Block(kind="arena", memory=len(arenas) - 1, offset=used))
         used = round_up(used + target.nbytes, defaults.TENSOR_ALIGNMENT_BYTES)
         arenas[-1] = used
         module = parent
@@ -191,8 +151,8 @@ def _filled_target(
         read = [(piece, first) for piece, first in held if piece.constant is None]
         fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in read)
         constants = tuple(_constants(held, stride))
-    else:
-        fills = (_fill(entry, 0, stride, index, offsets),) if numel else ()
+    else:  # a computed tensor has neither
+        fills = (_fill(entry, 0, stride, index, offsets),) if numel and entry.storage != NO_STORAGE else ()
         constants = ()
     return Target(
         name=request.name,

@@ -179,7 +179,7 @@ def _most_unfinished(
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step, read in enumerate(reads):
-        for position in (read.into,) if read.into is not None else {copy.target for copy in read.copies}:
+        for position in read.targets:
             if targets[position].finisher:
                 first.setdefault(position, step)
                 last[position] = step
@@ -201,7 +201,7 @@ def _predict(
     """Return the predicted growth of host memory."""
     page = defaults.BLOCK_BYTES
     mapped = unfinished + sum(
-        round_up(target.finisher.finished_bytes if target.finisher else block.lead_bytes + target.nbytes, page)
+        round_up(target.finisher.finished_bytes if target.finisher else block.offset + target.nbytes, page)
         for target, block in zip(targets, blocks, strict=True)
         if block.kind == "mapping"
     )

@@ -7,7 +7,6 @@ Therefore indices are checked here before torch uses them, piece by piece, in a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import FormatError, MismatchError, UnsafeContentError
 from sluice._messages import type_of
 from sluice._options import MemoryLimits, TransferOptions
+from sluice._private_torch import set_math_bits
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.entries import tree as trees
@@ -105,8 +105,9 @@ def with_tensors(
     left = iter(tensors)
     finished: dict[int, Any] = {}
     for entry in entries:
-        count = len(entry.components)
-        tensor = assemble(names.get(id(entry), "_metadata"), entry, list(islice(left, count)), file=file)
+        # Marked as torch.load does: conj() would make a view that keeps a base.
+        parts = [set_math_bits(next(left), component.elements.math_bits) for component in entry.components]
+        tensor = assemble(names.get(id(entry), "_metadata"), entry, parts, file=file)
         finished[id(entry)] = _as_in_file(tensor, entry)
     for entry in entries:
         _set_attributes(entry, finished, file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from msgspec.structs import replace
@@ -24,11 +24,14 @@ from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import Entry, Index, LoadPlan, MachineFacts, Request, Storage, View, elements_of
+from sluice.records import Entry, Index, LoadPlan, MachineFacts, Request, Storage, elements_of
 from sluice.records.geometry import contiguous_stride
 from sluice.sources.protocol import Source, is_caching
 
-__all__ = ["CheckpointReader", "PendingTensors", "fill_caches"]
+__all__ = ["CheckpointReader", "Pending", "fill_caches"]
+
+#: Waits for tensors that are being read, and returns them.
+Pending: TypeAlias = Callable[[], list[torch.Tensor]]
 
 #: Share of the bytes of a file from which on all of it is downloaded, if it takes more than one request; less is
 #: requested from the server.
@@ -80,7 +83,7 @@ class CheckpointReader:
 
     def read(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Return the tensors of entries and windows; see ``start``."""
-        return self.start(entries).result()
+        return self.start(entries)()
 
     def start(
         self,
@@ -88,7 +91,7 @@ class CheckpointReader:
         *,
         staging_bytes: int = defaults.SCAN_STAGING_BYTES,
         page_cache: PageCache = "auto",
-    ) -> PendingTensors:
+    ) -> Pending:
         """Begin to read entries and windows, each into a row-major tensor on the host.
 
         Args:
@@ -96,9 +99,14 @@ class CheckpointReader:
             staging_bytes: Most bytes of the staging buffers.
             page_cache: Use of the page cache.
 
+        Returns:
+            A function that waits for the tensors and returns them, in memory that lives as long as they do. It raises,
+            too.
+
         Raises:
             FormatError: A header in front of the data is damaged.
             ReadError: The operating system failed a read.
+            SourceChangedError: A file is no longer the one that was indexed.
         """
         offsets = self._checkpoint.locate(
             {number for entry in entries if entry.numel for number in entry.storages if number < self._first_file}
@@ -111,7 +119,16 @@ class CheckpointReader:
         files = self._index.files
         plan = plan_load(laid_out, files, self.facts, staging_bytes=staging_bytes, page_cache=page_cache)
         targets = Targets(plan)
-        return PendingTensors(self, entries, self.begin(plan, targets), targets, views)
+        running = self.begin(plan, targets)
+
+        def result() -> list[torch.Tensor]:
+            try:
+                running.wait()
+            except SessionEndedError:  # another batch failed; this one was not to blame
+                return self.read(entries)
+            return targets.tensors(views)
+
+        return result
 
     @cached_property
     def _index(self) -> Index:
@@ -122,37 +139,6 @@ class CheckpointReader:
             for position, file in enumerate(own.files)
         )
         return replace(own, storages=(*own.storages, *files))
-
-
-class PendingTensors:
-    """Tensors that are being read."""
-
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        entries: Sequence[Entry],
-        running: RunningPlan,
-        targets: Targets,
-        views: Sequence[View],
-    ) -> None:
-        self._reader = reader
-        self._entries = entries
-        self._running = running
-        self._targets = targets
-        self._views = views
-
-    def result(self) -> list[torch.Tensor]:
-        """Return one tensor for each entry, in memory that lives as long as it does.
-
-        Raises:
-            ReadError: The operating system failed a read.
-            SourceChangedError: A file is no longer the one that was indexed.
-        """
-        try:
-            self._running.wait()
-        except SessionEndedError:  # another batch failed; this one was not to blame
-            return self._reader.read(self._entries)
-        return self._targets.tensors(self._views)
 
 
 def fill_caches(

@@ -22,7 +22,7 @@ from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.budget import growth_of_copies
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
-from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
+from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.reading.reader import CheckpointReader
 from sluice.records import DeviceMemory, DevicePlan, LoadPlan, RemoteReads, Request, View
@@ -46,7 +46,7 @@ def plan_transfer(
     requests: Sequence[Request],
     *,
     share_storages: bool = False,
-    computed: Sequence[Computed] = (),
+    computed: Sequence[Request] = (),
     later_copies: Sequence[tuple[int, int]] = (),
     options: TransferOptions | None = None,
     serial_bytes: int = SERIAL_BYTES,
@@ -57,7 +57,7 @@ def plan_transfer(
         checkpoint: Where the entries come from.
         requests: The tensors to read.
         share_storages: Whether views of the same bytes share memory, as in the file.
-        computed: Further tensors that get memory and no values.
+        computed: Further tensors, whose entries have no storage: they get memory and no values.
         later_copies: Bytes of tensors on the host that code of the model replaces after the load, and of their copies.
         options: How; None for the defaults.
         serial_bytes: Most bytes that are read in the thread of the caller; 0 if it works on something else meanwhile.
@@ -73,9 +73,7 @@ def plan_transfer(
         {storage for request in requests if request.entry.numel for storage in request.entry.storages}
     )
     lay_out = shared_targets if share_storages else single_targets
-    targets, views = lay_out(requests, checkpoint.index, offsets)
-    extra, computed_views = computed_targets(computed, len(targets))
-    targets += extra
+    targets, views = lay_out([*requests, *computed], checkpoint.index, offsets)
     mapped = NOTHING_MAPPED
     if options.place == "map":
         wanted = {fill.file for target in targets for fill in target.fills}
@@ -98,7 +96,8 @@ def plan_transfer(
         mapped=mapped,
         serial_bytes=serial_bytes,
     )
-    prepared, more = Prepared(plan=plan, views=views, computed=computed_views), checkpoint.working_bytes
+    count, more = len(requests), checkpoint.working_bytes
+    prepared = Prepared(plan=plan, views=views[:count], computed=views[count:])
     if later_copies:  # staging is free again then
         more += max(0, growth_of_copies(later_copies) - plan.staging_buffers * plan.staging_buffer_bytes)
     return with_more(prepared, {"cpu": more}) if more else prepared

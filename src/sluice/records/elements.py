@@ -10,7 +10,6 @@ from functools import cache
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 
@@ -68,10 +67,6 @@ class Elements(Struct, frozen=True, kw_only=True):
     def item_bytes(self) -> int:
         """Bytes of one stored element, or of one pack."""
         return ITEM_BYTES[self.dtype] if self.packing is None else self.packing.nbytes
-
-    def without_math_bits(self) -> Elements:
-        """Return the elements of the storage, neither conjugated nor negated."""
-        return replace(self, math_bits=()) if self.math_bits else self
 
 
 @cache

@@ -44,12 +44,14 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
 
 def local_access() -> AccessFacts:
     """Return the access facts of local files and of memory: the defaults, as one record."""
-    return _access(defaults.READ_BYTES, defaults.COALESCE_GAP_BYTES, defaults.WAITING_READERS)
+    return _access(
+        request_bytes=defaults.READ_BYTES,
+        gap_bytes=defaults.COALESCE_GAP_BYTES,
+        parallel_requests=defaults.WAITING_READERS,
+    )
 
 
-@cache
-def _access(request_bytes: int, gap_bytes: int, parallel_requests: int) -> AccessFacts:
-    return AccessFacts(request_bytes=request_bytes, gap_bytes=gap_bytes, parallel_requests=parallel_requests)
+_access = cache(AccessFacts)
 
 
 def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:

@@ -11,10 +11,11 @@ from math import prod
 from typing import ClassVar
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._public import public
-from sluice.records.elements import Elements, MathBit, elements_of
+from sluice.records.elements import Elements, elements_of
 from sluice.records.facts import FileRecord
 from sluice.records.geometry import contiguous_stride, span_elements
 
@@ -34,7 +35,7 @@ __all__ = [
     "row_major",
 ]
 
-#: ``Entry.storage`` of an entry that is constant, assembled from parts, or a composite.
+#: ``Entry.storage`` of an entry that is constant, assembled from parts, a composite, or computed.
 NO_STORAGE = -1
 
 
@@ -161,9 +162,9 @@ class Entry(Struct, frozen=True, eq=False, gc=False):
         return self.elements.dtype
 
     @property
-    def math_bits(self) -> tuple[MathBit, ...]:
-        """Conjugation or negation of the elements of its storage."""
-        return self.elements.math_bits
+    def stored(self) -> Entry:
+        """The same view of its storage, whose elements are neither conjugated nor negated."""
+        return replace(self, elements=replace(self.elements, math_bits=())) if self.elements.math_bits else self
 
     @property
     def layout(self) -> str:

@@ -120,6 +120,11 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     #: Whether it is part of the request of the read before it: bytes between them are received and dropped.
     continues: bool = False
 
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """Positions of the targets that receive bytes, one for each copy."""
+        return (self.into,) if self.into is not None else tuple(copy.target for copy in self.copies)
+
 
 def requests_of(reads: Iterable[Read]) -> Iterator[list[Read]]:
     """Yield the reads of each request: one, or several that follow each other in a remote file."""
@@ -140,16 +145,10 @@ class Block(Struct, frozen=True, kw_only=True, gc=False):
     #: pages of the file, without reads; ``existing``: memory of the caller; ``device``: memory of an accelerator;
     #: ``empty``: no bytes; ``file``: part of an output file.
     kind: BlockKind
-    #: Bytes before the target in its allocation, which make its address congruent with the file for direct reads.
-    lead_bytes: int = 0
-    #: For ``arena``: position in ``LoadPlan.arenas``.
-    arena: int = 0
-    #: For ``arena``: first byte of the target in the arena.
-    arena_offset: int = 0
-    #: For ``mapped``: position in ``LoadPlan.mapped_ranges``.
-    mapped_range: int = 0
-    #: For ``mapped``: first byte of the target in the range.
-    mapped_offset: int = 0
+    #: For ``arena`` and ``mapped``: position of its memory in ``LoadPlan.arenas`` or ``LoadPlan.mapped_ranges``.
+    memory: int = 0
+    #: First byte of the target in this memory; in a mapping of its own, for an address that is congruent with the file.
+    offset: int = 0
 
 
 class MappedRange(Struct, frozen=True, kw_only=True):

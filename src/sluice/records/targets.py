@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from sluice.records.elements import Elements, MathBit
+from sluice.records.elements import Elements
 from sluice.records.index import Entry
 
 __all__ = ["Constant", "Fill", "Finisher", "Request", "Target", "View"]
@@ -131,5 +131,3 @@ class View(Struct, frozen=True, kw_only=True, gc=False):
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: Math bits to set on the finished tensor, whose memory holds the conjugate or negative.
-    math_bits: tuple[MathBit, ...] = ()

@@ -18,7 +18,7 @@ from sluice.matching.match import Match, Outline, Slot
 from sluice.records import Entry, Index, LoadPlan, Request
 from sluice.reports.document import Grid, Report, Section, plain
 
-__all__ = ["Decided", "TensorRow", "TensorTable", "request_rows", "tensor_rows"]
+__all__ = ["TensorRow", "TensorTable", "request_rows", "tensor_rows"]
 
 _HEADERS = ("name", "dtype", "shape", ">bytes", "device", "how", "from")
 
@@ -93,44 +93,30 @@ class TensorTable(Report, Sequence[TensorRow]):
         return f"<TensorTable of {len(self)} rows>"
 
 
-class Decided(Struct, frozen=True, kw_only=True):
-    """The decisions of a load into a module. A report keeps them and builds its table on demand."""
+def tensor_rows(
+    outline: Outline, match: Match, plan: LoadPlan, placement: Placement, index: Index, computed: Iterable[TensorRow]
+) -> Iterator[TensorRow]:
+    """Yield one row per name of a module, in its order; the requests of its match are those of the plan, in order.
 
-    #: The tensors of the module.
-    outline: Outline
-    #: Match of checkpoint and module. Its requests correspond to the targets of the plan, in order.
-    match: Match
-    #: The plan.
-    plan: LoadPlan
-    #: Requested or chosen devices.
-    placement: Placement
-    #: The checkpoint.
-    index: Index
-    #: Rows of non-persistent buffers.
-    computed: tuple[TensorRow, ...] = ()
-
-
-def tensor_rows(decided: Decided) -> tuple[TensorRow, ...]:
-    """Return one row per name of the module, in its order; computed buffers are last."""
+    Rows of ``computed`` buffers are last.
+    """
     fates = {
-        **dict.fromkeys(decided.match.kept, "kept"),
-        **dict.fromkeys((*decided.match.zeroed, *decided.match.initialised), "initialised"),
+        **dict.fromkeys(match.kept, "kept"),
+        **dict.fromkeys((*match.zeroed, *match.initialised), "initialised"),
     }
-    filled = dict(zip(decided.match.slots, range(len(decided.match.slots)), strict=True))
-    in_place = {read.into for read in decided.plan.reads}
-    names = _SourceNames(decided.index)
-    rows: list[TensorRow] = []
-    for position, slot in enumerate(decided.outline.slots):
-        if position in filled:
-            number = filled[position]
-            request = decided.match.requests[number]
-            how = _how(decided.plan, number, request, in_place)
-            row = _filled(slot.names[0], request, how, names.of(request.entry))
+    filled = {slot: number for number, slot in enumerate(match.slots)}
+    in_place = {read.into for read in plan.reads}
+    names = _SourceNames(index)
+    for position, slot in enumerate(outline.slots):
+        number = filled.get(position)
+        if number is not None:
+            request = match.requests[number]
+            row = _filled(slot.names[0], request, _how(plan, number, request, in_place), names.of(request.entry))
         else:
-            row = _absent(slot, fates[position], decided, position)
-        rows.append(row)
-        rows.extend(replace(row, name=other, how=f"tied to {slot.names[0]}") for other in slot.names[1:])
-    return (*rows, *decided.computed)
+            row = _absent(slot, fates[position], match.initial_dtypes.get(position, slot.dtype), placement)
+        yield row
+        yield from (replace(row, name=other, how=f"tied to {slot.names[0]}") for other in slot.names[1:])
+    yield from computed
 
 
 def request_rows(
@@ -171,15 +157,14 @@ def _filled(name: str, request: Request, how: str, source_names: tuple[str, ...]
     )
 
 
-def _absent(slot: Slot, how: str, decided: Decided, position: int) -> TensorRow:
-    dtype = decided.match.initial_dtypes.get(position, slot.dtype)
+def _absent(slot: Slot, how: str, dtype: str, placement: Placement) -> TensorRow:
     return TensorRow(
         name=slot.names[0],
         file_dtype=None,
         dtype=dtype,
         shape=slot.held_shape,
         nbytes=prod(slot.held_shape) * ITEM_BYTES[dtype],
-        device=device_of(slot.names[0], decided.placement) or (slot.home if slot.on_meta else slot.device),
+        device=device_of(slot.names[0], placement) or (slot.home if slot.on_meta else slot.device),
         how=how,
     )
 

@@ -188,17 +188,16 @@ class LocalFile(RangedSource):
             if direct and error.errno in _REFUSED_DIRECT:
                 raise DirectIOUnavailable(self.local_path) from error
             raise
-        found = self._identified(os.fstat(opened.fileno()))
-        if found != self.identity:
-            opened.close()
-            raise self._changed(found)
+        try:
+            self._compare(os.fstat(opened.fileno()))
+        except SourceChangedError:
+            opened.close()  # a traceback keeps the frame
+            raise
         return opened
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         with self.lend() as descriptor:
-            found = self._identified(os.fstat(descriptor))
-            if found != self.identity:
-                raise self._changed(found)
+            self._compare(os.fstat(descriptor))
             try:
                 return map_privately(descriptor, offset, nbytes)
             except OSError as error:
@@ -222,11 +221,10 @@ class LocalFile(RangedSource):
 
     def check_unchanged(self) -> None:
         try:
-            found = self._identified(os.stat(self.local_path))
+            status = os.stat(self.local_path)
         except OSError as error:
             raise SourceChangedError(f"the file is no longer accessible: {error.strerror}", file=self.path) from error
-        if found != self.identity:
-            raise self._changed(found)
+        self._compare(status)
 
     def close(self) -> None:
         for direct in (False, True):
@@ -239,13 +237,11 @@ class LocalFile(RangedSource):
             for direct in (False, True):
                 DESCRIPTORS.drop((self._key, direct))
 
-    def _changed(self, found: FileIdentity) -> SourceChangedError:
-        return SourceChangedError(
-            "the file changed since it was indexed",
-            file=self.path,
-            expected=self.identity.describe(),
-            found=found.describe(),
-        )
+    def _compare(self, status: os.stat_result) -> None:
+        found = self._identified(status)
+        if found != self.identity:
+            was, now = self.identity.describe(), found.describe()
+            raise SourceChangedError("the file changed since it was indexed", file=self.path, expected=was, found=now)
 
 
 def _kind(mode: int) -> str:

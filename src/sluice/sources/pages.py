@@ -13,7 +13,6 @@ import mmap
 import os
 import struct
 import sys
-from functools import cache
 from typing import Self
 
 from sluice.sources.descriptors import OwnedFile
@@ -70,18 +69,15 @@ class _CachestatCounts(ctypes.Structure):
     )
 
 
-@cache
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int:
     """Return the bytes of the cached pages of a range by ``cachestat``; 0 if the kernel does not count them."""
-    libc = _libc()
-    if libc is None:
+    if _libc is None:
         return 0
     place, pages = _CachestatRange(offset, nbytes), _CachestatCounts()
-    refused = libc.syscall(ctypes.c_long(_CACHESTAT), descriptor, ctypes.byref(place), ctypes.byref(pages), 0)
+    refused = _libc.syscall(ctypes.c_long(_CACHESTAT), descriptor, ctypes.byref(place), ctypes.byref(pages), 0)
     return 0 if refused else int(pages.cached) * mmap.PAGESIZE
 
 
@@ -95,8 +91,7 @@ def resident_bytes(descriptor: int, offset: int, nbytes: int) -> int:
         offset: First byte.
         nbytes: Bytes of the range.
     """
-    libc = _libc()
-    if libc is None or not _may_ask(descriptor):
+    if _libc is None or not _may_ask(descriptor):
         return 0
     lead = offset % mmap.PAGESIZE
     try:
@@ -106,7 +101,7 @@ def resident_bytes(descriptor: int, offset: int, nbytes: int) -> int:
     pages = ctypes.create_string_buffer(-(-(lead + nbytes) // mmap.PAGESIZE))
     first = ctypes.c_ubyte.from_buffer(mapping)
     address = ctypes.c_void_p(ctypes.addressof(first))
-    refused = libc.mincore(address, ctypes.c_size_t(lead + nbytes), pages)
+    refused = _libc.mincore(address, ctypes.c_size_t(lead + nbytes), pages)
     return 0 if refused else pages.raw.count(1) * mmap.PAGESIZE
 
 

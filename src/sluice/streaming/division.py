@@ -223,7 +223,7 @@ def _memory_bytes(plan: LoadPlan) -> int:
     """Return the bytes of the memory that a unit takes."""
     step = defaults.RECYCLED_STEP_BYTES
     pairs = zip(plan.targets, plan.blocks, strict=True)
-    own = [block.lead_bytes + target.nbytes for target, block in pairs if block.kind not in {"arena", "empty"}]
+    own = [block.offset + target.nbytes for target, block in pairs if block.kind not in {"arena", "empty"}]
     return sum(round_up(nbytes, step) for nbytes in (*own, *plan.arenas))
 
 

@@ -59,12 +59,11 @@ class HostWeights:
 class _Rest:
     """The bytes of one read, once it was made."""
 
-    __slots__ = ("bytes", "first", "memory", "nbytes")
+    __slots__ = ("bytes", "first", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.first, self.nbytes = 0, nbytes
-        self.bytes = memoryview(b"")
-        self.memory: HostMemory | None = None
+        self.bytes = memoryview(b"")  # of memory that it alone keeps
 
     def part(self, offset: int, nbytes: int) -> memoryview | None:
         """Return a part by its offset in the file; None if not all of it is here."""
@@ -100,15 +99,14 @@ class _KeptReads(ForwardingSource):
             return nbytes
         found = self._source.read_into(offset, buffer, direct=direct)
         if found == nbytes:
-            rest.memory = HostMemory(nbytes, huge_pages=self._huge_pages)
-            rest.first, rest.bytes = offset, rest.memory.view()[:nbytes]
+            rest.first, rest.bytes = offset, HostMemory(nbytes, huge_pages=self._huge_pages).view()[:nbytes]
             _copy(rest.bytes, buffer[:nbytes])
         return found
 
     def clear(self) -> None:
         """Free the memory."""
         for rest in self._rests.values():
-            rest.bytes, rest.memory = memoryview(b""), None
+            rest.bytes = memoryview(b"")
 
 
 def _blocks(read: Read) -> tuple[int, int]:

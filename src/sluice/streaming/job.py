@@ -47,8 +47,8 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
 
     #: The load that fills the model.
     load: ModuleRequest | EntriesRequest
-    #: Memory for the weights where they are used; None for what the limits leave.
-    memory: Memory = None
+    #: Bytes for the weights where they are used; None for the limits of the load, or what they leave.
+    memory_bytes: int | None = None
     #: Paths of the blocks, with ``*`` for any name; None finds them.
     blocks: tuple[str, ...] | None = None
     #: Whether the model is trained; parameters that require gradients then stay in memory.
@@ -57,17 +57,17 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     quantized: tuple[OpenedWeight, ...] = ()
 
 
-def stream_memory(memory: Memory) -> tuple[MemoryLimits | None, Memory]:
-    """Return the limits of the loads of a stream, and its memory for weights, with devices as torch writes them.
-
-    One size is that of the weights alone, so that it limits no load.
+def stream_memory(memory: Memory) -> tuple[MemoryLimits | None, int | None]:
+    """Return the limits of the loads of a stream, or the bytes for its weights: one size limits no load.
 
     Raises:
         ValueError: See ``memory_limits``.
         TypeError: See ``memory_limits``.
     """
-    checked = memory_limits(memory)
-    return (checked, checked) if isinstance(memory, MemoryLimits) else (None, memory)
+    if isinstance(memory, MemoryLimits):
+        return memory, None
+    limits = memory_limits(memory)
+    return None, None if limits is None else parse_bytes(limits.host or 0)
 
 
 class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
@@ -180,7 +180,7 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
     model = request.load.model
     _refuse(model)
     job = request.load.job(checkpoint)
-    memory_bytes = _memory_bytes(job, request.memory)
+    memory_bytes = _memory_bytes(job, request)
     transfer = replace(request.load.options, facts=job.plan.facts)
     held = held_parameters(job, request.quantized)
     passing = [each for each in held if not (request.train and each.tensor.requires_grad)]
@@ -193,7 +193,7 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
         if not fits or waits or smaller.decision.passing_bytes < passing_bytes * defaults.SMALLER_BLOCKS_SHARE:
             found = smaller
     found, rest = with_packed_rest(found, memory_bytes) if _device(job) == "cpu" else (found, 0)
-    decided = _stream_job(job, found, transfer, rest or _resting_bytes(request.memory, _device(job)))
+    decided = _stream_job(job, found, transfer, rest or _resting_bytes(request, _device(job)))
     return replace(decided, train=request.train, quantized=request.quantized), memory_bytes
 
 
@@ -219,32 +219,30 @@ def _refuse(model: nn.Module) -> None:
             )
 
 
-def _memory_bytes(job: ModuleJob, memory: Memory) -> int:
+def _memory_bytes(job: ModuleJob, request: StreamRequest) -> int:
     """Return the bytes for weights: those of the caller, or those that the limits leave without gate and activations.
 
     Raises:
         BudgetError: The caller gives none, and the free memory of the device is unknown.
     """
-    device = _device(job)
-    given: int | str | None
-    if not isinstance(memory, MemoryLimits):
-        given = memory
-    else:
-        given = memory.host if device == "cpu" else device_limit(memory, device)
+    if request.memory_bytes is not None:
+        return request.memory_bytes
+    device, memory = _device(job), request.load.memory
+    given = memory.host if device == "cpu" else device_limit(memory, device)
     if given is not None:
         return parse_bytes(given)
     limits = {limit.where: limit.nbytes for limit in find_limits(job.plan.facts, NO_LIMITS)}
     found = limits.get(HOST if device == "cpu" else device)
     if found is None:
         raise BudgetError(f"the free memory of {device} is unknown; give memory=, such as memory='6GiB'")
-    staging = memory.staging if isinstance(memory, MemoryLimits) else NO_LIMITS.staging
-    gate = parse_bytes(staging) + defaults.OVERHEAD_BYTES if device == "cpu" else 0
+    gate = parse_bytes(memory.staging) + defaults.OVERHEAD_BYTES if device == "cpu" else 0
     return max(0, int(found * (1 - defaults.AUTO_RESERVE)) - gate)
 
 
-def _resting_bytes(memory: Memory, device: str) -> int:
+def _resting_bytes(request: StreamRequest, device: str) -> int:
     """Return the bytes of host memory for weights of a model on an accelerator: those of the caller, less the gate."""
-    if device == "cpu" or not isinstance(memory, MemoryLimits) or memory.host is None:
+    memory = request.load.memory
+    if device == "cpu" or request.memory_bytes is not None or memory.host is None:
         return 0
     return max(0, parse_bytes(memory.host) - parse_bytes(memory.staging) - defaults.OVERHEAD_BYTES)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from msgspec import Struct
@@ -19,6 +19,7 @@ from sluice.reading.reader import CheckpointReader
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Request
 from sluice.records.geometry import contiguous_stride
+from sluice.streaming.window import Window
 
 __all__ = ["Lookup", "looks_up_rows"]
 
@@ -44,13 +45,13 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
     #: How bytes are moved.
     transfer: TransferOptions
 
-    def __call__(self, ids: torch.Tensor, reader: CheckpointReader, read: Callable[[int], None]) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, reader: CheckpointReader, window: Window) -> torch.Tensor:
         """Return the rows at ``ids``, as ``nn.Embedding`` does.
 
         Args:
             ids: Positions of rows, of any shape.
             reader: Reads the rows.
-            read: Called with the number of bytes that are read.
+            window: Counts the bytes that are read.
 
         Raises:
             IndexError: The weight has no such row.
@@ -66,18 +67,18 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
             wanted, places = torch.unique(piece, return_inverse=True)
             if wanted[0] < 0 or wanted[-1] >= count:
                 raise IndexError("index out of range in self")  # as torch says
-            rows = self._rows(wanted.tolist(), reader, read)
+            rows = self._rows(wanted.tolist(), reader, window)
             found[first : first + len(piece)] = rows[places]
         return found.view(*ids.shape, width)
 
-    def _rows(self, wanted: list[int], reader: CheckpointReader, read: Callable[[int], None]) -> torch.Tensor:
+    def _rows(self, wanted: list[int], reader: CheckpointReader, window: Window) -> torch.Tensor:
         requests = [
             replace(self.request, entry=entry, stride=contiguous_stride(entry.shape))
             for entry in (slice_entry(self.request.entry, (slice(*run),)) for run in _runs(wanted))
         ]
         prepared = plan_transfer(self.checkpoint, requests, options=self.transfer)
         targets = Targets(prepared.plan)
-        read(prepared.plan.read_bytes)
+        window.read_bytes += prepared.plan.read_bytes
         try:
             reader.begin(prepared.plan, targets).wait()
         except BaseException:

@@ -165,7 +165,7 @@ class Stream:
                 if module.weight is not self._units[lookup.unit].plan.weights[0].parked:
                     return forward(input)  # the caller replaced it, or it is in use
                 if not self._units[lookup.unit].ready:
-                    return lookup(input, self._reader, self._window.count_read)
+                    return lookup(input, self._reader, self._window)
                 with self._window.holding(lookup.unit, install=True):
                     return forward(input)
 

@@ -47,7 +47,7 @@ class Window:
         self._held_bytes = 0
         #: Units that may be in memory or being read.
         self._held = set[int]()
-        #: Bytes that were requested from the files.
+        #: Bytes that were requested from the files, also by lookups of rows.
         self.read_bytes = 0
         #: Seconds in which the model waited for weights.
         self.waited_seconds = 0.0
@@ -114,10 +114,6 @@ class Window:
                     return
                 self._start(number)
                 started = True
-
-    def count_read(self, nbytes: int) -> None:
-        """Count bytes that were read without the window."""
-        self.read_bytes += nbytes
 
     def clear(self) -> None:
         """Drop every unit and free all memory. The reader has ended, and no block is running."""

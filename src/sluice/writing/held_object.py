@@ -15,12 +15,13 @@ from sluice._dtypes import ITEM_BYTES, dtype_name, is_castable, why_no_cast
 from sluice._errors import SaveError
 from sluice._options import Limits
 from sluice.entries.tree import component
+from sluice.records import Entry, elements_of
 from sluice.records.geometry import span_elements
 from sluice.writing.contents import WrittenItem, stored_once
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Call, Geometry, rebuilt
+from sluice.writing.torch_tensors import Call, rebuilt, stored
 from sluice.writing.torch_zip import HashedTensor, TorchFile
 
 __all__ = ["HeldObject", "finished_dtype", "identity", "refuse_unsupported", "tensor_items"]
@@ -140,21 +141,17 @@ def _descriptions(tensors: Iterable[torch.Tensor], spans: Mapping[Hashable, _Sto
         why = why_no_cast(dtype_name(tensor.dtype), span.dtype, requires_grad=tensor.requires_grad)
         if why:
             raise SaveError(why)
-        geometry = Geometry(
-            storage=span.number,
-            elements=span.elements,
-            dtype=span.dtype,
-            device=str(tensor.device),
-            start=int(tensor.storage_offset()) - span.start,
+        view = Entry(
+            elements=elements_of(span.dtype),
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
-        )
-        yield rebuilt(
-            geometry,
-            requires_grad=tensor.requires_grad,
+            storage=span.number,
+            storage_offset=int(tensor.storage_offset()) - span.start,
             parameter=isinstance(tensor, torch.nn.Parameter),
+            requires_grad=tensor.requires_grad,
             attributes=vars(tensor),
         )
+        yield rebuilt(view, stored(view, span.elements, str(tensor.device)))
 
 
 def refuse_unsupported(tensor: torch.Tensor, name: str = "") -> None:

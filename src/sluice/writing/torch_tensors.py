@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from sluice._dtypes import ITEM_BYTES
+from sluice.records import Entry
 
 __all__ = [
     "Call",
-    "Geometry",
     "Global",
     "MemoizedText",
     "Persistent",
@@ -78,62 +76,40 @@ _REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
 _device = cache(MemoizedText)
 
 
-class Geometry(Struct, frozen=True, kw_only=True):
-    """A dense tensor: a view of a storage."""
-
-    #: Number of its storage.
-    storage: int
-    #: Size of that storage, in elements.
-    elements: int
-    #: Name of its dtype.
-    dtype: str
-    #: Original device, as torch writes it.
-    device: str = "cpu"
-    #: First element, in elements from the start of the storage.
-    start: int
-    #: Size of each dimension, in elements.
-    shape: tuple[int, ...]
-    #: Step of each dimension, in elements.
-    stride: tuple[int, ...]
-    #: Whether it is a conjugate view, a negative view or both.
-    math_bits: tuple[str, ...] = ()
-
-
-def rebuilt(
-    view: Geometry, *, requires_grad: bool, parameter: bool, attributes: Mapping[str, object] | None = None
-) -> Call:
-    """Return the call that rebuilds a tensor with its flags and Python attributes.
+def stored(view: Entry, elements: int, device: str = "cpu") -> Persistent:
+    """Return the storage of a tensor.
 
     Args:
-        view: The tensor without them.
-        requires_grad: Whether gradients are recorded for it.
-        parameter: Whether it is a ``torch.nn.Parameter``.
-        attributes: Python attributes of the tensor object.
+        view: The tensor, whose storage is numbered in the new file.
+        elements: Size of this storage, in elements.
+        device: Its original device, as torch writes it.
     """
-    if parameter:
-        arguments = dense(view), requires_grad, _HOOKS
-        if attributes:
-            return Call(Global("torch._utils", "_rebuild_parameter_with_state"), (*arguments, attributes))
-        return Call(Global("torch._utils", "_rebuild_parameter"), arguments)
-    call = dense(view, requires_grad=requires_grad)
-    if not attributes:
-        return call
-    tensor = Global("torch", "Tensor")
-    return Call(Global("torch._tensor", "_rebuild_from_type_v2"), (call.function, tensor, call.arguments, attributes))
-
-
-def stored(view: Geometry) -> Persistent:
-    """Return the storage of a view."""
-    kind, length = _STORAGE_CLASSES.get(view.dtype), view.elements
+    kind = _STORAGE_CLASSES.get(view.dtype)
     if kind is None:
-        kind, length = _UNTYPED_STORAGE, view.elements * ITEM_BYTES[view.dtype]
-    return Persistent((_STORAGE, kind, str(view.storage), _device(view.device), length))
+        kind, elements = _UNTYPED_STORAGE, elements * view.elements.item_bytes
+    return Persistent((_STORAGE, kind, str(view.storage), _device(device), elements))
 
 
-def dense(view: Geometry, *, requires_grad: bool = False) -> Call:
-    """Return the call that rebuilds a tensor: ``_rebuild_tensor_v3`` for dtypes without a storage class."""
-    arguments = stored(view), view.start, view.shape, view.stride, requires_grad, _HOOKS
-    bits = ({MemoizedText(bit): True for bit in view.math_bits},) if view.math_bits else ()
+def rebuilt(view: Entry, storage: Persistent) -> Call:
+    """Return the call that rebuilds a tensor of a storage, with its flags and Python attributes."""
+    call = dense(view, storage)
+    if view.parameter:
+        arguments: tuple[Any, ...] = call, view.requires_grad, _HOOKS
+        if view.attributes:
+            return Call(Global("torch._utils", "_rebuild_parameter_with_state"), (*arguments, view.attributes))
+        return Call(Global("torch._utils", "_rebuild_parameter"), arguments)
+    if not view.attributes:
+        return call
+    arguments = call.function, Global("torch", "Tensor"), call.arguments, view.attributes
+    return Call(Global("torch._tensor", "_rebuild_from_type_v2"), arguments)
+
+
+def dense(view: Entry, storage: Persistent) -> Call:
+    """Return the call that rebuilds a tensor alone: ``_rebuild_tensor_v3`` for dtypes without a storage class."""
+    requires_grad = view.requires_grad and not view.parameter
+    arguments = storage, view.storage_offset, view.shape, view.stride, requires_grad, _HOOKS
+    marks = view.elements.math_bits
+    bits = ({MemoizedText(bit): True for bit in marks},) if marks else ()
     if view.dtype in _STORAGE_CLASSES:
         return Call(_REBUILD_TENSOR, (*arguments, *bits))
     return Call(_REBUILD_UNTYPED, (*arguments, Global("torch", view.dtype), *bits))

@@ -143,7 +143,7 @@ def test_conjugated_and_negated_views() -> None:
     numbers = storage("0", 10, kind="ComplexFloatStorage")
     for flags in ({}, {"conj": True}, {"neg": True}, {"conj": True, "neg": True}):
         entry = load([tensor_call(numbers, shape=(1,), extra=(flags,))])[0]
-        assert entry.math_bits == tuple(bit for bit in ("conj", "neg") if flags.get(bit))
+        assert entry.elements.math_bits == tuple(bit for bit in ("conj", "neg") if flags.get(bit))
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice.records.geometry import contiguous_stride, round_up
+from sluice.records import row_major
+from sluice.records.geometry import round_up
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.ranks.division import Box, DividedTensor, boxes
 from sluice.writing.ranks.group import LEAD
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_tensors import Geometry, dense
+from sluice.writing.torch_tensors import dense, stored
 from sluice.writing.torch_zip import TorchZipWriter
 
 __all__ = ["ItemLayout", "OwnChunk", "RankItem", "chunk_writer", "flatten", "lay_out_items", "value_item"]
@@ -119,11 +120,9 @@ def chunk_writer(dtype: str, shape: tuple[int, ...]) -> TorchZipWriter:
 @lru_cache(maxsize=4096)
 def _chunk_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     chunk = object()  # described, not held
-    geometry = Geometry(
-        storage=0, elements=prod(shape), dtype=dtype, start=0, shape=shape, stride=contiguous_stride(shape)
-    )
+    view = row_major(dtype, shape, 0)
     walked = walk_object(chunk, lambda _: {})
-    return bytes(pickle_object(chunk, walked, [dense(geometry)]))
+    return bytes(pickle_object(chunk, walked, [dense(view, stored(view, view.numel))]))
 
 
 @lru_cache(maxsize=4096)
