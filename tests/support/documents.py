@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import SkipTest
 
 import pytest
@@ -52,6 +53,8 @@ _BASH_SECONDS = 100
 class Outcome:
     """The outcome of a page."""
 
+    #: Names that its Python blocks defined.
+    namespace: Mapping[str, Any]
     #: Visible blocks that were run or written.
     executed: int = 0
     #: Line and reason of each block that was only compiled.
@@ -76,7 +79,7 @@ def run_document(path: Path, directory: Path) -> Outcome:
     }
     document = Sybil(parsers=[SkipParser(), _BlockParser(evaluators)]).parse(path)
     document.namespace["__name__"] = "__main__"
-    outcome = Outcome()
+    outcome = Outcome(namespace=document.namespace)
     with session(directory):
         for example in document.examples():
             _evaluate(example, outcome)
