@@ -84,9 +84,7 @@ def mesh_of(sizes: Mapping[str, int]) -> Mesh:
     mesh = Mesh(names=tuple(sizes), sizes=tuple(sizes.values()))
     parts = prod(size for name, size in sizes.items() if name not in REPLICATING)
     if parts > _MOST_PARTS or mesh.ranks > _MOST_RANKS:
-        raise ValueError(
-            f"too large: {mesh.ranks:,} ranks with {parts:,} parts; at most {_MOST_RANKS:,} with {_MOST_PARTS:,}"
-        )
+        raise ValueError(f"a mesh of {mesh.ranks:,} ranks, {parts:,} parts; at most {_MOST_RANKS:,}, {_MOST_PARTS:,}")
     return mesh
 
 
