@@ -81,6 +81,7 @@ def test_names_are_changed_on_load_plan_and_convert(directory: Path, options: tu
         ("--dtype", "int8", 2, "is not one of"),
         ("--memory", "lots", 2, "2GiB or 2G (2 * 1024**3 bytes), 2GB (2 * 1000**3 bytes)"),
         ("--memory", "9" * 400 + ".5G", 2, "not a size"),
+        ("--memory", "1KiB", 3, "1.00 KiB"),
         ("--page-cache", "never", 2, "is not one of"),
         ("--rename", "fc", 2, "'fc' is not of the form OLD=NEW"),
         ("--rename", "**=fc.*", 2, "repeat the wildcards"),
