@@ -118,6 +118,6 @@ def write_shards(state: Mapping[str, torch.Tensor], folder: Path, count: int) ->
         before += tensor.nbytes
     for file in dict.fromkeys(weight_map.values()):
         part = {name: tensor for name, tensor in state.items() if weight_map[name] == file}
-        write_checkpoint(part, folder / file, "safetensors")
+        write_checkpoint(part, folder / file)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

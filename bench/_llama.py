@@ -123,7 +123,7 @@ def write_directory(folder: Path, shape: LlamaShape, *, shards: int) -> None:
     state = {name: random_weight(name, each).to(torch.bfloat16) for name, each in shapes.items()}
     if shards == 1:
         folder.mkdir(parents=True)
-        write_checkpoint(state, folder / "model.safetensors", "safetensors")
+        write_checkpoint(state, folder / "model.safetensors")
     else:
         write_shards(state, folder, shards)
     config = {

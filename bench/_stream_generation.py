@@ -38,7 +38,7 @@ def write(size: str, folder: Path) -> tuple[Path, int]:
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in _empty(size).named_parameters()}
     state = {name: random_weight(name, shape) for name, shape in shapes.items()}
-    write_checkpoint(state, folder / "generation.safetensors", "safetensors")
+    write_checkpoint(state, folder / "generation.safetensors")
     return folder / "generation.safetensors", sum(tensor.nbytes for tensor in state.values())
 
 

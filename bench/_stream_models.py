@@ -79,5 +79,5 @@ def write_model(name: str, folder: Path, file: str) -> Path:
         return folder / LLAMA / "model.safetensors"
     path = folder / file
     state = {key: random_weight(key, tensor.shape) for key, tensor in empty_state(name).items()}
-    write_checkpoint(state, path, "safetensors" if path.suffix == ".safetensors" else "torch")
+    write_checkpoint(state, path)
     return path

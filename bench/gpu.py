@@ -115,11 +115,11 @@ def _make_checkpoints(console: Console, size: str, folder: Path) -> float:
         )
     with console.status("making the checkpoints"):
         begin = time.perf_counter()
-        make_checkpoint(folder / "model.pth", size, torch.float32, "torch")
+        make_checkpoint(folder / "model.pth", size, torch.float32)
         make_cold(folder / "model.pth")
         seconds = time.perf_counter() - begin
-        make_checkpoint(folder / "model.safetensors", size, torch.float32, "safetensors")
-        make_checkpoint(folder / "parameters", size, torch.float32, "per-parameter")
+        make_checkpoint(folder / "model.safetensors", size, torch.float32)
+        make_checkpoint(folder / "parameters", size, torch.float32)
     return nbytes / seconds
 
 

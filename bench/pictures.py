@@ -75,8 +75,8 @@ def main(size: str, directory: Path | None, out: Path) -> None:
     device = _machine.device()
     found: dict[Precision, dict[str, Outcome]] = {dtype: {} for dtype in _DTYPES}
     with temporary_folder(directory) as folder:
-        make_checkpoint(folder / "model.pth", size, torch.float32, "torch")
-        make_checkpoint(folder / "parameters", size, torch.float32, "per-parameter")
+        make_checkpoint(folder / "model.pth", size, torch.float32)
+        make_checkpoint(folder / "parameters", size, torch.float32)
         for dtype in _DTYPES:
             for method in STRATEGIES:
                 path = folder / ("model.pth" if ".pth" in method.reads else "parameters")

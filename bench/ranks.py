@@ -110,7 +110,7 @@ def _write(folder: Path, size: str) -> dict[str, Path]:
     paths = {FILE: folder / f"{size}.pth", SHARDS: folder / f"{size}-shards", DCP: folder / f"{size}-dcp"}
     if not paths[SHARDS].exists():
         state = {name: random_weight(name, shape) for name, shape in shapes.items()}
-        write_checkpoint(state, paths[FILE], "torch")
+        write_checkpoint(state, paths[FILE])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that one process saves
             save_distributed(state, checkpoint_id=paths[DCP], no_dist=True)

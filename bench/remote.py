@@ -160,8 +160,8 @@ def _write(folder: Path, size: str) -> None:
         return
     bucket.mkdir(parents=True, exist_ok=True)
     state = {name: random_weight(name, tensor.shape) for name, tensor in empty_model(size).named_parameters()}
-    write_checkpoint(state, bucket / "model.pth", "torch")
-    write_checkpoint(state, bucket / "model.safetensors", "safetensors")
+    write_checkpoint(state, bucket / "model.pth")
+    write_checkpoint(state, bucket / "model.safetensors")
     write_shards(state, bucket / SHARDS, _SHARD_COUNT)
     (folder / "sums.json").write_text(json.dumps(sums_of(state)), encoding="utf-8")
     os.sync()

@@ -180,7 +180,7 @@ def test_an_unknown_size_is_named() -> None:
 
 
 def test_a_checkpoint_in_half_precision_holds_the_random_weights_of_its_names(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "tiny.pth", "tiny", torch.bfloat16, "torch")
+    make_checkpoint(tmp_path / "tiny.pth", "tiny", torch.bfloat16)
     for name, weight in torch.load(tmp_path / "tiny.pth", weights_only=True).items():
         assert torch.equal(weight, random_weight(name, weight.shape).bfloat16()), name
 

@@ -21,7 +21,7 @@ from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.pth"
-    make_checkpoint(path, "tiny", torch.float32, "torch")
+    make_checkpoint(path, "tiny", torch.float32)
     return path
 
 

@@ -80,7 +80,7 @@ def assert_bounds(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.long) for size in ("small", "medium")])
 def test_the_tutorials_models(tmp_path: Path, size: str, dtype: str) -> None:
-    make_checkpoint(tmp_path / "model.pth", size, torch.float32, "torch")
+    make_checkpoint(tmp_path / "model.pth", size, torch.float32)
     found = measured(tmp_path / "model.pth", dtype, size)
     assert_bounds(found)
     assert found["reserved"] == found["predicted"]

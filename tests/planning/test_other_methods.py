@@ -161,9 +161,9 @@ def test_a_method_that_takes_less_is_named_with_the_reason_why_it_is_not_recomme
 
 def _error_mib(size: str, folder: Path, method: str, dtype: Precision) -> tuple[float, float]:
     """Predict a method in this process and run it in a fresh one; return the error and the measured peak, in MiB."""
-    path = folder / f"{size}-{method == 'per-parameter'}"
+    path = folder / (f"{size}-parameters" if method == "per-parameter" else f"{size}.pth")
     if not path.exists():
-        make_checkpoint(path, size, torch.float32, "per-parameter" if method == "per-parameter" else "torch")
+        make_checkpoint(path, size, torch.float32)
     with sluice.empty_init():
         model = gpt2(size)
     planned = sluice.plan(model, path, dtype=getattr(torch, dtype))

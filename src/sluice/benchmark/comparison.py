@@ -15,7 +15,6 @@ from sluice._errors import UnsupportedError
 from sluice._units import format_bytes
 from sluice.benchmark import gpt2
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.gpt2 import FORMATS
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.machine import make_cold
 from sluice.benchmark.methods import METHODS, STRATEGIES, absence, final_bytes, kind_of
@@ -98,7 +97,7 @@ def checkpoint_for(method: str, subject: ComparedModel, folder: Path) -> Path:
     path = folder / (f"model{kind}" if kind else "parameters")
     if not path.exists():
         _check_room(folder, final_bytes(subject.model, torch.float32))
-        gpt2.make_checkpoint(path, subject.model, torch.float32, FORMATS[kind])
+        gpt2.make_checkpoint(path, subject.model, torch.float32)
     return path
 
 

@@ -13,18 +13,14 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sluice.benchmark.records import PARAMETERS, PTH, SAFETENSORS, Kind
-
 __all__ = [
-    "FORMATS",
     "SIZES",
-    "CheckpointFormat",
     "GPTConfig",
     "GPTModel",
     "config",
@@ -34,13 +30,6 @@ __all__ = [
     "random_weight",
     "write_checkpoint",
 ]
-
-#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``per-parameter``: a directory with a file
-#: ``NAME.pt`` per entry of the state dict.
-CheckpointFormat = Literal["torch", "safetensors", "per-parameter"]
-
-#: The format of each kind of checkpoint that can be written.
-FORMATS: dict[Kind, CheckpointFormat] = {PTH: "torch", SAFETENSORS: "safetensors", PARAMETERS: "per-parameter"}
 
 
 class GPTConfig(TypedDict):
@@ -213,21 +202,15 @@ def random_weight(name: str, shape: torch.Size) -> torch.Tensor:
     return torch.empty(shape).uniform_(middle - spread, middle + spread, generator=generator)
 
 
-def make_checkpoint(
-    path: Path,
-    size: str,
-    dtype: torch.dtype,
-    format: CheckpointFormat,  # noqa: A002 - the argument of sluice.save and sluice.convert has this name too
-) -> None:
-    """Write a state dict of random weights, all of which is in memory meanwhile.
+def make_checkpoint(path: Path, size: str, dtype: torch.dtype) -> None:
+    """Write a state dict of random weights, all of which is in memory meanwhile; see ``write_checkpoint``.
 
     Args:
-        path: The file to write, or for ``per-parameter`` the directory.
+        path: The file or directory to write.
         size: One of ``SIZES``.
         dtype: Dtype of every tensor in the file.
-        format: Format of the checkpoint.
     """
-    write_checkpoint(random_state_dict(size, dtype), path, format)
+    write_checkpoint(random_state_dict(size, dtype), path)
 
 
 def random_state_dict(size: str, dtype: torch.dtype) -> OrderedDict[str, torch.Tensor]:
@@ -240,15 +223,15 @@ def random_state_dict(size: str, dtype: torch.dtype) -> OrderedDict[str, torch.T
         return OrderedDict(zip(shapes, weights, strict=True))
 
 
-def write_checkpoint(
-    state_dict: Mapping[str, torch.Tensor],
-    path: Path,
-    format: CheckpointFormat,  # noqa: A002 - the argument of sluice.save and sluice.convert has this name too
-) -> None:
-    """Write a flat state dict of contiguous tensors that share no memory; see ``make_checkpoint``."""
-    if format == "safetensors":
+def write_checkpoint(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a flat state dict of contiguous tensors that share no memory.
+
+    The suffix tells the format: ``.safetensors``; any other one is a ``torch.save`` file; a path without one is a
+    directory with a file ``NAME.pt`` per entry.
+    """
+    if path.suffix == ".safetensors":
         save_file(dict(state_dict), path, metadata={"format": "pt"})  # transformers refuses files without it
-    elif format == "torch":
+    elif path.suffix:
         torch.save(state_dict, path)
     else:
         path.mkdir(parents=True, exist_ok=True)

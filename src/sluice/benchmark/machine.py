@@ -5,7 +5,6 @@ A checkpoint is dropped from its page cache, or read into it, and mincore says w
 
 from __future__ import annotations
 
-import ctypes
 import datetime as dt
 import mmap
 import os
@@ -21,13 +20,14 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
 from sluice._units import format_bytes
 from sluice.machine.facts import machine_facts
 from sluice.machine.filesystems import filesystem_type
+from sluice.records.geometry import round_up
+from sluice.sources.pages import resident_bytes
 
 __all__ = ["cached_share", "describe", "device", "free_memory_bytes", "make_cold", "make_warm", "temporary_folder"]
 
@@ -93,8 +93,6 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
         signal.signal(signal.SIGTERM, before)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 #: Attempts to drop pages and seconds between them: pages in use by the kernel are not dropped at the first request.
 _ATTEMPTS = 20
 _PAUSE_SECONDS = 0.05
@@ -112,28 +110,15 @@ def _files(checkpoint: Path) -> Iterator[Path]:
     yield from sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
 
 
-def _cached_pages(file: Path) -> tuple[int, int]:
-    """Return the number of cached pages of a file, and its total number of pages."""
-    size = file.stat().st_size
-    if size == 0:
-        return 0, 0
-    pages = -(-size // mmap.PAGESIZE)
-    answer = np.empty(pages, dtype=np.uint8)
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapping:
-        mapped = np.frombuffer(mapping, dtype=np.uint8)
-        failed = _libc.mincore(
-            ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(answer.ctypes.data)
-        )
-        del mapped  # a mapping with a view of it cannot be closed
-    if failed:
-        raise OSError(ctypes.get_errno(), "mincore failed", str(file))
-    return int((answer & 1).sum()), pages
-
-
 def cached_share(checkpoint: Path) -> float:
     """Return the fraction of the checkpoint's pages in the page cache, from 0 to 1."""
-    counts = [_cached_pages(file) for file in _files(checkpoint)]
-    return sum(cached for cached, _ in counts) / max(1, sum(pages for _, pages in counts))
+    cached = total = 0
+    for file in _files(checkpoint):
+        size = file.stat().st_size
+        total += round_up(size, mmap.PAGESIZE)
+        with file.open("rb") as stream:
+            cached += resident_bytes(stream.fileno(), 0, size) if size else 0
+    return cached / max(1, total)
 
 
 def make_cold(checkpoint: Path) -> bool:

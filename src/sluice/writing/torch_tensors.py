@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from sluice._dtypes import ITEM_BYTES
+from sluice.formats.torch_save.storages import STORAGE_DTYPES
 from sluice.records import Entry
 
 __all__ = [
@@ -49,20 +51,7 @@ class MemoizedText(str):
 
 
 #: torch's storage class for each dtype that has one; other storages are untyped bytes plus a dtype.
-_STORAGE_CLASSES = {
-    "float64": Global("torch", "DoubleStorage"),
-    "float32": Global("torch", "FloatStorage"),
-    "float16": Global("torch", "HalfStorage"),
-    "bfloat16": Global("torch", "BFloat16Storage"),
-    "int64": Global("torch", "LongStorage"),
-    "int32": Global("torch", "IntStorage"),
-    "int16": Global("torch", "ShortStorage"),
-    "int8": Global("torch", "CharStorage"),
-    "uint8": Global("torch", "ByteStorage"),
-    "bool": Global("torch", "BoolStorage"),
-    "complex128": Global("torch", "ComplexDoubleStorage"),
-    "complex64": Global("torch", "ComplexFloatStorage"),
-}
+_STORAGE_CLASSES = {dtype: Global("torch", name) for name, dtype in STORAGE_DTYPES.items() if dtype in ITEM_BYTES}
 
 #: The empty hooks that torch writes for each tensor: hooks are never saved.
 _HOOKS = Call(Global("collections", "OrderedDict"), ())

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 from typing import Annotated, NamedTuple
 
@@ -121,8 +122,6 @@ class Columns(NamedTuple):
     ends: list[int]
     #: Dtypes, shapes and sizes.
     layouts: list[HeaderLayout]
-    #: Layouts of the tensors that torch cannot represent, by name.
-    unsupported: dict[str, HeaderLayout]
 
 
 def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dict[str, str]]:
@@ -146,7 +145,7 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
     metadata = decode_json(header, _Header, "the header", path).metadata if has_metadata else {}
     check_limit(limits, "entries", max(len(members), len(metadata)), "the header", file=path, offset=LENGTH_BYTES)
     layouts = _Layouts(path, limits)
-    columns = Columns([], [], [], [], {})
+    columns = Columns([], [], [], [])
     for name, member in members.items():
         layouts.add(name, member, columns)
     if strings != _TENSOR_STRINGS * len(members) + has_metadata + 2 * len(metadata):
@@ -154,21 +153,6 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
     if b"-0" in header and b"-" in without_strings(header):
         raise FormatError("a size or an offset is negative", file=path)
     return columns, metadata
-
-
-def _parse_texts(data: bytes, path: str, limits: Limits) -> dict[str, str]:
-    """Parse a JSON object that maps strings to strings, as ``__metadata__`` does.
-
-    Raises:
-        FormatError: The text is anything else, or a key appears twice.
-        LimitError: It has more than ``limits.entries`` items.
-    """
-    strings = count_strings(data)
-    check_limit(limits, "entries", (strings + 1) // 2, "the header", file=path, offset=LENGTH_BYTES)
-    texts = decode_json(data, dict[str, str], "an object of strings", path)
-    if strings != 2 * len(texts):
-        raise FormatError("a key of an object of strings appears twice", file=path)
-    return texts
 
 
 class _Layouts:
@@ -202,8 +186,6 @@ class _Layouts:
                 expected=f"{layout.nbytes} bytes for shape {list(layout.shape)} of {layout.dtype}",
                 found=f"bytes {begin} to {end}",
             )
-        if layout.unsupported:
-            columns.unsupported[name] = layout
         columns.names.append(name)
         columns.begins.append(begin)
         columns.ends.append(end)
@@ -269,10 +251,13 @@ def read_ties(metadata: Mapping[str, str], path: str, limits: Limits) -> TiedNam
     """
     if _KEY not in metadata:
         return TiedNames({}, metadata, ())
-    try:
-        declared = _parse_texts(metadata[_KEY].encode(), path, limits)
-    except FormatError:
-        rest = {key: text for key, text in metadata.items() if key != _KEY}
-        return TiedNames({}, rest, (f"The metadata {_KEY!r} is not a JSON object of names and was ignored.",))
-    rest = {key: text for key, text in metadata.items() if key != _KEY and declared.get(key) != text}
-    return TiedNames(declared, rest, ())
+    data = metadata[_KEY].encode()
+    strings = count_strings(data)
+    check_limit(limits, "entries", (strings + 1) // 2, "the header", file=path, offset=LENGTH_BYTES)
+    with suppress(FormatError):
+        declared = decode_json(data, dict[str, str], "the declaration of tied names", path)
+        if strings == 2 * len(declared):
+            rest = {key: text for key, text in metadata.items() if key != _KEY and declared.get(key) != text}
+            return TiedNames(declared, rest, ())
+    rest = {key: text for key, text in metadata.items() if key != _KEY}
+    return TiedNames({}, rest, (f"The metadata {_KEY!r} is not a JSON object of names and was ignored.",))

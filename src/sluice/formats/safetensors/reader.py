@@ -86,7 +86,7 @@ def _read_header(source: Source, limits: Limits) -> bytes:
 
 def _in_file_order(columns: Columns) -> Columns:
     """Return the tensors sorted by data offset; an empty tensor precedes the tensor that starts at its offset."""
-    names, begins, ends, layouts, unsupported = columns
+    names, begins, ends, layouts = columns
     if begins[1:] == ends[:-1]:
         return columns  # already sorted, as most writers leave them
     order = sorted(range(len(names)), key=list(zip(begins, ends, strict=True)).__getitem__)
@@ -95,7 +95,6 @@ def _in_file_order(columns: Columns) -> Columns:
         begins=[begins[position] for position in order],
         ends=[ends[position] for position in order],
         layouts=[layouts[position] for position in order],
-        unsupported=unsupported,
     )
 
 
@@ -131,9 +130,10 @@ def _storages(columns: Columns, data_start: int) -> tuple[Storage, ...]:
 
 
 def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
-    names, layouts = columns.names, columns.layouts
-    entries = (Entry(elements_of(each.dtype), each.shape, each.stride, i) for i, each in enumerate(layouts))
-    tree: dict[str, Entry | UnsupportedValue] = dict(zip(names, entries, strict=True))
-    for name, layout in columns.unsupported.items():
-        tree[name] = UnsupportedValue(qualified_name=layout.dtype, reason=layout.unsupported, file=path)
-    return tree
+    leaves = (
+        UnsupportedValue(qualified_name=each.dtype, reason=each.unsupported, file=path)
+        if each.unsupported
+        else Entry(elements_of(each.dtype), each.shape, each.stride, i)
+        for i, each in enumerate(columns.layouts)
+    )
+    return dict(zip(columns.names, leaves, strict=True))

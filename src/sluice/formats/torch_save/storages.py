@@ -20,12 +20,13 @@ from sluice.formats.torch_save.composites import PACKED_DTYPES, QUANTIZED_DTYPES
 from sluice.formats.torch_save.plain_values import from_bytes
 from sluice.records import Opaque
 
-__all__ = ["DeclaredStorages", "StorageKind", "StorageReference", "storage_kinds"]
+__all__ = ["STORAGE_DTYPES", "DeclaredStorages", "StorageKind", "StorageReference", "storage_kinds"]
 
 #: ``("storage", class, key, location, elements)``
 _IDENTITY_FIELDS = 5
 
-_STORAGE_DTYPES: dict[str, str] = {
+#: Dtype of each storage class of torch, by its name.
+STORAGE_DTYPES: dict[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -150,7 +151,7 @@ def storage_kinds() -> dict[tuple[str, str], object]:
     """Return the replacement of each storage class, by module and name."""
     kinds: dict[tuple[str, str], object] = {
         ("torch", name): StorageKind(qualified_name=f"torch.{name}", dtype=dtype)
-        for name, dtype in _STORAGE_DTYPES.items()
+        for name, dtype in STORAGE_DTYPES.items()
     }
     untyped = StorageKind(qualified_name="torch.storage.UntypedStorage", dtype="uint8")
     return {**kinds, ("torch.storage", "UntypedStorage"): untyped}
