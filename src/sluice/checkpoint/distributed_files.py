@@ -13,11 +13,12 @@ from sluice._messages import SHOWN, section
 from sluice._options import Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.open_file import open_member
-from sluice.formats.distributed.items import ChunkHeader, Item, ItemReader, check_items, small_items
+from sluice.formats.distributed.items import ChunkHeader, Item, ItemReader, check_items
 from sluice.formats.distributed.metadata import SavedChunk, TensorItem
 from sluice.records import Index
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source, checks_with_data
+from sluice.sources.wrappers import ReadAhead
 
 __all__ = ["DataFiles", "ListedItem"]
 
@@ -80,8 +81,10 @@ class DataFiles:
                 missing.append(position)
             elif not missing:
                 check_items(source, [each.item for each in listed[position]])
-                for item, data in small_items(source, [each.item for each in listed[position] if each.tensor is None]):
-                    self._read_value(source, item, data)
+                headers = ReadAhead(source)
+                for each in listed[position]:
+                    if each.tensor is None:
+                        self._read_value(headers, each.item)
 
         try:
             in_threads(work, len(names), threads=INDEXING_THREADS, name="sluice-index")
@@ -118,10 +121,10 @@ class DataFiles:
         for source in self.sources:
             source.close()
 
-    def _read_value(self, source: Source, item: Item, data: bytes | None) -> None:
+    def _read_value(self, source: Source, item: Item) -> None:
         with self._parsing:  # the limit is that of all values together
             limits = dataclasses.replace(self._limits, header_bytes=self._header_bytes_left)
-            _, index = self.reader.parse(source, item, limits, [] if data is None else [(0, data)])
+            _, index = self.reader.parse(source, item, limits)
             rest = item.nbytes - sum(storage.nbytes for storage in index.storages) - _RECORDS_BYTES
             self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
             self.values[item.name] = index

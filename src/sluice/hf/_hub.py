@@ -32,7 +32,7 @@ VERSIONS = ((5, 20), (5, 24))
 #: Classes and functions that sluice uses, by their modules.
 _NAMES = {
     "transformers.modeling_utils": ("PreTrainedModel", "local_torch_dtype"),
-    "transformers.initialization": ("no_tie_weights",),
+    "transformers.initialization": ("no_init_weights", "no_tie_weights"),
     "transformers.conversion_mapping": ("get_model_conversion_mapping",),
     "transformers.core_model_loading": ("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source_key"),
     "transformers.monkey_patching": ("apply_patches", "patch_output_recorders"),

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -293,7 +293,7 @@ def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype, quan
         stack.enter_context(library.local_torch_dtype(dtype, model_class.__name__))
         stack.enter_context(library.no_tie_weights())
         stack.enter_context(library.apply_patches())
-        stack.enter_context(_no_initial_values(library.PreTrainedModel))
+        stack.enter_context(library.no_init_weights())
         stack.enter_context(empty_init())
         try:
             model = model_class(config)
@@ -311,17 +311,6 @@ def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype, quan
             problem = f"transformers cannot read generation_config.json: {error}"
             raise UnsupportedError(problem, file=path, advice="Correct or remove that file.") from error
     return model
-
-
-@contextmanager
-def _no_initial_values(base: Any) -> Iterator[None]:
-    """Skip initialization at the end of construction, as the library does on the meta device."""
-    original = base.init_weights
-    base.init_weights = lambda self: None  # noqa: ARG005
-    try:
-        yield
-    finally:
-        base.init_weights = original
 
 
 def _finish(model: Any, names: MatchedWeights) -> None:

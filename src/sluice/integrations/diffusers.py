@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import diffusers
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_utils import local_torch_dtype
 
 from sluice import hf
 from sluice._dtypes import DType, parse_dtype, torch_dtype
@@ -98,23 +97,12 @@ def _class(place: Any, name: object, base: type, folder: Path) -> type[Any]:
     return kind
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Build in a dtype, as the library does: buffers that no file holds have it too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _model(folder: Path, kind: Any, dtype: Any, device: Device) -> nn.Module:
     """Return a model of diffusers."""
     config = kind.load_config(str(folder), local_files_only=True)
     if config.get("quantization_config"):
         raise UnsupportedError("the model is quantized, which only the library loads", file=str(folder))
-    with _default_dtype(dtype), empty_init():
+    with local_torch_dtype(dtype or torch.get_default_dtype()), empty_init():  # buffers that no file holds have it too
         model: Any = kind.from_config(config)
     kept = kind._keep_in_fp32_modules or []  # noqa: SLF001  no public name
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -35,7 +35,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.ranges import read_ranges
 from sluice.sources.wrappers import Section
 
-__all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items", "small_items"]
+__all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items"]
 
 AnyItem = TypeVar("AnyItem")
 
@@ -45,9 +45,6 @@ _HEAD_BYTES = 1024
 
 #: Bytes read at the end of each item for its central directory. Items written by torch need about 900.
 _TAIL_BYTES = 2048
-
-#: Maximum size of values that are read in one piece, in bytes. Most take about 1,500.
-_SMALL_BYTES = 16 << 10
 
 #: Bytes of items that are read together.
 _TOGETHER_BYTES = 1 << 20
@@ -129,26 +126,6 @@ def check_items(source: Source, items: Sequence[Item]) -> None:
             raise _error("an item is too short to be a torch.save file", source, item, found=f"{item.nbytes} bytes")
 
 
-def small_items(source: Source, items: Sequence[Item]) -> Iterator[tuple[Item, bytes | None]]:
-    """Yield each item with its bytes, of which at most 1 MiB is read together; None for a large one.
-
-    Args:
-        source: File of the items.
-        items: Items sorted by offset.
-    """
-    taken: list[int] = []  # bytes of the items before each one, without large ones
-    total = 0
-    for item in items:
-        taken.append(total)
-        total += item.nbytes if item.nbytes <= _SMALL_BYTES else 0
-    for _, numbered in groupby(enumerate(items), lambda each: taken[each[0]] // _TOGETHER_BYTES):
-        batch = [item for _, item in numbered]
-        small = [item for item in batch if item.nbytes <= _SMALL_BYTES]
-        contents = read_ranges(source, [item.offset for item in small], [item.nbytes for item in small])
-        known = dict(zip([item.offset for item in small], contents, strict=True))
-        yield from ((item, known.get(item.offset)) for item in batch)
-
-
 class ItemReader:
     """Parser of the items in all files of one checkpoint; caches parts that many items share."""
 
@@ -196,28 +173,14 @@ class ItemReader:
         for batch in _batches(items):
             sizes = [min(_HEAD_BYTES, item.nbytes) for item in batch]
             heads = read_ranges(source, [item.offset for item in batch], sizes)
-            ends = self._ends(source, batch, heads)
-            chunks += [self._chunk(source, item, head, ends) for item, head in zip(batch, heads, strict=True)]
+            chunks += [self._chunk(source, item, head) for item, head in zip(batch, heads, strict=True)]
         return chunks
 
-    def _ends(self, source: Source, items: Sequence[Item], heads: Sequence[bytes]) -> dict[int, bytes]:
-        """Return the last bytes of the items that have to be parsed, by their offsets: one of each kind."""
-        first: dict[bytes | int, Item] = {}
-        for item, head in zip(items, heads, strict=True):
-            first.setdefault(_kind(head) or item.offset, item)
-        parsed = [item for kind, item in first.items() if kind not in self._chunks]
-        sizes = [_tail_bytes(item) for item in parsed]
-        starts = [item.offset + item.nbytes - size for item, size in zip(parsed, sizes, strict=True)]
-        return dict(zip([item.offset for item in parsed], read_ranges(source, starts, sizes), strict=True))
-
-    def _chunk(self, source: Source, item: Item, head: bytes, ends: Mapping[int, bytes]) -> ChunkHeader:
+    def _chunk(self, source: Source, item: Item, head: bytes) -> ChunkHeader:
         kind = _kind(head)
         chunk = self._chunks.get(kind)
         if chunk is None:
-            known = [(0, head)]
-            if item.offset in ends:
-                known.append((item.nbytes - len(ends[item.offset]), ends[item.offset]))
-            _, index = self.parse(source, item, self._limits, known)
+            _, index = self.parse(source, item, self._limits, [(0, head)])
             entry = _tensor(index, source, item)
             if isinstance(entry, UnsupportedValue):
                 return ChunkHeader(entry, 0, None)
@@ -253,7 +216,7 @@ class ItemReader:
         return [section.start + offsets[storage.position] for storage in expected]
 
     def parse(
-        self, source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]]
+        self, source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]] = ()
     ) -> tuple[Section, Index]:
         """Return an item, which may hold any object or the inert leaf of one, and its index.
 
