@@ -121,7 +121,6 @@ CASES: dict[str, Case] = {
     "a byte order with a line break": Case(
         with_record("byteorder", b"little\n"), "byte order", sluice.UnsupportedError
     ),
-    "an alignment in superscript": Case(with_record(".storage_alignment", "\u00b2".encode()), "align"),
     "a name beyond the directory": Case(directory_entry(28, b"\xff\xff"), "damaged"),
     "an extra field beyond it": Case(directory_entry(30, b"\xff\xff"), "damaged"),
     "an entry on another disk": Case(directory_entry(34, b"\1\0"), "damaged"),

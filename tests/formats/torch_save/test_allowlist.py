@@ -85,9 +85,6 @@ def test_bad_tensors_are_named(tensor: Call, problem: str) -> None:
         (tensor_call(FLOATS, shape=(1,), extra=({}, {})), "torch._utils._rebuild_tensor_v2"),
         (tensor_call(FLOATS, shape=(1,), extra=(Global("torch", "float5"),), function="_rebuild_tensor_v3"), "float5"),
         (tensor_call(Persistent(("storage", Global("torch", "Float5Storage"), "1", "cpu", 1))), "torch.Float5Storage"),
-        (tensor_call(storage("1", 1, location="bogus:7")), "'bogus:7'"),
-        (tensor_call(storage("1", 1, location="cpu\u00e9")), "cpu"),
-        (tensor_call(storage("1", 1, location="cuda:\u0661")), "cuda"),
     ],
 )
 def test_what_sluice_does_not_know_is_a_leaf_that_names_it(tensor: Call, found: str) -> None:
@@ -96,6 +93,10 @@ def test_what_sluice_does_not_know_is_a_leaf_that_names_it(tensor: Call, found: 
     assert isinstance(tree["known"], Entry)
     assert isinstance(tree["unknown"], UnsupportedValue)
     assert found in tree["unknown"].qualified_name
+
+
+def test_the_device_on_which_a_storage_was_does_not_matter() -> None:
+    assert isinstance(load([tensor_call(storage("1", 1, location="bogus:7"))])[0], Entry)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_a_dtype_of_a_later_torch_is_unsupported_and_not_unsafe(name: str) -> No
     assert type(tree["dtype"]) is TorchText
     assert tree["known"].shape == (3,)
     assert type(tree["w"]) is UnsupportedValue
-    assert "a dtype that sluice does not know; torch.load may read it" in tree["w"].reason
+    assert "a dtype that sluice does not read; torch.load may" in tree["w"].reason
     assert tree["w"].qualified_name == f"torch.{name}"
 
 

@@ -166,9 +166,6 @@ DATA = {"0": bytes(16)}
         (torch_archive(W, DATA, records={"version": b"-1"}), FormatError, "version"),
         (torch_archive(W, DATA, records={"version": "³".encode("latin1")}), FormatError, "version"),
         (torch_archive(W, DATA, records={".data/version": b"99"}), UnsupportedError, "version"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"-1"}), FormatError, "alignment"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"0"}), FormatError, "alignment"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"1000000000"}), FormatError, "alignment"),
         (torch_archive({"w": tensor_call(storage("../x", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
         (torch_archive({"w": tensor_call(storage("", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
         (

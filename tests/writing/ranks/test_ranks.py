@@ -72,7 +72,7 @@ def test_every_element_is_written_by_one_rank_that_holds_it(ranks: list[Held]) -
 def test_ranks_write_what_all_hold_by_turns() -> None:
     shared = {name: whole(10) for name in "abcd"}
     tensors = divide([{"alone": whole(40)} | shared, shared, shared])
-    assert [tensor.writers for tensor in tensors.values()] == [(0,), (0,), (1,), (2,), (0,)]
+    assert [tuple(tensor.parts.values()) for tensor in tensors.values()] == [(0,), (0,), (1,), (2,), (0,)]
 
 
 def test_a_part_that_no_rank_holds_is_an_error() -> None:

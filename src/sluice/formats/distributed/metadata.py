@@ -35,12 +35,12 @@ from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeConte
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.entries.slicing import cut_dimensions, first_miscount
-from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, MetadataAllowlist, MetadataRecord
+from sluice.formats.distributed.metadata_allowlist import BYTES, MetadataAllowlist, MetadataRecord
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import read_whole
 from sluice.formats.shard_index import is_plain_path
-from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, why_unsupported
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, UNREAD_DTYPE
 from sluice.records import Opaque, TorchSize, TorchText, UnsupportedValue, collector_paused
 from sluice.sources.protocol import Source
 
@@ -238,7 +238,7 @@ class _MetadataReader:
         state = (
             properties.state if type(properties) is MetadataRecord and properties.kind == "TensorProperties" else None
         )
-        if type(state) is not tuple or len(state) < _PROPERTIES[0] or state[3] is not MEMORY_FORMAT:
+        if type(state) is not tuple or len(state) < _PROPERTIES[0]:
             raise self._error("the properties of a tensor are malformed", name)
         if len(state) not in _PROPERTIES:
             problem = f"a tensor with {len(state)} properties, of which sluice knows {_PROPERTIES[-1]}"
@@ -250,8 +250,7 @@ class _MetadataReader:
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise self._error("the dtype of a tensor is not a torch.dtype", name)
         if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:
-            problem = why_unsupported(dtype[len(DTYPE_PREFIX) :])
-            return UnsupportedValue(qualified_name=dtype, reason=problem, file=self._file)
+            return UnsupportedValue(qualified_name=dtype, reason=UNREAD_DTYPE, file=self._file)
         if layout != "torch.strided":
             kind = str(layout) if isinstance(layout, str) else short_repr(layout)
             return UnsupportedValue(qualified_name=kind, reason="a tensor that is not strided", file=self._file)

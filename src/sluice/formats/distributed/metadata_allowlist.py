@@ -3,7 +3,7 @@
 - ``Metadata``, ``TensorStorageMetadata``, ``ChunkStorageMetadata``, ``MetadataIndex``, ``TensorProperties`` and
   ``_StorageInfo``: a ``MetadataRecord`` with the name of the class and its unchecked state
 - ``BytesStorageMetadata``: ``BYTES``
-- every memory format: ``MEMORY_FORMAT``; ``StorageMeta`` and paths: inert leaves. Their values are not used
+- memory formats, ``StorageMeta`` and paths: inert leaves. Their values are not used
 - torch's plain values: see ``torch_save.plain_values``
 
 ``MetadataIndex`` objects are dict keys. Records compare by identity, so a file cannot make them collide.
@@ -12,18 +12,17 @@
 from __future__ import annotations
 
 from functools import partial
-from reprlib import repr as short_repr
 from typing import Any
 
 from msgspec import Struct
 
-from sluice._errors import FormatError, UnsupportedError
+from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Allowlist, Constructor, KeyGuard, PendingObject
 from sluice.formats.torch_save.plain_values import PlainValues, plain_global
 from sluice.records import Opaque
 
-__all__ = ["BYTES", "MEMORY_FORMAT", "MetadataAllowlist", "MetadataRecord"]
+__all__ = ["BYTES", "MetadataAllowlist", "MetadataRecord"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -41,13 +40,9 @@ _RECORDS = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 )
 
-#: Enumerations of memory formats.
-_MEMORY_FORMATS = ((_METADATA, "_MEM_FORMAT_ENCODING"), (_SHARDED, "MEM_FORMAT_ENCODING"))
-#: Values of their members.
-_MEMORY_FORMAT_VALUES = (0, 1, 2)
-
-#: Classes whose objects become inert leaves. They describe where the checkpoint was written.
+#: Classes whose objects become inert leaves: they describe tensors before the save, and where it was written.
 _LEAVES = (
+    *((_METADATA, "_MEM_FORMAT_ENCODING"), (_SHARDED, "MEM_FORMAT_ENCODING")),
     (_METADATA, "StorageMeta"),
     *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
     *((module, f"Pure{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
@@ -55,9 +50,6 @@ _LEAVES = (
 
 #: Description of an item that is not a tensor.
 BYTES = Opaque(qualified_name=f"{_METADATA}.BytesStorageMetadata")
-
-#: Memory format of a tensor. It does not describe the chunks.
-MEMORY_FORMAT = Opaque(qualified_name="torch.memory_format")
 
 
 class MetadataRecord(Struct, frozen=True, eq=False):
@@ -87,8 +79,6 @@ class MetadataAllowlist(Allowlist):
             self.names[module, name] = Constructor(
                 qualified_name=f"{module}.{name}", build=partial(_begin, name), creates=True
             )
-        for module, name in _MEMORY_FORMATS:
-            self.names[module, name] = _memory_format
         leaves = [Opaque(qualified_name=f"{module}.{name}") for module, name in _LEAVES]
         for leaf in (BYTES, *leaves):
             module, _, name = leaf.qualified_name.rpartition(".")
@@ -104,12 +94,6 @@ def _begin(kind: str, arguments: tuple[Any, ...]) -> PendingObject:
     if arguments:
         raise FormatError(f"the constructor of {kind} has arguments")
     return PendingObject(finish=partial(MetadataRecord, kind))
-
-
-def _memory_format(arguments: tuple[Any, ...]) -> Opaque:
-    if len(arguments) != 1 or type(arguments[0]) is not int or arguments[0] not in _MEMORY_FORMAT_VALUES:
-        raise UnsupportedError("a memory format that sluice does not know", found=short_repr(arguments))
-    return MEMORY_FORMAT
 
 
 def _leaf(leaf: Opaque, arguments: tuple[Any, ...]) -> Opaque:  # noqa: ARG001 - the leaf keeps only its name

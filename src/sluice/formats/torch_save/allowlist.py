@@ -14,7 +14,7 @@ Limits: ``Limits.entries`` tensors, ``Limits.dimensions``, and sizes in signed 6
 
 Refused: views outside their storage and contradictory storage declarations.
 Unsupported, and therefore leaves of the tree (``Machine.call``): nested, meta and subclassed tensors; dtypes without
-plain strided tensors; dtypes, storage classes, devices, metadata and further arguments that are unknown, as a newer
+plain strided tensors; dtypes, storage classes, metadata and further arguments that are unknown, as a newer
 torch may write them; hooks; in a big-endian file, tensors whose dtype differs from the dtype of their storage, because
 torch swaps bytes by that. Their storages are declared anyway, because legacy files store others after them.
 The leaf of a tensor that wraps others has its attributes (``UnsupportedValue.inner``).
@@ -37,12 +37,7 @@ from sluice._options import Limits
 from sluice.formats.pickles.machine import WrapperError
 from sluice.formats.pickles.unpickler import Constructor
 from sluice.formats.torch_save.composites import PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
-from sluice.formats.torch_save.plain_values import (
-    DTYPE_PREFIX,
-    PlainValues,
-    plain_global,
-    why_unsupported,
-)
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, UNREAD_DTYPE, PlainValues, plain_global
 from sluice.formats.torch_save.sharded import SHARDED_TENSOR, record_class, sharded_tensor
 from sluice.formats.torch_save.storages import DeclaredStorages, StorageReference, storage_kinds
 from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
@@ -141,7 +136,7 @@ class TorchAllowlist(DeclaredStorages):
         dtype = dtype or storage.dtype
         item_bytes = ITEM_BYTES.get(dtype)
         if item_bytes is None:
-            raise UnsupportedError(why_unsupported(dtype), found=f"torch.{dtype}")
+            raise UnsupportedError(UNREAD_DTYPE, found=f"torch.{dtype}")
         _check_requires_grad(dtype, requires_grad)
         self._check_view(storage, item_bytes, offset, size, stride)
         if self._big_endian and storage.nbytes and number_bytes(dtype) != number_bytes(storage.element_dtype):

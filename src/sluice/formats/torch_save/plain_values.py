@@ -30,22 +30,18 @@ from sluice.records import TorchSize, TorchText
 
 __all__ = [
     "DTYPE_PREFIX",
+    "UNREAD_DTYPE",
     "PlainValues",
     "from_bytes",
     "is_torch_name",
     "plain_global",
-    "why_unsupported",
 ]
 
 #: Prefix of the name of a dtype in ``str(torch.float32)``.
 DTYPE_PREFIX = "torch."
 
-#: torch dtypes that plain strided tensors cannot have.
-_OTHER_DTYPES = (
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
-    *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
-)
+#: Why a tensor is not read whose dtype is not in ``ITEM_BYTES``.
+UNREAD_DTYPE = "a tensor of a dtype that sluice does not read; torch.load may, if this version of torch has it"
 
 #: Form of the names of dtypes: ``bcomplex32``, ``float8_e4m3fn``, ``bits1x8``, ``uint3``.
 _DTYPE = re.compile(r"(b|q|u|qu)?(float|complex|int|bits)[1-9][0-9]{0,3}[a-z0-9_]{0,16}", re.ASCII)
@@ -74,9 +70,8 @@ _BUILTINS = ("builtins", "__builtin__")
 @cache
 def _names() -> Mapping[tuple[str, str], object]:
     """Return the replacements that are the same in every pickle; cached, because each shard has its own pickle."""
-    torch_names = (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES)
     names: dict[tuple[str, str], object] = {
-        **{("torch", name): TorchText(DTYPE_PREFIX + name) for name in torch_names},
+        **{("torch", name): TorchText(DTYPE_PREFIX + name) for name in (*ITEM_BYTES, *_QUANTIZATION_SCHEMES)},
         ("collections", "defaultdict"): _default_dict,
         ("torch", "device"): _device,
         ("torch.serialization", "_get_layout"): _layout,
@@ -88,13 +83,6 @@ def _names() -> Mapping[tuple[str, str], object]:
 def is_torch_name(text: str) -> bool:
     """Return whether ``text`` names a dtype or quantization scheme that is an attribute of ``torch``."""
     return type(plain_global("torch", text.removeprefix(DTYPE_PREFIX))) is TorchText
-
-
-def why_unsupported(dtype: str) -> str:
-    """Return why a tensor cannot have this dtype, which is not in ``ITEM_BYTES``."""
-    if dtype in _OTHER_DTYPES:
-        return "a tensor with a dtype that plain tensors cannot have"
-    return "a tensor of a dtype that sluice does not know; torch.load may read it if this version of torch has it"
 
 
 def plain_global(module: str, name: str) -> object | None:

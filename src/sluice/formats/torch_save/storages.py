@@ -1,15 +1,12 @@
 """Storages that the pickle of a ``torch.save`` file declares by persistent ids.
 
 A persistent id is ``("storage", class, key, location, elements)``. Each declares a storage, or names one that has been
-declared.
+declared. The location, its device when it was saved, is any text, and not used.
 """
 
 from __future__ import annotations
 
-import re
-import sys
 from dataclasses import dataclass
-from reprlib import repr as short_repr
 from typing import NamedTuple
 
 from sluice._dtypes import ITEM_BYTES
@@ -45,17 +42,6 @@ STORAGE_DTYPES: dict[str, str] = {
     "QUInt4x2Storage": "quint4x2",
     "QUInt2x4Storage": "quint2x4",
 }
-
-#: Device of a storage when it was saved: one of torch's device types, or a name that a known vendor registers for
-#: ``privateuseone``. The device is not used, but a valid file contains no other text.
-_LOCATION = re.compile(
-    r"(cpu|cuda|mps|meta|xpu|xla|hpu|mtia|maia|ipu|hip|ve|fpga|vulkan|lazy|mkldnn|privateuseone"
-    r"|npu|mlu|musa|gcu|sdaa|supa|tpu)(:\d{1,4})?",
-    re.ASCII,
-)
-
-#: The same with any name, which has to be registered.
-_NAMED_LOCATION = re.compile(r"[a-z][a-z0-9_]{0,31}(:\d{1,3})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +82,13 @@ class DeclaredStorages(Allowlist):
         #: Names of the storage classes that sluice does not know.
         self.unknown_storages: set[str] = set()
         self._by_key: dict[str, StorageReference] = {}
-        self._locations: set[str] = set()
 
     def load_persistent(self, identity: object) -> StorageReference:
         """Return the storage that a persistent id declares.
 
         Raises:
             FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
-            UnsupportedError: The class or the device of the storage is unknown.
+            UnsupportedError: The class of the storage is unknown.
         """
         if type(identity) is StorageReference:  # the memo holds it in place of the id
             return identity
@@ -117,10 +102,9 @@ class DeclaredStorages(Allowlist):
             raise UnsupportedError("a storage of a class that sluice does not know", found=kind.qualified_name)
         if type(kind) is not StorageKind or type(key) is not str or type(numel) is not int or numel < 0:
             raise FormatError("a storage is malformed", expected="class, key and number of elements")
-        known = self._declare(kind, key, numel)
-        if type(location) is not str or location not in self._locations:
-            self._check_location(location)
-        return known
+        if type(location) is not str:
+            raise FormatError("the device of a storage is not text")
+        return self._declare(kind, key, numel)
 
     def _declare(self, kind: StorageKind, key: str, numel: int) -> StorageReference:
         known = self._by_key.get(key)
@@ -138,14 +122,6 @@ class DeclaredStorages(Allowlist):
             known = known._replace(dtype=kind.dtype)
         return known
 
-    def _check_location(self, location: object) -> None:
-        if type(location) is not str:
-            raise FormatError("the device of a storage is not text")
-        if not _LOCATION.fullmatch(location) and not _is_registered(location):
-            problem = "a storage on an unknown device, which torch reads with map_location='cpu'"
-            raise UnsupportedError(problem, found=short_repr(location))
-        self._locations.add(location)
-
 
 def storage_kinds() -> dict[tuple[str, str], object]:
     """Return the replacement of each storage class, by module and name."""
@@ -155,15 +131,3 @@ def storage_kinds() -> dict[tuple[str, str], object]:
     }
     untyped = StorageKind(qualified_name="torch.storage.UntypedStorage", dtype="uint8")
     return {**kinds, ("torch.storage", "UntypedStorage"): untyped}
-
-
-def _is_registered(location: str) -> bool:
-    """Return whether torch, if it is imported, knows a device by this name, such as that of a vendor's package."""
-    torch = sys.modules.get("torch")
-    if torch is None or not _NAMED_LOCATION.fullmatch(location):
-        return False
-    try:
-        torch.device(location)
-    except RuntimeError:
-        return False
-    return True

@@ -7,8 +7,7 @@ Records::
     NAME/version              format version, 1 to 10
     NAME/byteorder            "little" or "big"; absent in old files: little, or as torch's
                               ``set_default_load_endianness`` says
-    NAME/.storage_alignment   alignment of the data, in bytes
-    NAME/.format_version, NAME/.data/serialization_id   checked but not used
+    NAME/.storage_alignment, NAME/.format_version, NAME/.data/serialization_id   not used
 
 Indexing reads the central directory, the small records and data.pkl. The offset of the data of a storage depends on the
 local header next to the data, so ``locate`` reads the headers of the storages that are needed; where requests are
@@ -57,14 +56,8 @@ __all__ = ["TorchZipFormat"]
 #: Format versions that torch reads.
 _VERSIONS = range(1, 11)
 
-#: Records that do not affect the tensors. torch reads them too, and refuses a file in which they are damaged.
-_UNUSED_RECORDS = (".format_version", ".data/serialization_id")
-
 #: Maximum size of a record with one word or number, in bytes.
 _SMALL_RECORD_BYTES = 64
-
-#: Largest alignment, in bytes: an extra field cannot hold more padding.
-_MAX_ALIGNMENT = 1 << 16
 
 #: Maximum size of a cached pickle, in bytes. The pickle of a tensor takes about 200.
 _MAX_CACHED_BYTES = 1024
@@ -101,7 +94,7 @@ class TorchZipFormat:
     def read_index(self, source: Source, limits: Limits) -> Index:
         try:
             directory = read_directory(source, limits)
-            metadata = _read_metadata(source, directory, limits)
+            metadata = _read_metadata(source, directory)
         except (FormatError, UnsupportedError) as error:
             raise recognise_archive(first_names(source, limits), source.path) or error from None
         big_endian = metadata["byteorder"] == "big"
@@ -187,22 +180,14 @@ def _kind(directory: CentralDirectory) -> str:
     return _SCRIPTED if "constants.pkl" in directory else TorchZipFormat.name
 
 
-def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) -> dict[str, str]:
+def _read_metadata(source: Source, directory: CentralDirectory) -> dict[str, str]:
     if "data.pkl" not in directory and _kind(directory) != _EXPORTED:
         problem = "this zip archive was not written by torch.save: it has no data.pkl"
         raise FormatError(problem, file=source.path, advice=CheckpointError.advice)
     if directory.unsupported is not None:
         raise directory.unsupported
-    for name in _UNUSED_RECORDS:
-        _check_unused(source, directory.record(name), limits)
     version = _version(source, directory)
-    alignment = _word(source, directory, ".storage_alignment", default="64")
-    if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
-        raise FormatError("invalid storage alignment", file=source.path, found=repr(alignment))
-    if "byteorder" in directory:
-        byte_order = _word(source, directory, "byteorder", default="")
-    else:
-        byte_order = _default_byte_order()
+    byte_order = _word(source, directory, "byteorder") if "byteorder" in directory else _default_byte_order()
     if byte_order not in {"little", "big"}:
         problem, expected = "unknown byte order", "little or big"
         raise UnsupportedError(problem, file=source.path, expected=expected, found=repr(byte_order))
@@ -217,18 +202,9 @@ def _default_byte_order() -> str:
     return sys.byteorder if order == "native" else order
 
 
-def _check_unused(source: Source, record: ZipRecord | None, limits: Limits) -> None:
-    if record is not None:
-        offset, data = read_record(source, record, limits.header_bytes)
-        try:
-            data.decode()
-        except UnicodeDecodeError as error:
-            raise FormatError(f"record {record.name!r} is not UTF-8", file=source.path, offset=offset) from error
-
-
 def _version(source: Source, directory: CentralDirectory) -> str:
     name = ".data/version" if ".data/version" in directory else "version"
-    version = _word(source, directory, name, default="").removesuffix("\n")
+    version = _word(source, directory, name).removesuffix("\n")
     if not version.isascii() or not version.isdigit():
         raise FormatError("the format version is not a number", file=source.path, found=repr(version))
     if int(version) not in _VERSIONS:
@@ -237,11 +213,9 @@ def _version(source: Source, directory: CentralDirectory) -> str:
     return version
 
 
-def _word(source: Source, directory: CentralDirectory, name: str, *, default: str) -> str:
+def _word(source: Source, directory: CentralDirectory, name: str) -> str:
     record = directory.record(name)
-    if record is None:
-        return default
-    return read_record(source, record, _SMALL_RECORD_BYTES)[1].decode("latin1")
+    return "" if record is None else read_record(source, record, _SMALL_RECORD_BYTES)[1].decode("latin1")
 
 
 def _positions(references: Sequence[StorageReference], directory: CentralDirectory, file: str) -> list[int]:

@@ -28,9 +28,9 @@ from sluice.sharding.dtensors import local_of
 from sluice.writing.durable.directories import locked_directory, publish_set
 from sluice.writing.durable.partial_files import hidden_stem, saving
 from sluice.writing.durable.replacement import Replacement
-from sluice.writing.ranks.division import DividedTensor
+from sluice.writing.ranks.division import Box, DividedTensor
 from sluice.writing.ranks.group import LEAD
-from sluice.writing.ranks.items import ItemLayout, OwnChunk, chunk_writer
+from sluice.writing.ranks.items import ItemLayout, chunk_writer
 from sluice.writing.ranks.shared_writes import RankWriter, SharedFile
 from sluice.writing.shards import remove_files
 from sluice.writing.write_queue import WriteQueue
@@ -69,7 +69,12 @@ def write_item_files(
         for name, place in layout.values.items():
             if place.rank == rank:
                 file.write_at(place.offset, values[name])
-        finishers = [_write_chunk(ranks, file, queue, chunk) for chunk in layout.chunks.get(rank, ())]
+        finishers = [
+            _write_chunk(ranks, file, queue, name, own, place.offset)
+            for name, chunks in layout.stored.items()
+            for _, own, place in chunks
+            if place.rank == rank
+        ]
         queue.drain()
         for finish in finishers:
             finish()
@@ -88,19 +93,21 @@ def write_item_files(
     return [], ()
 
 
-def _write_chunk(ranks: RankWriter, file: SharedFile, queue: WriteQueue, chunk: OwnChunk) -> Callable[[], object]:
-    """Queue the elements of a chunk; return what writes the rest of its item, after them."""
-    tensor = ranks.tensors[chunk.name]
-    start, shape = chunk.box
+def _write_chunk(
+    ranks: RankWriter, file: SharedFile, queue: WriteQueue, name: str, own: Box, offset: int
+) -> Callable[[], object]:
+    """Queue the elements of a chunk at an offset; return what writes the rest of its item, after them."""
+    tensor = ranks.tensors[name]
+    start, shape = own
     writer = chunk_writer(tensor.dtype, shape)
 
     def write_at(at: int, data: bytes | bytearray | memoryview) -> None:
-        file.write_at(chunk.offset + at, data)
+        file.write_at(offset + at, data)
 
     if 0 not in shape:
         box = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
-        own = local_of(ranks.held[chunk.name])[box]
-        queue.write(own, tensor.dtype, chunk.offset + writer.offset(0), partial(writer.write, write_at, 0))
+        elements = local_of(ranks.held[name])[box]
+        queue.write(elements, tensor.dtype, offset + writer.offset(0), partial(writer.write, write_at, 0))
     return partial(writer.finish, write_at)
 
 
@@ -185,7 +192,7 @@ def _pickle_metadata(
             described[name] = records.BytesStorageMetadata()
             continue
         chunks = []
-        for (start, shape), item in layout.stored[name]:
+        for (start, shape), _, item in layout.stored[name]:
             offsets = torch.Size(start)
             chunks.append(records.ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(shape)))
             places[records.MetadataIndex(name, offsets)] = place(*item)

@@ -54,14 +54,13 @@ class DividedTensor(Struct, frozen=True, kw_only=True):
     dtype: str
     #: Shape of the whole tensor.
     shape: tuple[int, ...]
-    #: Its parts: regions that are not empty, in the order of their first element. Together they have each element once.
-    regions: tuple[Region, ...]
-    #: The rank that writes each part.
-    writers: tuple[int, ...]
+    #: The rank that writes each part: regions that are not empty, in the order of their first element. Together they
+    #: have each element once.
+    parts: Mapping[Region, int]
 
     def of(self, rank: int) -> Region | None:
         """Return the part that a rank writes, or None: the parts that a rank holds are one."""
-        return next((region for region, writer in zip(self.regions, self.writers, strict=True) if writer == rank), None)
+        return next((region for region, writer in self.parts.items() if writer == rank), None)
 
 
 def dtensors_in(state: object) -> list[torch.Tensor]:
@@ -142,15 +141,11 @@ def divide(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, DividedTensor
     tensors = {}
     shared = 0
     for name, held in _by_name(ranks).items():
-        any_rank = next(iter(held.values()))
-        holders = _holders(name, held)
-        writers = []
-        for owners in holders.values():
-            writers.append(owners[shared % len(owners)])
+        any_rank, parts = next(iter(held.values())), {}
+        for region, owners in _holders(name, held).items():
+            parts[region] = owners[shared % len(owners)]
             shared += len(owners) > 1
-        tensors[name] = DividedTensor(
-            dtype=any_rank.dtype, shape=any_rank.shape, regions=tuple(holders), writers=tuple(writers)
-        )
+        tensors[name] = DividedTensor(dtype=any_rank.dtype, shape=any_rank.shape, parts=parts)
     return tensors
 
 

@@ -27,23 +27,12 @@ from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import dense, stored
 from sluice.writing.torch_zip import TorchZipWriter
 
-__all__ = ["ItemLayout", "OwnChunk", "RankItem", "chunk_writer", "flatten", "lay_out_items", "value_item"]
+__all__ = ["ItemLayout", "RankItem", "chunk_writer", "flatten", "lay_out_items", "value_item"]
 
 _Path = tuple[str | int, ...]
 
 #: Alignment of items, in bytes: that of the data in a zip record.
 _ALIGNMENT_BYTES = 64
-
-
-class OwnChunk(Struct, frozen=True, kw_only=True):
-    """A chunk that a rank writes."""
-
-    #: Name of the tensor.
-    name: str
-    #: The chunk as a box of what the rank holds of the tensor.
-    box: Box
-    #: First byte of the item in the file of the rank.
-    offset: int
 
 
 class RankItem(NamedTuple):
@@ -62,12 +51,10 @@ class ItemLayout(Struct, frozen=True, kw_only=True):
 
     #: Size of the file of each rank that stores anything, in bytes.
     sizes: dict[int, int]
-    #: Chunks of each rank.
-    chunks: dict[int, list[OwnChunk]]
     #: Place of each value.
     values: dict[str, RankItem]
-    #: Start and shape of each chunk of a tensor, and its place.
-    stored: dict[str, list[tuple[Box, RankItem]]]
+    #: Chunks of each tensor: start and shape, the same in what the rank holds of the tensor, and the place.
+    stored: dict[str, list[tuple[Box, Box, RankItem]]]
 
 
 def lay_out_items(tensors: Mapping[str, DividedTensor], values: Mapping[str, tuple[int, int]]) -> ItemLayout:
@@ -77,7 +64,7 @@ def lay_out_items(tensors: Mapping[str, DividedTensor], values: Mapping[str, tup
         tensors: The tensors of all ranks.
         values: The rank that stores each value, and the size of its item in bytes.
     """
-    layout = ItemLayout(sizes={}, chunks={}, values={}, stored={name: [] for name in tensors})
+    layout = ItemLayout(sizes={}, values={}, stored={name: [] for name in tensors})
 
     def take(rank: int, nbytes: int) -> RankItem:
         offset = round_up(layout.sizes.get(rank, 0), _ALIGNMENT_BYTES)
@@ -89,14 +76,12 @@ def lay_out_items(tensors: Mapping[str, DividedTensor], values: Mapping[str, tup
     for name, tensor in tensors.items():
         parts = [
             (rank, box, own)
-            for region, rank in zip(tensor.regions, tensor.writers, strict=True)
+            for region, rank in tensor.parts.items()
             for box, own in zip(boxes(region), boxes(_local(region)), strict=True)
         ]
         whole = (0,) * len(tensor.shape), tensor.shape
         for rank, box, own in parts or [(LEAD, whole, whole)]:  # readers expect an item of every tensor
-            place = take(rank, _item_bytes(tensor.dtype, box[1]))
-            layout.chunks.setdefault(rank, []).append(OwnChunk(name=name, box=own, offset=place.offset))
-            layout.stored[name].append((box, place))
+            layout.stored[name].append((box, own, take(rank, _item_bytes(tensor.dtype, box[1]))))
     return layout
 
 

@@ -268,7 +268,7 @@ def _arguments(job: SaveJob) -> dict[str, str]:
 def _written(tensors: Mapping[str, DividedTensor], ranks: int) -> tuple[int, ...]:
     written = [0] * ranks
     for tensor in tensors.values():
-        for region, writer in zip(tensor.regions, tensor.writers, strict=True):
+        for region, writer in tensor.parts.items():
             written[writer] += prod(shape_of(region)) * ITEM_BYTES[tensor.dtype]
     return tuple(written)
 
