@@ -3,7 +3,7 @@
 Layout::
 
     {"format": "sluice-manifest", "version": 1, "algorithm": "sha256",
-     "tensors": {"NAME": {"dtype": "float32", "shape": [2, 3], "hash": "HEX"}, ...}}
+     "tensors": {"NAME": {"dtype":"float32","shape":[2,3],"hash":"HEX"}, ...}}
 
 ``NAME`` is the dotted name that ``sluice.open`` shows. The hash is that of the bytes of a contiguous tensor: the
 elements in row-major order, little-endian, without gaps, with conjugation and negation applied. It depends neither on
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Annotated, Literal, Protocol, get_args
 
+import msgspec
 from msgspec import Meta, Struct, structs
 
 from sluice._errors import FormatError, MissingFileError, UnsupportedError
@@ -54,7 +55,7 @@ class Hasher(Protocol):
         ...
 
 
-class TensorHash(Struct, frozen=True, kw_only=True):
+class TensorHash(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The expected dtype, shape and hash of one tensor."""
 
     #: Name of its dtype, as torch spells it: ``"float32"``.
@@ -77,10 +78,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """Return the content of the file, with one line per tensor."""
-        lines = [
-            f"{json.dumps(name)}: {json.dumps(_fields(tensor), separators=(', ', ': '))}"
-            for name, tensor in self.tensors.items()
-        ]
+        lines = [f"{json.dumps(name)}: {msgspec.json.encode(each).decode()}" for name, each in self.tensors.items()]
         head = f'{{"format": "{_FORMAT}", "version": {_VERSION}, "algorithm": "{self.algorithm}", "tensors": {{'
         return (head + ",".join(f"\n  {line}" for line in lines) + "\n}}\n").encode()
 
@@ -91,10 +89,6 @@ class _Kind(Struct):
     format: str = ""
     version: int = 0
     algorithm: str = ""
-
-
-def _fields(tensor: TensorHash) -> dict[str, object]:
-    return {name: value for name, value in structs.asdict(tensor).items() if name != "layout" or value != "strided"}
 
 
 def new_hash(algorithm: HashAlgorithm) -> Hasher:

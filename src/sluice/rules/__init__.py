@@ -35,7 +35,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from sluice._dtypes import ITEM_BYTES, parse_dtype
-from sluice.entries.patterns import NamePattern
+from sluice.entries.patterns import NamePattern, compile_pattern, compile_template
 from sluice.entries.rules import EachRule, Rule
 from sluice.rules import _kinds as kinds
 from sluice.rules import _megatron as ranks
@@ -152,8 +152,15 @@ def split(
     """
     if isinstance(into, str):
         raise TypeError("into must be a sequence of names, one for each piece, not a str")
+    for new in into:
+        compile_template(new, compile_pattern(pattern))
+    if not into or (sizes is not None and len(sizes) != len(into)):
+        raise ValueError("split needs a name for each piece, and a size for each name if sizes are given")
     sizes = None if sizes is None else tuple(map(index, sizes))
-    return kinds.splitting(pattern, tuple(into), index(dim), sizes, optional=optional)
+    if sizes is not None and min(sizes) < 0:
+        raise ValueError("sizes cannot be negative")
+    arguments = (pattern, tuple(into), index(dim), sizes)
+    return EachRule(kind="split", pattern=pattern, effect=kinds.split, arguments=arguments, optional=optional)
 
 
 def concatenate(

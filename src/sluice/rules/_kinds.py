@@ -24,7 +24,7 @@ __all__ = [
     "renaming",
     "reshaped",
     "resized",
-    "splitting",
+    "split",
     "transposed",
     "with_cast",
 ]
@@ -134,21 +134,7 @@ def resized(size: int, dim: int, fill: float, entry: Entry) -> tuple[Entry, str]
     return pad(entry, dim, size, fill), f" padded with {fill:g} to {extent}"
 
 
-def splitting(
-    pattern: NamePattern, into: tuple[str, ...], dim: int, sizes: tuple[int, ...] | None, *, optional: bool
-) -> Rule:
-    """See ``sluice.rules.split``."""
-    for new in into:
-        compile_template(new, compile_pattern(pattern))
-    if not into or (sizes is not None and len(sizes) != len(into)):
-        raise ValueError("split needs a name for each piece, and a size for each name if sizes are given")
-    if sizes is not None and min(sizes) < 0:
-        raise ValueError("sizes cannot be negative")
-    arguments = (pattern, into, dim, sizes)
-    return EachRule(kind="split", pattern=pattern, effect=_split, arguments=arguments, optional=optional)
-
-
-def _split(
+def split(
     pattern: NamePattern,
     into: tuple[str, ...],
     dim: int,
@@ -157,6 +143,7 @@ def _split(
     matched: re.Match[str],
     entry: Entry,
 ) -> Iterator[tuple[str, Entry]]:
+    """See ``sluice.rules.split``."""
     _check_dense(entry)
     dim = _dim(dim, entry)
     whole, count = entry.shape[dim], len(into)
