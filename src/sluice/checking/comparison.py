@@ -116,25 +116,15 @@ def _numbers(tensor: torch.Tensor) -> _Array:
 
 
 def _same(a: _Array, b: _Array) -> _Array:
-    if {a.dtype.kind, b.dtype.kind} == {"i", "u"}:
-        # Numpy would compare as float64, in which different large integers are equal.
-        return np.asarray((a.astype(np.uint64) == b.astype(np.uint64)) & _positive(a) & _positive(b))
     equal = np.asarray(a == b)
     floating = a.dtype.kind in "fc" or b.dtype.kind in "fc"
     return equal | (np.isnan(a) & np.isnan(b)) if floating else equal
 
 
-def _positive(a: _Array) -> _Array:
-    return np.asarray(a >= 0) if a.dtype.kind == "i" else np.ones(len(a), bool)
-
-
 def _distance(a: _Array, b: _Array) -> _Array:
-    """Return ``|a - b|`` as float64; for integers, the exact distance rounded."""
+    """Return ``|a - b|`` as float64; for integers of one sign, the exact distance rounded."""
     if a.dtype == b.dtype and a.dtype.kind in "iu":
         # As unsigned 64-bit integers the distance is always exact.
         return np.asarray((np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)).astype(np.float64))
-    if {a.dtype.kind, b.dtype.kind} == {"i", "u"}:
-        exact = _distance(a.astype(np.uint64), b.astype(np.uint64))
-        return np.where(_positive(a) & _positive(b), exact, np.abs(a.astype(np.float64) - b.astype(np.float64)))
     wide = np.complex128 if "c" in {a.dtype.kind, b.dtype.kind} else np.float64
     return np.asarray(np.abs(a.astype(wide) - b.astype(wide)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from msgspec import Struct, field
@@ -14,18 +15,14 @@ from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Quantized
 from sluice.reports.verify import VerifyProblem
 
-__all__ = ["Consumer", "NonFiniteCounter", "RecordChecksum", "TensorCheck", "TensorHasher"]
+__all__ = ["Consumer", "NonFiniteCounter", "RecordChecksum", "TensorCheck"]
 
 #: Elements that are tested together, so that temporary tensors stay in the cache of a processor.
 _BLOCK_ELEMENTS = 1 << 17
 
 
-class Consumer(Protocol):
-    """Receives elements or bytes in order."""
-
-    def update(self, data: torch.Tensor, /) -> None:
-        """Receive the next ones, as a flat tensor on the host."""
-        ...
+#: Receives elements or bytes in order: the next ones, as a flat tensor on the host.
+Consumer: TypeAlias = Callable[[torch.Tensor], None]
 
 
 class RecordChecksum(Struct, eq=False):
@@ -66,16 +63,6 @@ class RecordChecksum(Struct, eq=False):
         self.value = zlib.crc32(_bytes_of(data), self.value)
 
 
-class TensorHasher(Struct, eq=False):
-    """The hash of the elements of a tensor."""
-
-    hasher: Hasher
-
-    def update(self, data: torch.Tensor) -> None:
-        """Receive the next elements."""
-        self.hasher.update(_bytes_of(data))
-
-
 class NonFiniteCounter(Struct, eq=False):
     """Counts elements that are NaN or infinite. A complex element counts for either part, and can count as both."""
 
@@ -106,7 +93,7 @@ class TensorCheck(Struct, eq=False):
     #: Its names.
     names: list[str] = field(default_factory=list)
     #: Hash of its elements; None if not requested.
-    hasher: TensorHasher | None = None
+    hasher: Hasher | None = None
     #: Counter of its non-finite elements; None if not requested.
     counter: NonFiniteCounter | None = None
     #: The record whose bytes its elements are; None if the record is read apart.
@@ -118,8 +105,14 @@ class TensorCheck(Struct, eq=False):
         """Return the consumers of one dense component; the tensor itself if it is dense."""
         composite = self.entry.composite
         counted = composite is None or component is composite.values
-        every = (self.hasher, self.counter if counted else None, self.record)
-        return [consumer for consumer in every if consumer is not None]
+        found: list[Consumer] = [] if self.hasher is None else [self.hash]
+        found += [self.counter.update] if self.counter is not None and counted else []
+        return [*found, self.record.update] if self.record is not None else found
+
+    def hash(self, data: torch.Tensor) -> None:
+        """Receive the next elements."""
+        assert self.hasher is not None
+        self.hasher.update(_bytes_of(data))
 
     def fail(self) -> None:
         """Note that some elements could not be read."""
@@ -133,7 +126,7 @@ class TensorCheck(Struct, eq=False):
         if isinstance(composite, Quantized) and self.hasher:
             for numbers in (composite.scales, composite.zero_points):
                 if isinstance(numbers, tuple):
-                    self.hasher.hasher.update(struct.pack(f"<{len(numbers)}d", *numbers))
+                    self.hasher.update(struct.pack(f"<{len(numbers)}d", *numbers))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

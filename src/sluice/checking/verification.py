@@ -150,7 +150,7 @@ class _Verification:
         for check in self.plan.tensors:
             entry, hasher = check.entry, check.hasher
             if hasher is not None and not check.failed:
-                digest = hasher.hasher.hexdigest()
+                digest = hasher.hexdigest()
                 value = TensorHash(dtype=entry.dtype, shape=entry.shape, layout=entry.layout, hash=digest)
                 hashes.update(dict.fromkeys(check.names, value))
         return {name: hashes[name] for name in self._named.entries if name in hashes} if hashes else {}
@@ -215,7 +215,7 @@ class _Verification:
                 shares: _Shares = []
                 for record in active:
                     _, start, end = record.range
-                    shares.append((record, [record], max(start, first) - first, min(end, last) - first))
+                    shares.append((record, [record.update], max(start, first) - first, min(end, last) - first))
                 yield ScanItem(self._reader.window(file, first, last), shares)
                 active = [record for record in active if record.range[2] > last]
 
@@ -245,7 +245,7 @@ class _Verification:
         self, batch: Batch[_Shares], read: Sequence[torch.Tensor | SluiceError]
     ) -> list[tuple[int, partial[None]]]:
         """Return one job per consumer, which gets its part of a batch in order."""
-        work: dict[int, list[tuple[Consumer, torch.Tensor]]] = {}
+        work: dict[Consumer, list[torch.Tensor]] = {}
         for piece, result in zip(batch, read, strict=True):
             if not isinstance(result, torch.Tensor):
                 self._unreadable.append(VerifyProblem.of(result))
@@ -255,8 +255,8 @@ class _Verification:
             data = result.flatten()
             for _, consumers, first, last in piece.payload:
                 for consumer in consumers:
-                    work.setdefault(id(consumer), []).append((consumer, data[first:last]))
-        return [(sum(data.nbytes for _, data in pieces), partial(_feed, pieces)) for pieces in work.values()]
+                    work.setdefault(consumer, []).append(data[first:last])
+        return [(sum(each.nbytes for each in own), partial(_feed, consumer, own)) for consumer, own in work.items()]
 
     def _check_indices(self, advance: Callable[[int], None]) -> None:
         """Read and check the indices of sparse tensors."""
@@ -279,10 +279,10 @@ class _Verification:
                 self._wrong_indices.append(VerifyProblem.of(error))
 
 
-def _feed(pieces: Iterable[tuple[Consumer, torch.Tensor]]) -> None:
-    """Pass each piece to its consumer, in order."""
-    for consumer, data in pieces:
-        consumer.update(data)
+def _feed(consumer: Consumer, pieces: Iterable[torch.Tensor]) -> None:
+    """Pass pieces to a consumer, in order."""
+    for data in pieces:
+        consumer(data)
 
 
 def _stored_bytes(entry: Entry) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from sluice import _defaults as defaults
 from sluice._errors import CheckpointError
-from sluice.checking.consumers import NonFiniteCounter, RecordChecksum, TensorCheck, TensorHasher
+from sluice.checking.consumers import NonFiniteCounter, RecordChecksum, TensorCheck
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.formats.manifest import HashAlgorithm, new_hash
@@ -86,7 +86,7 @@ class VerificationPlan:
             if not check.names:
                 values = entry if entry.composite is None else entry.composite.values
                 counted = NonFiniteCounter.counts(values.dtype) and not isinstance(entry.composite, Quantized)
-                check.hasher = TensorHasher(new_hash(self._algorithm)) if self._algorithm else None
+                check.hasher = new_hash(self._algorithm) if self._algorithm else None
                 check.counter = NonFiniteCounter() if self._nan and counted else None
             check.names.append(name)
         return [check for check in checks.values() if check.hasher or check.counter]
