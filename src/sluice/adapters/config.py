@@ -15,6 +15,7 @@ from msgspec import Struct
 from sluice._errors import FormatError, UnsupportedError
 from sluice._messages import type_of
 from sluice._public import public
+from sluice.formats.protocol import read_whole
 from sluice.formats.strict_json import decode_json
 from sluice.sources.opening import PathOrAddress, find_place
 
@@ -116,11 +117,8 @@ def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
     except FileNotFoundError:
         return AdapterConfig()
     try:
-        nbytes = source.identity.nbytes
-        if nbytes > min(limits.header_bytes, 1 << 20):
-            raise FormatError("the configuration of the adapter is too large", file=source.path, found=nbytes)
-        values = decode_json(source.read_at(0, nbytes), dict[str, Any], "the configuration of the adapter", source.path)
-        return _checked(values, source.path)
+        data = read_whole(source, limits, "the configuration of the adapter")
+        return _checked(decode_json(data, dict[str, Any], "the configuration of the adapter", source.path), source.path)
     except (ValueError, RecursionError, OverflowError, re.error) as error:
         raise FormatError(f"the configuration of the adapter is damaged: {error}", file=source.path) from error
     finally:
