@@ -27,9 +27,12 @@ from sluice.benchmark.methods import (
     read_state_dict,
     without_memory,
 )
-from sluice.benchmark.records import HUGGING_FACE, OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, MethodJob, method
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Kind, MethodJob, method
 
-__all__ = ["ALL_PEERS", "instanttensor_load", "transformers_load"]
+__all__ = ["ALL_PEERS", "HUGGING_FACE", "instanttensor_load", "transformers_load"]
+
+#: A directory with shards and a ``config.json`` of transformers.
+HUGGING_FACE: Kind = "hugging-face"
 
 
 @method("torch-load", build=on_meta, reads=(PTH,), takes_key=True)

@@ -14,12 +14,11 @@ from rich.console import Console
 
 from bench._common import options, refuse_wrong_weights, show_document, working_folder
 from bench._llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
-from bench._peers import ALL_PEERS
+from bench._peers import ALL_PEERS, HUGGING_FACE
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.gpt2 import make_checkpoint
 from sluice.benchmark.methods import absence, final_bytes
 from sluice.benchmark.records import (
-    HUGGING_FACE,
     PTH,
     SAFETENSORS,
     SHARDS,

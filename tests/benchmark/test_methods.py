@@ -19,11 +19,11 @@ from torch import nn
 from bench import _peers as bench_peers
 from bench import _raw
 from bench._llama import LLAMA_TINY, write_directory
+from bench._peers import HUGGING_FACE
 from sluice.benchmark import gpt2
 from sluice.benchmark.loads import touch, verdict
 from sluice.benchmark.methods import LOADERS, METHODS, PEERS, STRATEGIES, absence
 from sluice.benchmark.records import (
-    HUGGING_FACE,
     OTHER,
     PARAMETERS,
     PTH,

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 __all__ = [
-    "HUGGING_FACE",
     "OTHER",
     "PARAMETERS",
     "PTH",
@@ -48,8 +47,6 @@ SAFETENSORS: Kind = ".safetensors"
 PARAMETERS: Kind = ""
 #: A directory with shards of one state dict, as Hugging Face writes them.
 SHARDS: Kind = "shards"
-#: A directory with shards and a ``config.json`` of transformers.
-HUGGING_FACE: Kind = "hugging-face"
 #: A checkpoint that only sluice reads.
 OTHER: Kind = "other"
 

@@ -122,8 +122,8 @@ class _CheckpointDiff:
 
             def use(batch: Batch[_Counterpart], found: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
                 nonlocal done
-                sides = zip(batch, *found, strict=True)
-                work_through(workers, [(one.nbytes, partial(_update, piece, one, two)) for piece, one, two in sides])
+                sides = zip((piece.payload.values.update for piece in batch), *found, strict=True)
+                work_through(workers, [(one.nbytes, partial(update, one, two)) for update, one, two in sides])
                 done += sum(piece.entry.nbytes + piece.payload.entry.nbytes for piece in batch)
                 if report:
                     report(done)
@@ -184,10 +184,6 @@ class _Counterpart(Struct, frozen=True):
 
     entry: Entry
     values: Comparison
-
-
-def _update(piece: ScanItem[_Counterpart], one: torch.Tensor, other: torch.Tensor) -> None:
-    piece.payload.values.update(one, other)
 
 
 def _entries(own: OpenCheckpoint, other: OpenCheckpoint) -> dict[str, Entry]:

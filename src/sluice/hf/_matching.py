@@ -120,7 +120,10 @@ def tie(model: Any, names: MatchedWeights, checkpoint: OpenCheckpoint) -> list[s
         first = of_tensor.get(id(other))
         if own is other or target not in names.entries or first is None:
             continue
-        requests = [_request(names.entries[name], name, other) for name in (first, target)]
+        dtype = dtype_name(other.dtype)
+        requests = [
+            Request(name=name, entry=names.entries[name], dtype=dtype, device="cpu") for name in (first, target)
+        ]
         if own.shape == other.shape and same_values(checkpoint, *requests, limit_bytes=_COMPARED_BYTES):
             _put(model, target, other)
             del names.entries[target]
@@ -132,10 +135,6 @@ def tie(model: Any, names: MatchedWeights, checkpoint: OpenCheckpoint) -> list[s
 
 #: Bytes of two tied tensors that are compared at once.
 _COMPARED_BYTES = 16 << 20
-
-
-def _request(entry: Entry, name: str, like: torch.Tensor) -> Request:
-    return Request(name=name, entry=entry, dtype=dtype_name(like.dtype), device="cpu")
 
 
 def check(model: Any, names: MatchedWeights, *, strict: bool, allow_empty: bool) -> None:

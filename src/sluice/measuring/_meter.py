@@ -124,7 +124,7 @@ class Measurement:
 
         @functools.wraps(function)
         def measured(*args: P.args, **kwargs: P.kwargs) -> R:
-            report = self._on_report or functools.partial(_print_report, function.__qualname__)
+            report = self._on_report or (lambda found: sys.stderr.write(f"{function.__qualname__}: {found}\n"))
             with Measurement(self._interval, on_report=report):
                 return function(*args, **kwargs)
 
@@ -185,10 +185,6 @@ def _cgroup(group: MemoryGroup | None, columns: dict[str, array[int]]) -> Cgroup
         start_bytes=group.usage_bytes,
         peak_bytes=max(group.usage_bytes, max(columns.get("cgroup", ()), default=0)),
     )
-
-
-def _print_report(name: str, report: MemoryReport) -> None:
-    sys.stderr.write(f"{name}: {report}\n")
 
 
 class _Helper:

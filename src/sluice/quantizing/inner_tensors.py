@@ -49,9 +49,7 @@ def inner_bytes(tensor: torch.Tensor) -> int:
     return sum(inner.nbytes for inner in inner_tensors(tensor))
 
 
-def assemble(
-    template: torch.Tensor, inner: Iterable[torch.Tensor], instead: Mapping[int, object] | None = None
-) -> torch.Tensor:
+def assemble(template: Any, inner: Iterable[torch.Tensor], instead: Mapping[int, object] | None = None) -> torch.Tensor:
     """Return a tensor like ``template``, which may be on the meta device, that consists of other plain tensors.
 
     Args:
@@ -59,13 +57,10 @@ def assemble(
         inner: The plain tensors, in the order of ``inner_tensors``.
         instead: Replaces objects in attributes, by their identity.
     """
-    return _assemble(template, iter(inner), instead or {})
-
-
-def _assemble(template: Any, inner: Iterator[torch.Tensor], instead: Mapping[int, object]) -> torch.Tensor:
+    inner = iter(inner)  # parts of a part take theirs from the same iterator
     if is_assembled(template):
         names, context = template.__tensor_flatten__()
-        parts = {name: _assemble(getattr(template, name), inner, instead) for name in names}
+        parts = {name: assemble(getattr(template, name), inner, instead) for name in names}
         made: torch.Tensor = type(template).__tensor_unflatten__(parts, context, template.shape, template.stride())
         return made
     own = next(inner)
@@ -75,7 +70,7 @@ def _assemble(template: Any, inner: Iterator[torch.Tensor], instead: Mapping[int
     others = dict(zip(places, [own, *islice(inner, len(places) - 1)], strict=True))
     kept = {id(tensor): others[_place(tensor)] for tensor in _tensors_in(vars(template))}
     made = make_subclass(type(template), own, False)
-    made.__dict__.update(copy.deepcopy(vars(template), {**instead, **kept}))
+    made.__dict__.update(copy.deepcopy(vars(template), {**(instead or {}), **kept}))
     return made
 
 

@@ -212,13 +212,6 @@ def _or_error(read: Callable[..., _Result], *arguments: object) -> _Result | Che
         return error
 
 
-def _is_end(record: ZipRecord, end: int, *, described: bool) -> bool:
-    """Return whether data that ends at a byte of the file fills its record up to the next header or descriptor."""
-    if not described:
-        return end == record.limit
-    return record.limit - end in _PACKED_DESCRIPTORS and (end - record.nbytes) % _PACKED_ALIGNMENT == 0
-
-
 def _check_by_checksum(source: Source, record: ZipRecord, offset: int) -> None:
     """Raise unless the data has the CRC-32 that the central directory has for the record."""
     crc, at, end = 0, offset, offset + record.nbytes
@@ -239,8 +232,9 @@ def _header_bytes(record: ZipRecord) -> int:
 def _data_offset(source: Source, record: ZipRecord, header: bytes) -> int:
     """Return the offset of the data of a record, which ends where the record does or has its CRC-32."""
     offset, described = _locate(source, record, header)
-    whole = record.unpacked is not None or _is_end(record, offset + record.nbytes, described=described)
-    if record.nbytes and not whole:
+    left = record.limit - offset - record.nbytes  # up to the next header
+    whole = left in _PACKED_DESCRIPTORS and offset % _PACKED_ALIGNMENT == 0 if described else left == 0
+    if record.nbytes and record.unpacked is None and not whole:
         _check_by_checksum(source, record, offset)
     return offset
 
