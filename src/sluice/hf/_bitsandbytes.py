@@ -77,19 +77,15 @@ class BitsAndBytesQuantizer(Quantizer):
             layer, weight = model.get_submodule(path), f"{path}.weight"
             text = names.entries.get(f"{path}.{_TEXT}")
             if self.pre_quantized:
-                self._flatten_scales(path, names)
+                # Scales in rows and columns: a model that has computed on some processors is saved so.
+                for name in (f"{path}._weight_absmax", f"{path}._weight_nested_absmax"):
+                    if (scales := names.entries.get(name)) is not None:
+                        names.entries[name] = reshape(scales, (math.prod(scales.shape),))
                 if text is not None and len(text.shape) == 1 and text.shape[0] <= _TEXT_BYTES:
                     place = torch.empty(text.shape, dtype=torch.uint8, device="meta")
                     layer.register_parameter(_TEXT, nn.Parameter(place, requires_grad=False))
             elif layer.source_cls is not nn.Linear and weight in names.entries:
                 names.entries[weight] = permute(names.entries[weight], (1, 0))
-
-    def _flatten_scales(self, path: str, names: MatchedWeights) -> None:
-        """Accept scales in rows and columns: a model that has computed on some processors is saved so."""
-        for name in ("_weight_absmax", "_weight_nested_absmax"):
-            entry = names.entries.get(f"{path}.{name}")
-            if entry is not None:
-                names.entries[f"{path}.{name}"] = reshape(entry, (math.prod(entry.shape),))
 
     def function(self, model: Any) -> Quantize | None:  # noqa: ARG002  as the other class has it
         """See ``Quantizer.function``."""

@@ -5,8 +5,8 @@ The functions are pure: from the proposals of all ranks to their failures.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import Literal
 
 from msgspec import Struct
@@ -88,14 +88,6 @@ def _models_of(proposals: Mapping[int, Proposal]) -> list[list[int]]:
     return sorted(sorted(group) for group in groups)
 
 
-def _hosts_of(proposals: Mapping[int, Proposal]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each host."""
-    ranks: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, proposal in sorted(proposals.items()):
-        ranks[proposal.host].append(rank)
-    return {host: tuple(members) for host, members in ranks.items()}
-
-
 def _difference(own: Proposal, other: Proposal, rank: int) -> str:
     """Return what distinguishes a proposal from that of a different rank; empty if nothing does."""
     for name, value in own.arguments.items():
@@ -120,15 +112,16 @@ def _difference(own: Proposal, other: Proposal, rank: int) -> str:
 def _shortages(proposals: Mapping[int, Proposal]) -> dict[int, str]:
     """Return a failure for each rank of a host whose ranks together need more than the smallest of their limits."""
     found: dict[int, str] = {}
-    for members in _hosts_of(proposals).values():
-        own = [proposals[rank] for rank in members]
-        growth = sum(proposal.growth_bytes for proposal in own)
-        tightest = min(own, key=lambda proposal: proposal.limit_bytes)
+    ranks = sorted(proposals, key=lambda rank: (proposals[rank].host, rank))
+    for _, members in groupby(ranks, lambda rank: proposals[rank].host):
+        own = {rank: proposals[rank] for rank in members}
+        growth = sum(proposal.growth_bytes for proposal in own.values())
+        tightest = min(own.values(), key=lambda proposal: proposal.limit_bytes)
         if growth > tightest.limit_bytes:
-            listed = ", ".join(map(str, members))
+            listed = ", ".join(map(str, own))
             text = (
-                f"the ranks {listed} of host {own[0].hostname} together need {format_bytes(growth)} of host memory; "
+                f"the ranks {listed} of host {tightest.hostname} together need {format_bytes(growth)} of host memory; "
                 f"expected at most {format_bytes(tightest.limit_bytes)} ({tightest.limit_origin})"
             )
-            found |= dict.fromkeys(members, text)
+            found |= dict.fromkeys(own, text)
     return found
