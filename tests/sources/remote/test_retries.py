@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time as clock
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,35 @@ def test_a_request_over_the_limit_waits_and_is_made_in_the_end(monkeypatch: pyte
     second = server.begin()
     server.end(first, None)
     server.end(second, None)
+
+
+def test_an_interrupt_leaves_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals are handled when a function of Python begins or ends, also in the middle of entering a ``Condition``."""
+    server = Server()
+    server.end(server.begin(), BUSY)
+    monkeypatch.setattr(defaults, "REMOTE_TURN_SECONDS", 0.0)
+    tracing, left = sys.gettrace(), 0
+
+    def interrupting(_frame: object, event: str, _: object) -> Any:
+        nonlocal left
+        left -= event != "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return interrupting
+
+    for position in range(1, 20):
+        left = position
+        sys.settrace(interrupting)
+        try:
+            server.end(server.begin(), None)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+        other = threading.Thread(target=lambda: server.end(server.begin(), None), daemon=True)
+        other.start()
+        other.join(20)
+        assert not other.is_alive()
 
 
 def test_a_server_is_reached_by_any_answer() -> None:

@@ -39,15 +39,18 @@ class Server:
         self.reached = False
         self.limit: int | None = None
         self._active = self._answers = self._round = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # interrupts leave the lock of a ``Condition`` locked; see ``Worker``
 
     def begin(self) -> int:
         """Wait until there may be one more request; return the round to which it belongs, for ``end``."""
-        with self._changed:
-            if self.limit is not None:
-                self._changed.wait_for(self._has_room, defaults.REMOTE_TURN_SECONDS)
-            self._active += 1
-            return self._round
+        until = time.monotonic() + defaults.REMOTE_TURN_SECONDS
+        while True:
+            with self._lock:
+                free = self.limit is None or self._active < self.limit
+                if free or stopping() or time.monotonic() >= until:
+                    self._active += 1
+                    return self._round
+            time.sleep(0.01)
 
     def end(self, began_in: int, error: RequestFailedError | None) -> None:
         """Count the end of a request.
@@ -56,7 +59,7 @@ class Server:
             began_in: What ``begin`` returned. Of requests that were refused together, one halves the limit.
             error: Why it failed; None if it did not.
         """
-        with self._changed:
+        with self._lock:
             self.reached |= error is None or not error.unreached
             if error is not None and error.status in _BUSY:
                 if began_in == self._round:
@@ -67,15 +70,11 @@ class Server:
                 if self._answers >= defaults.REMOTE_ANSWERS_FOR_MORE * self.limit:
                     self.limit, self._answers = self.limit + 1, 0
             self._active -= 1
-            self._changed.notify_all()
 
     def start_anew(self) -> None:
         """Forget requests and locks after a fork: they are those of the parent process."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._active = 0
-
-    def _has_room(self) -> bool:
-        return self.limit is None or self._active < self.limit
 
 
 def server_of(address: str) -> Server:
