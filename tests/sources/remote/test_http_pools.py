@@ -5,18 +5,20 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
 from sluice import _defaults as defaults
+from sluice._threads import stops_when
 from sluice.sources.remote import http_pools
 from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RequestFailedError
 from support.range_server import RangeServer, cut
+from support.waiting import wait_until
 
 CONTENT = bytes(range(100))
 
@@ -31,6 +33,33 @@ def test_a_read_returns_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> Non
             assert body.readinto(buffer) == 5
         remote.close()
     assert bytes(buffer[:6]) == CONTENT[:5] + b"\0"
+
+
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_server_that_stalls_is_not_waited_for_after_the_end_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr(http_pools, "_STEP_SECONDS", 0.02)
+    ended = threading.Event()
+    failures: list[RequestFailedError] = []
+    with RangeServer({"/m": CONTENT}, always=cut(after, "stall")) as server, closing(HttpObject(server.url("/m"))) as m:
+
+        def read() -> None:
+            stops_when(ended.is_set)
+            buffer = memoryview(bytearray(50))
+            with m.open_first(100)[1] as body:
+                try:
+                    while body.readinto(buffer):
+                        pass
+                except RequestFailedError as error:
+                    failures.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        wait_until(lambda: server.requests, "a request")
+        ended.set()
+        thread.join(defaults.REMOTE_TIMEOUT_SECONDS / 2)
+        assert len(failures) == 1
 
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 206 Partial Content\r\nX-Long: "], ids=["status", "header"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 import threading
@@ -9,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
-from io import BufferedReader
-from typing import Self
+from io import BufferedReader, RawIOBase
+from typing import Any, Self
 
 from urllib3 import BaseHTTPResponse
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -26,6 +27,7 @@ from urllib3.exceptions import (
 )
 
 from sluice import _defaults as defaults
+from sluice._threads import stopping
 from sluice.sources.remote.http_addresses import Network, may_lead, network_of
 from sluice.sources.remote.protocol import RequestFailedError
 
@@ -39,8 +41,8 @@ _SLICE_BYTES, _RECEIVE_BYTES = 8 << 20, 16 << 10
 #: Reasons of OpenSSL for an answer in plain text.
 _PLAIN_TEXT = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL"})
 
-#: Seconds after which a read returns what it has.
-_READ_SECONDS = 1.0
+#: Seconds after which a read returns what it has, and after which one that waits looks whether it is still needed.
+_READ_SECONDS, _STEP_SECONDS = 1.0, 0.2
 
 
 class _Target(threading.local):
@@ -74,30 +76,40 @@ class _SlowHeadersError(TimeoutError):
     """The headers of an answer take too long, although some of their bytes arrive."""
 
 
-class _HeaderLines:
-    """The lines of the headers of one answer, with a limit on the time of all of them."""
+class _Received(RawIOBase):
+    """The bytes of a connection. A wait for them ends soon after the call for which this thread works has ended."""
 
-    def __init__(self, stream: BufferedReader) -> None:
-        self.stream = stream
-        self._until: float | None = None
+    #: Time until which headers have to arrive: None before their first byte, infinite after their last.
+    headers_until: float | None = None
 
-    def readline(self, limit: int = -1) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\n") and len(line) != limit:
-            arrived = self.stream.peek()
+    def __init__(self, connection: socket.socket, stream: BufferedReader) -> None:
+        """Keep the stream of a connection open, and shorten its timeout until the next request."""
+        self._connection, self._stream = connection, stream
+        self._seconds = connection.gettimeout() or defaults.REMOTE_TIMEOUT_SECONDS
+        connection.settimeout(min(_STEP_SECONDS, self._seconds))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        began = time.monotonic()
+        while True:
+            try:
+                found = self._connection.recv_into(buffer)
+            except TimeoutError:
+                if stopping() or time.monotonic() >= began + self._seconds:
+                    raise
+                continue
             now = time.monotonic()
-            if self._until is None:
-                self._until = now + defaults.REMOTE_HEADERS_SECONDS
-            if now > self._until:
+            if self.headers_until is None:
+                self.headers_until = now + defaults.REMOTE_HEADERS_SECONDS
+            if now > self.headers_until:
                 raise _SlowHeadersError
-            if not arrived:
-                break
-            end = arrived.find(b"\n") + 1 or len(arrived)
-            line += self.stream.read1(min(end, limit - len(line)) if limit >= 0 else end)
-        return bytes(line)
+            return found
 
     def close(self) -> None:
-        self.stream.close()
+        super().close()
+        self._stream.close()
 
 
 class _PromptResponse(HTTPResponse):
@@ -108,15 +120,16 @@ class _PromptResponse(HTTPResponse):
     of urllib3 with each takes as much processor time as decrypting it.
     """
 
+    def __init__(self, sock: socket.socket, *arguments: Any, **more: Any) -> None:
+        super().__init__(sock, *arguments, **more)
+        self._connection = sock
+
     def begin(self) -> None:
         """Receive the headers."""
-        stream = self.fp
-        self.fp = _HeaderLines(stream)  # type: ignore[assignment]  # it has what is used of a stream here
-        try:
-            super().begin()
-        finally:
-            if self.fp is not None:
-                self.fp = stream
+        received = _Received(self._connection, self.fp)
+        self.fp = BufferedReader(received)
+        super().begin()
+        received.headers_until = math.inf
 
     def read(self, amt: int | None = None) -> bytes:
         target = _TARGET.view
