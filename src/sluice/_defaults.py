@@ -129,8 +129,9 @@ METHOD_OVERHEAD_BYTES = 16 << 20
 RESHAPE_BOXES = 4096
 
 #: Most descriptors open at once in all checkpoints of the process: four times the number that readers use. Reopening a
-#: file costs microseconds on a local disk; the usual limit of a process is 1,024.
-OPEN_FILES = 64
+#: file costs microseconds on a local disk; the usual limit of a process is 1,024. Files of a cache that are in use are
+#: open besides, because they are locked: at most half of what the process may have, and this number.
+OPEN_FILES, CACHED_OPEN_FILES = 64, 16384
 
 #: Threads that index the files of a directory. They wait for the disk or the network; the GIL serializes parsing.
 INDEXING_THREADS = 8

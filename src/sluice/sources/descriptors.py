@@ -29,7 +29,7 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]  # the one name for both
 
-__all__ = ["DESCRIPTORS", "DescriptorCache", "OwnedFile"]
+__all__ = ["DESCRIPTORS", "DescriptorCache", "OwnedFile", "bounded"]
 
 #: A marker object of the file, compared by identity, and whether it is opened for direct I/O. Not the file itself: a
 #: file that the cache keeps alive would never be closed by its finalizer.
@@ -61,6 +61,14 @@ class OwnedFile(io.FileIO):
         return next(map(cls, map(opener, (path,), (os.O_RDONLY | flags,))))  # one step: see above
 
 
+def bounded(limit: int, share: int) -> int:
+    """Return a number of descriptors, or a share of those that the process may have if that is less."""
+    if resource is None:
+        return limit
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit if allowed == resource.RLIM_INFINITY else max(1, min(limit, allowed // share))
+
+
 class DescriptorCache:
     """Lends descriptors to reading threads; every method may be called from any thread and any finalizer."""
 
@@ -89,18 +97,12 @@ class DescriptorCache:
                     raise
                 continue
             self._in_use.add(found)
-            self._shrink(self._bound())
+            self._shrink(bounded(self._limit, _SHARE))
             return found
 
     def drop(self, key: Key) -> None:
         """Close the descriptor of ``key``, if there is one: now, or after its last read."""
         self._open.pop(key, None)
-
-    def _bound(self) -> int:
-        if resource is None:
-            return self._limit
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return self._limit if allowed == resource.RLIM_INFINITY else max(1, min(self._limit, allowed // _SHARE))
 
     def _shrink(self, most: int) -> None:
         with suppress(KeyError):  # emptied by another thread

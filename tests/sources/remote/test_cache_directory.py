@@ -6,14 +6,17 @@ import os
 import tracemalloc
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 
 from sluice import _defaults as defaults
 from sluice.sources.protocol import Source
+from sluice.sources.remote import cache_directory
 from sluice.sources.remote.cache_directory import CacheEntry
 from sluice.sources.remote.caching import CompleteFile
-from support.cached_objects import VersionedObject, cached_bytes, content, entries, loaded, opened, parts
+from support.cached_objects import PIECE, VersionedObject, cached_bytes, content, entries, loaded, opened, parts
 
 CONTENT = content()
 
@@ -59,6 +62,68 @@ def test_what_is_in_use_is_not_removed(tmp_path: Path) -> None:
     assert "leaves no room" in note(load(3, tmp_path, BOUND))
     assert all(loaded(source) == named(number).content for number, source in enumerate(used, 1))
     assert "leaves no room" not in note(load(3, tmp_path, BOUND))
+
+
+def test_nothing_is_removed_if_what_is_not_in_use_leaves_no_room(tmp_path: Path) -> None:
+    load(1, tmp_path)
+    load(2, tmp_path)
+    used = opened(named(1), tmp_path)
+    larger = VersionedObject(content(len(CONTENT) + PIECE))
+    source = opened(larger, tmp_path, BOUND)
+    assert loaded(source) == larger.content
+    assert "leaves no room" in note(source)
+    used.close()
+    assert is_complete(2, tmp_path)
+
+
+def test_downloads_at_once_do_not_count_on_the_same_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "CACHE_FREE_BYTES", 0)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=len(CONTENT) * 3 // 2, f_frsize=1))
+    other = CacheEntry(tmp_path, bound=1 << 30, key="0" * 64, nbytes=len(CONTENT))
+    with other.writing(lambda: None):
+        assert "leaves no room" in note(load(1, tmp_path))
+    assert "leaves no room" not in note(load(1, tmp_path))
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_file_in_use(tmp_path: Path) -> None:
+    """It has inherited the descriptor. Closing its own source does not end the use of its parent."""
+    entry = CacheEntry(tmp_path, bound=1 << 30, key="0" * 64, nbytes=10)
+    with entry.writing(lambda: None) as part:
+        assert part is not None
+        inherited = [os.dup(part.file.fileno())]
+    with entry.writing(lambda: pytest.fail("it is locked")) as part:
+        assert part is not None
+    load(1, tmp_path)
+    source = opened(named(1), tmp_path)
+    assert isinstance(source, CompleteFile)
+    assert source._cached is not None
+    inherited.append(os.dup(source._cached.file.fileno()))
+    child = os.fork()
+    if not child:
+        source.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "leaves no room" in note(load(2, tmp_path, BOUND - 1))
+    source.close()
+    assert "leaves no room" not in note(load(2, tmp_path, BOUND - 1))
+    for descriptor in inherited:
+        os.close(descriptor)
+
+
+def test_files_in_use_leave_descriptors_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_directory, "_IN_USE", WeakSet())
+    for number in range(5):
+        load(number, tmp_path)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (7, 7))
+    used = [opened(named(number), tmp_path) for number in range(5)]
+    assert [isinstance(source, CompleteFile) for source in used] == [True, True, True, False, False]
+    assert "too many of its files are in use at once (ulimit -n)" in note(used[3])
+    further = load(6, tmp_path)
+    assert "too many" in note(further)
+    assert not parts(tmp_path)
+    for number, source in enumerate(used):
+        assert loaded(source) == named(number).content
+    assert "too many" not in note(load(6, tmp_path))
 
 
 def test_nothing_is_removed_for_what_has_no_room_anyway(tmp_path: Path) -> None:

@@ -187,13 +187,14 @@ def test_a_process_that_waited_for_a_part_may_hold_it_for_a_moment(
 def test_a_part_that_a_stopped_process_writes_is_not_waited_for(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert cache_directory._PATIENCE_SECONDS > defaults.REMOTE_PATIENCE_SECONDS  # it may wait for a server
     monkeypatch.setattr(cache_directory, "_PATIENCE_SECONDS", 0.1)
     partly(remote, tmp_path, 2)
     descriptor = os.open(parts(tmp_path)[0], os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     source = filled(opened(remote, tmp_path))
     assert read(source, 0, len(CONTENT)) == CONTENT
-    assert "the process that fills it is stopped" in str(getattr(source, "note", None))
+    assert "the process that fills it has written nothing for 0.1 s" in str(getattr(source, "note", None))
     os.close(descriptor)
     source.close()
 

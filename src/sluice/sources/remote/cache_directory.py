@@ -24,13 +24,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
+from weakref import WeakSet
 
 from sluice import _defaults as defaults
 from sluice._threads import stopping
-from sluice.sources.descriptors import OwnedFile
+from sluice.sources.descriptors import OwnedFile, bounded
 
 try:
-    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, flock
 except ImportError:  # Windows
     flock = None  # type: ignore[assignment]
 
@@ -51,8 +52,11 @@ _RIGHT_NS = 1_000_000_000 * 10**9
 #: Most by which the clocks of this machine and of a file server may differ, in ns.
 _CLOCKS_NS = 10 * 10**9
 
-#: Seconds after which a part that does not grow is given up.
-_PATIENCE_SECONDS = 10.0
+#: Seconds after which a part that does not grow is given up: longer than its writer asks a server that does not answer.
+_PATIENCE_SECONDS = defaults.REMOTE_PATIENCE_SECONDS + 30
+
+#: Complete files that this process uses.
+_IN_USE: WeakSet[OwnedFile] = WeakSet()
 
 
 class CacheEntry:
@@ -73,7 +77,7 @@ class CacheEntry:
         if flock is None:
             raise OSError("the system has no locks of open files")
         self.directory, self.bound = os.path.realpath(os.path.expanduser(directory)), bound
-        self.nbytes = nbytes
+        self.nbytes, self.pid = nbytes, os.getpid()
         #: Numbers of the pieces.
         self.pieces = range(-(-nbytes // defaults.CACHE_PIECE_BYTES))
         #: Bytes of the file, with the records.
@@ -103,6 +107,7 @@ class CacheEntry:
                 return None
             if _is_at(found.file, self.path):  # it is not being removed
                 if found.is_right():
+                    _IN_USE.add(found.file)
                     return found
                 os.rename(self.path, self.part_path)
         return None
@@ -126,36 +131,45 @@ class CacheEntry:
                 if os.path.lexists(self.path):
                     os.unlink(self.part_path)
                     break
-                os.utime(part.fileno())  # comparing what is there may take a while
-                self._make_room(part)
-                yield CacheFile(self, part)
+                writing = CacheFile(self, part)
+                try:
+                    os.utime(part.fileno())  # comparing what is there may take a while
+                    self._make_room(part)
+                    yield writing
+                finally:
+                    writing.unlock()
                 return
         yield None
 
     def _check(self) -> None:
-        """Refuse a directory that is not private."""
+        """Refuse a directory that is not private, and more files than the process can have open."""
         found = os.lstat(self.directory)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise PermissionError(errno.EACCES, "other users own the cache or may write to it")
+        if len(_IN_USE) >= bounded(defaults.CACHED_OPEN_FILES, 2):
+            raise OSError(errno.EMFILE, "too many of its files are in use at once (ulimit -n)")
 
     def _make_room(self, part: OwnedFile) -> None:
         """Remove files that no one uses, the least recently used first, until this one has room."""
         found = map(_ENTRY.fullmatch, os.listdir(self.directory))
         sizes = {os.path.join(self.directory, match[0]): int(match[1]) for match in found if match}
-        status, system, used = os.fstat(part.fileno()), os.statvfs(self.directory), dict[str, int]()
-        missing = self.file_bytes - 512 * status.st_blocks + defaults.CACHE_FREE_BYTES
+        system, unused, missing = os.statvfs(self.directory), dict[str, int](), defaults.CACHE_FREE_BYTES
+        for path, nbytes in sizes.items():
+            with suppress(OSError), _opened(path) as file:
+                status = os.fstat(file.fileno())
+                if path.endswith(".part"):  # other processes write as well
+                    missing += nbytes - 512 * status.st_blocks
+                if path not in {self.path, self.part_path} and _lock(file, LOCK_EX):
+                    unused[path] = status.st_atime_ns
         excess = max(sum(sizes.values()) - self.bound, missing - system.f_bavail * system.f_frsize)
-        for path in sizes.keys() - {self.path, self.part_path}:
-            with suppress(FileNotFoundError):  # another process has removed it
-                used[path] = os.lstat(path).st_atime_ns
-        if 0 < excess <= sum(sizes[path] for path in used):
-            for path in sorted(used, key=used.__getitem__):
+        if 0 < excess <= sum(sizes[path] for path in unused):
+            for path in sorted(unused, key=unused.__getitem__):
                 with suppress(OSError), _opened(path) as file:
                     if excess > 0 and _lock(file, LOCK_EX):
                         os.unlink(path)
                         excess -= sizes[path]
         if excess > 0:
-            if not status.st_size:
+            if not os.fstat(part.fileno()).st_size:
                 os.unlink(self.part_path)
             raise OSError(errno.ENOSPC, "its bound or the free space leaves no room")
 
@@ -165,6 +179,11 @@ class CacheFile(NamedTuple):
 
     entry: CacheEntry
     file: OwnedFile
+
+    def unlock(self) -> None:
+        """End its use, also if a child has inherited the lock; a child itself does not end the use of its parent."""
+        if os.getpid() == self.entry.pid:
+            flock(self.file, LOCK_UN)
 
     def arrived(self, number: int, crc: int) -> None:
         """Record a piece that was written."""
@@ -225,7 +244,8 @@ def _wait_for_writer(part: OwnedFile, path: str, waiting: Callable[[], object]) 
         if not _is_at(part, path):  # published: others hold it, and its time of change is that of right files
             return False
         if still:
-            raise TimeoutError(errno.ETIMEDOUT, "the process that fills it is stopped")
+            problem = f"the process that fills it has written nothing for {_PATIENCE_SECONDS:g} s"
+            raise TimeoutError(errno.ETIMEDOUT, problem)
         if stopping():
             raise InterruptedError(errno.EINTR, "the load has ended")
         waiting()

@@ -140,6 +140,8 @@ class CompleteFile(LocalFile):
 
     def close(self) -> None:
         super().close()
+        if self._cached is not None:
+            self._cached.unlock()
         self._cached = None
 
 
