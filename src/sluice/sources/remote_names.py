@@ -77,11 +77,14 @@ def _plain(url: str) -> str:
         return url
     scheme, _, rest = url.partition("://")
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    password = ":" in authority.rpartition("@")[0]
     if _PASSWORD.search(authority):  # the rest of a password with a character that should have been escaped
         authority, rest = "", rest.rpartition("@")[2] if "@" in rest else rest
     if scheme.lower() not in _WITHOUT_CREDENTIALS or ":" in authority:
         rest = authority.rpartition("@")[2] + rest[len(authority) :]
-    return f"{scheme}://{re.split('[?#]', rest, maxsplit=1)[0]}"
+    rest = re.split("[?#]", rest, maxsplit=1)[0]
+    # What is in front of a further @ may belong to the password.
+    return f"{scheme}://{rest.rpartition('@')[2] if password else rest}"
 
 
 def download_advice(url: str) -> str:

@@ -103,10 +103,21 @@ def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch:
             source.read_at(5, 5)
         assert str(caught.value).startswith("memory://f, byte 5: the file system failed (ConnectionError) after ")
         assert "secret" not in str(caught.value)
-        for error in (PermissionError("no"), AttributeError("no")):
+        for error in (PermissionError("no"), AttributeError("no"), RuntimeError("no")):
             with _failing(filesystem, error) as calls, pytest.raises(RemoteError):
                 source.read_at(5, 5)
             assert len(calls) == 1
+
+
+def test_a_file_system_with_an_event_loop_is_refused_after_a_fork(
+    filesystem: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem.pipe_file("/f", CONTENT)
+    monkeypatch.setattr(filesystem, "async_impl", True, raising=False)
+    with closing(open_source(Remote("/f", store=filesystem))) as source, monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 1)
+        with pytest.raises(UnsupportedError, match=r"that was forked .* Start processes with 'spawn'"):
+            source.read_at(len(CONTENT) - 1, 1)
 
 
 def test_answers_that_are_not_the_range_are_refused(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:

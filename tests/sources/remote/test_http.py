@@ -330,7 +330,7 @@ def test_a_header_that_is_not_valid_is_not_shown() -> None:
 
 def test_a_signature_that_expired(server: RangeServer) -> None:
     server.always = status(403)
-    with pytest.raises(RemoteError, match="signatures expire: make a new one"):
+    with pytest.raises(RemoteError, match="each is that of one file: make a new one, or pass a list of signed"):
         file_at(server.url("/m.pth?X-Amz-Signature=abc"))
 
 

@@ -37,7 +37,16 @@ def test_parts_of_a_url(url: str, address: HttpAddress, authorization: str | Non
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://u:geheim@:80/", "ftp://u:geheim@h/", "http://u:geheim@h:99999/", "http://u:geheim@[::/x"]
+    "url",
+    [
+        "http://",
+        "http://u:geheim@:80/",
+        "ftp://u:geheim@h/",
+        "http://u:geheim@h:99999/",
+        "http://u:geheim@[::/x",
+        "http://u:geheim@h/\udc80",
+        "http://u:geheim\udc80@h/",
+    ],
 )
 def test_what_is_not_a_url_of_http_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(RemoteError, match="not a URL of HTTP") as caught:
@@ -53,6 +62,8 @@ def test_what_is_not_a_url_of_http_is_refused_without_its_password(url: str) -> 
         ("c?d", "https://host:8443/a/c?d"),
         ("//other/e", "https://other/e"),
         ("https://u:p@other:1/f", "https://other:1/f"),
+        ("/mod\xc3\xa8le", "https://host:8443/mod%C3%A8le"),  # as the library decodes the UTF-8 of a header
+        ("/\xe8", "https://host:8443/%C3%A8"),
     ],
 )
 def test_where_a_redirect_leads(location: str, url: str) -> None:

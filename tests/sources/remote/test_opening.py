@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import MissingFileError, PathEscapeError, Remote, UnsupportedError
+from sluice import MissingFileError, PathEscapeError, Remote, RemoteError, UnsupportedError
 from sluice.sources.opening import find_place
 from sluice.sources.protocol import Source
 from sluice.sources.ranges import MemoryFile
 from sluice.sources.remote.directory import SiblingFiles, below
+from sluice.sources.remote.protocol import RequestFailedError
 from support import oracles
 from support.object_stores import filesystem, put
 from support.whole_checkpoints import MAKERS
@@ -25,11 +26,13 @@ from support.whole_checkpoints import MAKERS
 __all__ = ["filesystem"]
 
 
-def _siblings(url: str, has: str = "") -> tuple[SiblingFiles, list[str]]:
+def _siblings(url: str, has: str = "", refused: tuple[str, ...] = ()) -> tuple[SiblingFiles, list[str]]:
     opened: list[str] = []
 
     def record(remote: Remote) -> Source:
         opened.append(remote.url)
+        if remote.address.endswith(refused):
+            raise RemoteError("no", file=remote.address) from RequestFailedError("no", temporary=False, status=403)
         if has and not remote.address.endswith(f"/{has}"):
             raise MissingFileError("there is no such file", file=remote.address)
         return MemoryFile(io.BytesIO(b"x"))
@@ -44,6 +47,8 @@ def _siblings(url: str, has: str = "") -> tuple[SiblingFiles, list[str]]:
         ("https://host/dir/index.json?token=1", "sub/x", "https://host/dir/sub/x?token=1"),
         ("https://host/index.json", "a?b#c%2e", "https://host/a%3Fb%23c%252e"),
         ("s3://bucket/odd?key/index.json", "a b", "s3://bucket/odd?key/a b"),
+        ("https://host/dir/my%20index.json?token=1", "my%20index.json", "https://host/dir/my%20index.json?token=1"),
+        ("https://host/dir/index.json#/a", "x", "https://host/dir/x"),
     ],
 )
 def test_siblings_are_opened_by_name(url: str, name: str, expected: str) -> None:
@@ -70,6 +75,15 @@ def test_the_usual_names_are_tried_instead_of_a_listing() -> None:
     directory, _ = _siblings("https://me:secret@host/dir/index.json?token=secret", has="other")
     assert directory.name == "index.json"
     with pytest.raises(UnsupportedError, match=r"^https://host/dir/: the server has no listing of files"):
+        list(directory.entries())
+
+
+def test_a_usual_name_that_is_refused_may_be_missing() -> None:
+    """S3 says so to who may not list the bucket."""
+    directory, _ = _siblings("https://host/dir/", has="pytorch_model.bin", refused=("model.safetensors", "index.json"))
+    assert [entry.name for entry in directory.entries()] == ["pytorch_model.bin"]
+    directory, _ = _siblings("https://host/dir/", has="other", refused=("model.safetensors",))
+    with pytest.raises(RemoteError, match=r"dir/model\.safetensors: no"):
         list(directory.entries())
 
 

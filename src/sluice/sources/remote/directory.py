@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from http import HTTPStatus
 from urllib.parse import quote
 
 from msgspec import Struct
 
-from sluice._errors import MissingFileError, PathEscapeError, UnsupportedError
+from sluice._errors import MissingFileError, PathEscapeError, RemoteError, UnsupportedError
 from sluice.sources.directory import DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.location import Remote
@@ -104,32 +104,44 @@ class SiblingFiles(RemoteDirectory):
         """
         #: The file that ``entries`` has found, until it is opened: its first bytes were received.
         self._found: dict[str, Source] = {}
+        self._file = remote
         before, query = _divided(remote)
-        parent, slash, self.name = before.rpartition("/")
+        parent, slash, _ = before.rpartition("/")
+        self.name = remote.address.rpartition("/")[2]
         #: The directory itself.
         self.location = dataclasses.replace(remote, url=parent + slash + query)
         super().__init__(self.location.address, self._usual, self._next)
         self._open_location = opened
 
     def _usual(self) -> Iterator[DirectoryEntry]:
+        refusals = []
         for name in _USUAL_NAMES:
-            with suppress(MissingFileError):
+            try:
                 self._found[name] = self.open(name)
                 yield RemoteEntry(name, "file")
                 return
+            except MissingFileError:
+                pass
+            except RemoteError as error:
+                if getattr(error.__cause__, "status", None) != HTTPStatus.FORBIDDEN:
+                    raise
+                refusals.append(error)  # S3 also answers so if there is no such object, to who may not list
+        if refusals:
+            raise refusals[0]
         problem = f"the server has no listing of files, and there is none of {', '.join(_USUAL_NAMES)}"
         raise UnsupportedError(problem, file=self.path, advice="Pass the URL of a file or of the index of shards.")
 
     def _next(self, name: str) -> Source:
         found = self._found.pop(name, None)
-        return self._open_location(below(self.location, name)) if found is None else found
+        where = self._file if name == self.name else below(self.location, name)  # its name is encoded already
+        return self._open_location(where) if found is None else found
 
 
 def _divided(remote: Remote) -> tuple[str, str]:
     """Return the address of a file or directory up to the query, and the query with its mark."""
     if not _has_query(remote):
         return remote.url, ""
-    before, mark, query = remote.url.partition("?")
+    before, mark, query = remote.url.partition("#")[0].partition("?")
     return before, mark + query
 
 

@@ -37,7 +37,7 @@ _TIMES = ("LastModified", "last_modified", "mtime", "modified", "modify", "updat
 _FINAL = (
     PermissionError,
     IsADirectoryError,
-    NotImplementedError,
+    RuntimeError,
     AttributeError,
     TypeError,
     ValueError,
@@ -129,7 +129,7 @@ class _FilesystemObject:
 
     def __init__(self, filesystem: Any, path: str, shown: str) -> None:
         self._filesystem, self._path = filesystem, path
-        self.path = shown
+        self.path, self._pid = shown, os.getpid()
         parallel = _is_parallel(filesystem)
         self._lock = nullcontext() if parallel else _locks.setdefault(filesystem, threading.Lock())
 
@@ -175,6 +175,9 @@ class _FilesystemObject:
         return PieceBody(pieces())
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._pid != os.getpid() and _is_parallel(self._filesystem):
+            problem = "this file system cannot be read in a process that was forked from one that has read it"
+            raise UnsupportedError(problem, file=self.path, advice="Start processes with 'spawn' or 'forkserver'.")
         try:
             with self._lock:
                 return function(*args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import socket
+from contextlib import suppress
 from typing import Literal, TypeAlias
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -85,17 +86,17 @@ def parse_address(url: str) -> tuple[HttpAddress, str | None]:
         host = host if host.isascii() else host.encode("idna").decode()
         if not host or any(character <= " " or character == "\x7f" for character in host):
             raise ValueError("no host")
+        target = quote(parts.path or "/", safe=_UNCHANGED)
+        if parts.query:
+            target += "?" + quote(parts.query, safe=_UNCHANGED)
+        authorization = None
+        if parts.username or parts.password:
+            plain = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+            authorization = "Basic " + base64.b64encode(plain.encode()).decode()
     except (ValueError, KeyError, UnicodeError):
         # Not raised from the error: its text has the URL.
         advice = "An address has the form https://host/path."
         raise RemoteError("the address is not a URL of HTTP", file=without_credentials(url), advice=advice) from None
-    target = quote(parts.path or "/", safe=_UNCHANGED)
-    if parts.query:
-        target += "?" + quote(parts.query, safe=_UNCHANGED)
-    authorization = None
-    if parts.username or parts.password:
-        plain = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
-        authorization = "Basic " + base64.b64encode(plain.encode()).decode()
     return HttpAddress(scheme, host, port, target), authorization
 
 
@@ -111,6 +112,8 @@ def next_address(address: HttpAddress, location: str | None) -> HttpAddress:
     """
     if not location:
         raise RequestFailedError("the server redirects without an address", temporary=False)
+    with suppress(UnicodeError):  # headers arrive as Latin-1, but servers write UTF-8
+        location = location.encode("latin-1").decode()
     try:
         following, _ = parse_address(urljoin(address.url, location))
     except (RemoteError, ValueError):

@@ -41,7 +41,9 @@ _REQUEST_ID = re.compile(r"[\w.:=+/-]{1,128}")
 #: Statuses after which the same request may succeed.
 TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 530})
 
-_SIGNED = "The address is signed, and signatures expire: make a new one."
+_SIGNED = (
+    "Signatures expire, and each is that of one file: make a new one, or pass a list of signed addresses of all files."
+)
 _REFUSED = "Check the credentials: the user and password, the token or the headers that were passed."
 
 
