@@ -79,7 +79,7 @@ def test_the_usual_names_are_tried_instead_of_a_listing() -> None:
 
 
 def test_a_usual_name_that_is_refused_may_be_missing() -> None:
-    """S3 says so to who may not list the bucket."""
+    """S3 answers 403 for it without the permission to list the bucket."""
     directory, _ = _siblings("https://host/dir/", has="pytorch_model.bin", refused=("model.safetensors", "index.json"))
     assert [entry.name for entry in directory.entries()] == ["pytorch_model.bin"]
     directory, _ = _siblings("https://host/dir/", has="other", refused=("model.safetensors",))
