@@ -32,10 +32,10 @@ from tools.version_environments import ROOT, BuildError, Environment, build
 #: Each supported Python and torch versions between the ends of the range. The first two are the ends of each range.
 ENVIRONMENTS = (
     Environment(name="oldest", python="3.11", torch="2.6.0", numpy="1.26.4", transformers="5.20.0"),
-    Environment(name="newest", python="3.11", torch="2.15.0", numpy="2.4.6", transformers="5.23.0"),
+    Environment(name="newest", python="3.11", torch="2.15.0", numpy="2.4.6", transformers="5.24.0"),
     Environment(name="py312", python="3.12", torch="2.8.0", numpy="2.2.6", transformers="5.20.0"),
-    Environment(name="py313", python="3.13", torch="2.14.1", numpy="2.4.6", transformers="5.23.0"),
-    Environment(name="py314", python="3.14", torch="2.15.0", numpy="2.4.6", transformers="5.23.0"),
+    Environment(name="py313", python="3.13", torch="2.14.1", numpy="2.4.6", transformers="5.24.0"),
+    Environment(name="py314", python="3.14", torch="2.15.0", numpy="2.4.6", transformers="5.24.0"),
 )
 
 #: Folders of tests that are not in the core profile.

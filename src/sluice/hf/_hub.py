@@ -27,7 +27,7 @@ from sluice.sources.remote_names import names_a_file
 __all__ = ["FoundModel", "bitsandbytes_operations", "find_library", "find_model"]
 
 #: Supported releases of transformers: the first, and the first unsupported one.
-VERSIONS = ((5, 20), (5, 24))
+VERSIONS = ((5, 20), (5, 25))
 
 #: Classes and functions that sluice uses, by their modules.
 _NAMES = {
