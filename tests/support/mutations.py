@@ -207,7 +207,7 @@ def judge_torch(content: bytes) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about protocols and experimental dtypes
         try:
-            theirs = torch.load(io.BytesIO(content), weights_only=True)
+            theirs = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
             refusal = None
         except Exception as error:  # noqa: BLE001 - it raises any exception of its parts
             theirs, refusal = None, error

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from functools import cache
 
 from sluice.records import Reservation
 from sluice.records.geometry import round_up
@@ -56,6 +57,7 @@ def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reserva
     )
 
 
+@cache
 def scratch_bytes(buffer_bytes: int) -> int:
     """Return the size of a scratch that holds one staging buffer and fills a segment of its own, in bytes."""
     return round_up(max(buffer_bytes, _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES)

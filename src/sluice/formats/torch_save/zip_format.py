@@ -56,6 +56,9 @@ __all__ = ["TorchZipFormat"]
 #: Format versions that torch reads.
 _VERSIONS = range(1, 11)
 
+#: Records that do not affect the tensors. torch reads them, too, and refuses a file in which they are damaged.
+_UNUSED_RECORDS = (".storage_alignment", ".format_version", ".data/serialization_id")
+
 #: Maximum size of a record with one word or number, in bytes.
 _SMALL_RECORD_BYTES = 64
 
@@ -186,6 +189,8 @@ def _read_metadata(source: Source, directory: CentralDirectory) -> dict[str, str
         raise FormatError(problem, file=source.path, advice=CheckpointError.advice)
     if directory.unsupported is not None:
         raise directory.unsupported
+    for name in _UNUSED_RECORDS:
+        _word(source, directory, name)
     version = _version(source, directory)
     byte_order = _word(source, directory, "byteorder") if "byteorder" in directory else _default_byte_order()
     if byte_order not in {"little", "big"}:
