@@ -109,6 +109,9 @@ def test_parameters_of_the_checkpoint_that_are_trained_stay_in_memory(file: Path
     found = dict(running.named_parameters())
     for name, parameter in model.named_parameters():
         assert not parameter.requires_grad or torch.equal(found[name], parameter)  # they keep what was learned
+    assert not stream.report.notes
+    with sluice.stream(running, file, memory=6 * block_bytes(), train=True) as stream:
+        assert f"had values, and were filled from the checkpoint ({len(_trained(model))})" in stream.report.notes[0]
 
 
 def test_experts_and_batch_norms(file: Path) -> None:

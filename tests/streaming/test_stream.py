@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import queue
@@ -234,12 +235,65 @@ def test_a_call_that_needs_gradients_is_refused(file: Path, running: Layers) -> 
         running(IDS)
 
 
+class _Prepared(nn.Module):
+    """Layers that compute from their weights after a load."""
+
+    def __init__(self, prepare: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.prepare = nn.Linear(WIDTH, WIDTH), prepare
+        self.prepared: Any = None
+        self.scale: Any = None
+        self.register_load_state_dict_post_hook(lambda *_: setattr(self, "prepared", prepare(self.a.weight)))  # type: ignore[no-untyped-call]
+
+    def get_extra_state(self) -> float:
+        return 2.0
+
+    def set_extra_state(self, state: float) -> None:
+        self.scale = state * self.a.weight.abs().max()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.prepared if isinstance(self.prepared, torch.Tensor) else self.prepared * self.a.weight
+        result: torch.Tensor = self.scale * nn.functional.linear(x, weight, self.a.bias)
+        return result
+
+
+@pytest.mark.parametrize(
+    "prepare", [lambda weight: 2 * weight, torch.Tensor.detach, lambda weight: weight[0, 0].item()]
+)
+def test_what_a_model_computes_from_weights_after_a_load_is_right(
+    file: Path, prepare: Callable[[torch.Tensor], Any]
+) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*[_Prepared(prepare) for _ in range(6)])
+
+    model, running, x = saved(make, file), empty(make), torch.randn(2, WIDTH)
+    sluice.load_into(model, file)
+    with sluice.stream(running, file, memory=3 * block_bytes()) as stream:
+        assert torch.equal(running(x), model(x))
+        assert stream.report.call_bytes
+
+
+def test_a_failure_of_what_a_model_does_after_a_load_ends_the_stream(
+    file: Path, model: Layers, running: Layers
+) -> None:
+    hook = running.register_load_state_dict_post_hook(lambda *_: running.linear(1).weight.zero_())  # type: ignore[no-untyped-call]
+    with pytest.raises(StreamError, match=r"the stream ended: .*cannot change its weights"):
+        sluice.stream(running, file, memory=3 * block_bytes())
+    with pytest.raises(StreamError, match="not in memory"):
+        running(IDS)
+    hook.remove()
+    sluice.load_into(running, file)
+    assert torch.equal(running(IDS), model(IDS))
+
+
 def test_closing_restores_the_model(file: Path, model: Layers, running: Layers) -> None:
     originals = dict(running.named_parameters())
     stream = sluice.stream(running, file, memory=3 * block_bytes())
     running(IDS)
+    taken = running.layers.pop(5)
     stream.close()
     stream.close()
+    running.layers.append(copy.deepcopy(taken) and taken)
     assert all(parameter is originals[name] for name, parameter in running.named_parameters())
     assert running.linear(1).weight.is_meta
     assert "forward" not in vars(running)
@@ -509,7 +563,11 @@ def test_a_fork_is_refused_by_name(file: Path, running: Layers) -> None:
 
 @pytest.mark.parametrize(
     ("path", "name", "value", "reason"),
-    [("layers.0", "_compiled_call_impl", print, "torch.compile"), ("", "_hf_hook", object(), "accelerate")],
+    [
+        ("layers.0", "_compiled_call_impl", print, "torch.compile"),
+        ("", "_orig_mod", object(), "torch.compile"),
+        ("", "_hf_hook", object(), "accelerate"),
+    ],
 )
 def test_models_whose_calls_cannot_be_followed_are_refused(
     file: Path, running: Layers, path: str, name: str, value: object, reason: str

@@ -37,7 +37,9 @@ __all__ = [
     "ModuleData",
     "compare_tied",
     "fetch_module",
+    "finish_module",
     "install_module",
+    "install_tensors",
     "naming_partial",
     "partial_load",
     "read_tree",
@@ -141,6 +143,13 @@ def _reserved(targets: Targets) -> Iterator[None]:
 
 def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
     """Install what was read, then run the load hooks of modules."""
+    replaced = install_tensors(job, data)
+    missing, unexpected = finish_module(job, data)
+    return Loaded(result=data.result, missing=missing, unexpected=unexpected, replaced=replaced, notes=data.notes)
+
+
+def install_tensors(job: ModuleJob, data: ModuleData) -> tuple[str, ...]:
+    """Install what was read; return the names of the tensors that became new objects."""
     with collector_paused():
         replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
     for weight in job.quantized.values():
@@ -149,7 +158,12 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
     # frees its memory then.
     data.tensors.clear()
     data.initial.clear()
-    missing, unexpected = finish_loading(
+    return replaced
+
+
+def finish_module(job: ModuleJob, data: ModuleData) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Run the load hooks of modules, whose tensors are in place; see ``finish_loading``."""
+    return finish_loading(
         job.state,
         job.match,
         data.extra_state,
@@ -157,7 +171,6 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
         attributes=data.attributes,
         receivers=job.receivers,
     )
-    return Loaded(result=data.result, missing=missing, unexpected=unexpected, replaced=replaced, notes=data.notes)
 
 
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:

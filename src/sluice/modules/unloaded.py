@@ -130,16 +130,16 @@ class Guard:
     """Makes a module refuse what would need all its weights, until it is removed."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._parts = list(module.modules())  # the caller may take some out
         self._hook = module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
-        for part in module.modules():
+        for part in self._parts:
             vars(part)["_apply"] = partial(_apply, part, whole=part is module)
             vars(part)["__getstate__"] = _refuse_state
 
     def remove(self) -> None:
         """Let the module be an ordinary one again."""
         self._hook.remove()
-        for part in self._module.modules():
+        for part in self._parts:
             vars(part).pop("_apply", None)
             vars(part).pop("__getstate__", None)
 

@@ -203,7 +203,7 @@ def _refuse(model: nn.Module) -> None:
         reason = None
         if isinstance(part, torch.jit.ScriptModule):
             reason = "torch.jit compiled it"
-        elif getattr(part, "_compiled_call_impl", None) is not None:
+        elif getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod"):
             reason = "torch.compile compiled it"
         elif hasattr(part, "_hf_hook"):
             reason = "accelerate has attached a hook to it"

@@ -14,16 +14,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from sluice._errors import StreamError
+from sluice._errors import PartialLoadError, StreamError
 from sluice._messages import listed
 from sluice._private_torch import transforms_are_active
 from sluice._progress import Progress
 from sluice._public import public
 from sluice._threads import Worker
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.loading.job import run
-from sluice.loading.module_fill import compare_tied
-from sluice.loading.module_job import ModuleJob
+from sluice.loading.module_fill import compare_tied, finish_module, install_tensors
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.unloaded import Guard, refuse_calls, refusing
@@ -99,7 +97,7 @@ class Stream:
             read_bytes=window.read_bytes - self._host.served_bytes,
             hits=window.hits,
             misses=window.misses,
-            notes=(*job.whole.notes, *_left_out(job.whole)),
+            notes=(*job.whole.notes, *_notes(job)),
         )
 
     def close(self) -> None:
@@ -261,9 +259,13 @@ def _close(exits: ExitStack) -> None:
         exits.close()
 
 
-def _left_out(whole: ModuleJob) -> Iterator[str]:
-    """Yield notes on names that only the model or only the checkpoint has, which ``strict=False`` accepts."""
+def _notes(job: StreamJob) -> Iterator[str]:
+    """Yield notes on trained values that the checkpoint replaced, and names that ``strict=False`` leaves out."""
+    whole = job.whole
+    filled = zip(whole.requests, whole.match.slots, strict=True) if job.train else ()
+    live = [each.name for each, i in filled if each.existing and whole.state.tensors[i].requires_grad]
     for title, names in (
+        ("had values, and were filled from the checkpoint", live),
         ("initialised, not in the checkpoint", whole.initialised),
         ("not in the checkpoint", [name for name in whole.missing if name not in whole.initialised]),
         ("not in the model", whole.unexpected),
@@ -291,10 +293,19 @@ def open_stream(
                 checkpoint = job.whole.checkpoint  # with merged tensors
             compare_tied(job.whole)
             fill_caches(checkpoint.sources, progress=progress)
-            run(job.resident, progress=progress)
+            fetched = job.resident.fetch(progress)
+            install_tensors(job.resident, fetched)
         resting = (read for number in job.resting for read in job.units[number].prepared.plan.reads)
         host = HostWeights(checkpoint.sources, resting, huge_pages=job.whole.plan.facts.huge_pages)
         stack.callback(host.clear)
         reader = stack.enter_context(CheckpointReader(checkpoint, host.sources))
-        return Stream(job, stack.pop_all(), reader, host)
+        stream = stack.enter_context(Stream(job, stack.pop_all(), reader, host))
+        try:
+            with torch.no_grad():  # hooks may compute from weights, which the stream reads for them
+                finish_module(job.resident, fetched)
+        except PartialLoadError as error:
+            problem = f"a load hook of the model failed, so that the stream ended: {error.__cause__ or error}"
+            raise StreamError(problem, advice="") from error
+        stack.pop_all()
+        return stream
     raise AssertionError("no exception is suppressed")
