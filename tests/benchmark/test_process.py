@@ -77,7 +77,7 @@ def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_is_an_outcome(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_process, "_answer", lambda process: process.kill())
+    monkeypatch.setattr(_process._Child, "go_on", lambda child, _: child.process.kill())
     outcome = run_job(_job("naive", checkpoint))
     assert (outcome.status, outcome.reason) == ("killed", "killed by the system: out of memory")
 

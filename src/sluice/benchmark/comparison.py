@@ -96,16 +96,12 @@ def checkpoint_for(method: str, subject: ComparedModel, folder: Path) -> Path:
     kind = METHODS[method].reads[0]
     path = folder / (f"model{kind}" if kind else "parameters")
     if not path.exists():
-        _check_room(folder, final_bytes(subject.model, torch.float32))
+        nbytes, free = final_bytes(subject.model, torch.float32), shutil.disk_usage(folder).free
+        if nbytes > free:
+            text = f"a checkpoint of {format_bytes(nbytes)} does not fit: {format_bytes(free)} are free"
+            raise OSError(errno.ENOSPC, text, str(folder))
         gpt2.make_checkpoint(path, subject.model, torch.float32)
     return path
-
-
-def _check_room(folder: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        text = f"a checkpoint of {format_bytes(nbytes)} does not fit: {format_bytes(free)} are free"
-        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def default_methods(subject: ComparedModel) -> list[str]:

@@ -40,6 +40,7 @@ from sluice.benchmark.records import (
     Kind,
     Method,
     MethodJob,
+    ModelSource,
     method,
 )
 
@@ -71,15 +72,11 @@ def is_builtin(model: str) -> bool:
     return ":" not in model
 
 
-def build(job: MethodJob) -> nn.Module:
-    """Build the model of a job."""
-    return _build(job.model, job.model_args)
-
-
-def _build(model: str, model_args: str) -> nn.Module:
-    if is_builtin(model):
-        return gpt2.gpt2(model)
-    arguments, make = json.loads(model_args), pkgutil.resolve_name(model)
+def build(source: ModelSource) -> nn.Module:
+    """Build a model."""
+    if is_builtin(source.model):
+        return gpt2.gpt2(source.model)
+    arguments, make = json.loads(source.model_args), pkgutil.resolve_name(source.model)
     built: nn.Module = make(*arguments) if isinstance(arguments, list) else make(**arguments)
     return built
 
@@ -87,7 +84,7 @@ def _build(model: str, model_args: str) -> nn.Module:
 def final_bytes(model: str, dtype: torch.dtype, model_args: str = "{}") -> int:
     """Return F of a model in bytes: parameters and persistent buffers, floating-point ones in this dtype."""
     with sluice.empty_init():
-        built = _build(model, model_args)
+        built = build(ModelSource(model=model, model_args=model_args))
     tensors = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     return sum(
         tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize for tensor in tensors.values()

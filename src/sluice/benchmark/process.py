@@ -193,7 +193,9 @@ class _Child:
         if event == "ready":
             read_device = _device_used if self._task.watches_device else None
             self._watcher = Watcher(self.process.pid, seconds=self._task.sample_seconds, device_used=read_device)
-        _answer(self.process)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process died; the next read reports it
+            os.write(self.process.stdin.fileno(), b"\n")
 
     def _stop_watching(self) -> None:
         if self._watcher is not None:
@@ -234,9 +236,3 @@ def _device_used() -> int:
     """Return the accelerator memory used by all processes, in bytes; the first call creates a context in this one."""
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def _answer(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the process died; the next read reports it
-        os.write(process.stdin.fileno(), b"\n")

@@ -112,12 +112,12 @@ def run_with_progress(
     end = time.monotonic() + end_seconds
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(schedule))
-        for scenario, method, state, repetition in schedule:
+        for step in schedule:
+            scenario, method, state, repetition = step
             if repetition and time.monotonic() >= end:
                 break
             bar.update(task, description=f"{method} {scenario.dtype} {state}")
             time.sleep(settle_seconds)
-            step = (scenario, method, state, repetition)
             outcome = _run(step, known, end=end, timeout_seconds=timeout_seconds)
             runs.append(
                 MethodRun(scenario=scenario.title, method=method, state=state, repetition=repetition, outcome=outcome)

@@ -56,8 +56,8 @@ class Stream:
         self._model_seconds = 0.0
         self._close_files = weakref.finalize(self, _close, exits)
         self._guard = Guard(job.whole.state.module)
-        #: Modules whose ``forward`` was replaced, and the attribute that they had before.
-        self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        #: Modules whose ``forward`` was replaced, and the attribute of this name that they had before.
+        self._wrapped: list[tuple[nn.Module, dict[str, Any]]] = []
         self._attach()
 
     def __enter__(self) -> Self:
@@ -113,11 +113,9 @@ class Stream:
             if self._window.used:
                 raise StreamError("a block is running: close the stream after the call of the model")
             while self._wrapped:
-                module, forward = self._wrapped[-1]
-                if forward is None:
-                    vars(module).pop("forward", None)
-                else:
-                    vars(module)["forward"] = forward
+                module, own = self._wrapped[-1]
+                vars(module).pop("forward", None)
+                vars(module).update(own)
                 self._wrapped.pop()  # last, for the next call of ``close`` after an interrupt
             self._guard.remove()
             try:
@@ -132,9 +130,7 @@ class Stream:
 
     def _attach(self) -> None:
         for number, unit in enumerate(self._units):
-            unit.attach()
-            for position, weight in enumerate(unit.plan.weights):
-                weight.parked.lend = functools.partial(self._lent, number, position)
+            unit.attach(functools.partial(self._lent, number))
         for number, block in enumerate(self._job.blocks):
             if self._job.uses[number] or number in self._calls.lists:
                 self._wrap(block.module, functools.partial(self._running, number))
@@ -170,7 +166,7 @@ class Stream:
         self._replace_forward(module, wrapper)
 
     def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._wrapped.append((module, vars(module).get("forward")))
+        self._wrapped.append((module, {name: own for name, own in vars(module).items() if name == "forward"}))
         vars(module)["forward"] = forward
 
     @contextmanager
@@ -194,25 +190,16 @@ class Stream:
     @contextmanager
     def _running(self, number: int) -> Iterator[None]:
         """Hold the weights of a block in the module; one thread at a time."""
-        with self._lock:
+        with self._lock, ExitStack() as held:
             self._check(self._job.uses[number])
-            acquired: list[int] = []
-            try:
-                self._begin(number, acquired)
-                with self._saving():
-                    yield
-            finally:
-                for unit in acquired:
-                    self._window.release(unit)
-
-    def _begin(self, number: int, acquired: list[int]) -> None:
-        self._backward.end()
-        self._window.kept.difference_update(self._calls.note(number))
-        for unit in self._job.uses[number]:
-            self._window.acquire(unit)
-            acquired.append(unit)
-        if self._job.decision.reads_ahead:
-            self._window.read_ahead(self._calls.upcoming())
+            self._backward.end()
+            self._window.kept.difference_update(self._calls.note(number))
+            for unit in self._job.uses[number]:
+                held.enter_context(self._window.holding(unit, install=True))
+            if self._job.decision.reads_ahead:
+                self._window.read_ahead(self._calls.upcoming())
+            with self._saving():
+                yield
 
     def _saving(self, *, inside: bool = True) -> AbstractContextManager[None]:
         """Save no weights for a backward pass, but what lends them again."""

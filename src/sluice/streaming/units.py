@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from msgspec import Struct
@@ -186,10 +188,11 @@ class Unit:
             taken, self._taken = self._taken, []
             self._memory.give_back(taken)
 
-    def attach(self) -> None:
-        """Park the parameters of the modules."""
-        for weight in self.plan.weights:
+    def attach(self, lend: Callable[[int], AbstractContextManager[torch.Tensor]]) -> None:
+        """Park the parameters of the modules; ``lend`` reads one by its position."""
+        for position, weight in enumerate(self.plan.weights):
             hold(weight.held.owners, weight.parked)
+            weight.parked.lend = partial(lend, position)
 
     def restore(self) -> None:
         """Give the modules the parameters that they had before, frozen if the caller froze them since."""
