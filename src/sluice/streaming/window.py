@@ -102,12 +102,9 @@ class Window:
 
     def read_ahead(self, upcoming: Iterable[int]) -> None:
         """Begin to read units that are likely to be used next, in order, as far as there is room."""
-        expected: dict[int, int] = {}
-        self._expected = expected
-        for number in upcoming:
-            expected.setdefault(number, len(expected))
+        self._expected = {number: place for place, number in enumerate(dict.fromkeys(upcoming))}
         started = False
-        for number in expected:
+        for number in self._expected:
             unit = self._units[number]
             if not unit.held:
                 if not self._make_room(number, keep_unexpected=started):
@@ -159,18 +156,15 @@ class Window:
 
     def _least_needed(self, earliest: int, latest: float, kept: AbstractSet[int]) -> Unit | None:
         """Return the unit, not in use or kept, that is needed last of those needed from one place to another."""
-        best: tuple[bool, bool, float, int] | None = None
-        found: Unit | None = None
         self._held = {number for number in self._held if self._units[number].held}
-        for number in sorted(self._held - kept):
+        places = {number: self._expected.get(number, math.inf) for number in sorted(self._held - kept)}
+
+        def rank(number: int) -> tuple[bool, bool, float, int]:
             unit = self._units[number]
-            if unit.users:
-                continue
-            place = self._expected.get(number, math.inf)
-            rank = (number not in self.kept, unit.ready, place, -unit.uses)
-            if earliest < place <= latest and (best is None or rank > best):
-                best, found = rank, unit
-        return found
+            return number not in self.kept, unit.ready, places[number], -unit.uses
+
+        free = [i for i, place in places.items() if earliest < place <= latest and not self._units[i].users]
+        return self._units[max(free, key=rank)] if free else None
 
     def _drop(self, unit: Unit) -> None:
         try:
