@@ -129,6 +129,8 @@ def test_files_of_image_models_have_alpha_for_each_layer(
     tensors = {f"{prefix}.{down}": a, f"{prefix}.{up}": b, "other.lora_up.weight": torch.ones(1)}
     for alpha, scale in ((None, 1.0), (3.0, 1.5)):
         more = {} if alpha is None else {f"{prefix}.alpha": torch.tensor(alpha)}
+        if more:  # of a different adapter in the directory
+            (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 9}')
         safetensors.torch.save_file(tensors | more, tmp_path / "a.safetensors")
 
         got, _ = merged(base, sluice.Adapter(tmp_path / "a.safetensors", prefix=prefix[:4]))
@@ -145,6 +147,7 @@ def test_files_of_image_models_have_alpha_for_each_layer(
             "without a place in the model: '.*heads' .similar: 'head'",
         ),
         (LOW_RANK, {}, "which are not merged"),
+        ({**LOW_RANK, "head.base_layer.lora_A.weight": (2, 9)}, {}, "both mean 'head'"),
         ({"head.lora_A.weight": (3, 9), "head.lora_B.weight": (5, 3)}, {}, "rank of the adapter differs"),
         ({"head.lora_A.weight": (2, 8), "head.lora_B.weight": (5, 2)}, {}, "does not fit 'head.weight'"),
         ({"head.oft_r.weight": (2, 8)}, {"peft_type": "OFT"}, "kind 'OFT' are not merged"),
@@ -224,6 +227,13 @@ def test_a_live_model_keeps_its_parameters_and_plans_what_it_does(base: Path, tm
     assert plan.adapters == report.adapters
     assert plan.predicted.total_bytes > sluice.plan(model, base).predicted.total_bytes
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert torch.equal(model.head.weight, torch.load(base)["head.weight"] + b @ a * 1.5)
+
+
+def test_wrappers_around_the_model_are_seen_through(base: Path, tmp_path: Path) -> None:
+    a, b = low_rank(2, 5, 9)
+    path, model = write_peft(tmp_path / "a", {"head.lora_A.weight": a, "head.lora_B.weight": b}), Net()
+    sluice.load_into(nn.ModuleDict({"module": model}), base, adapters=path)
     assert torch.equal(model.head.weight, torch.load(base)["head.weight"] + b @ a * 1.5)
 
 

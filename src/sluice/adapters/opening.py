@@ -18,6 +18,7 @@ from sluice.adapters.merging import MergeStep, merge
 from sluice.adapters.steps import AdapterFile, BaseWeight, steps_of
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.matching.match import Match
+from sluice.matching.name_fit import unwrap
 from sluice.modules.collect import ModuleState
 from sluice.reading.composites import read_tensor
 from sluice.reading.computed import WholeTensor, WholeTensors
@@ -56,6 +57,9 @@ def open_adapted(
         UnsupportedError: An adapter is of a kind that is not merged.
     """
     names = {name: weight for weight in weights for name in weight.names}
+    bare = {unwrap(name): weight for name, weight in names.items()}
+    if len(bare) == len(names):
+        names = bare | names
     found: dict[str, list[tuple[AdapterFile, MergeStep]]] = {}
     files, records = [AdapterFile(adapter, checkpoint.limits) for adapter in adapters], []
     for file in files:

@@ -12,7 +12,7 @@ from sluice._dtypes import why_no_cast
 from sluice._errors import FormatError, MismatchError, SourceChangedError, UnsupportedError
 from sluice._options import Limits
 from sluice._units import counted
-from sluice.adapters.config import Adapter, read_config
+from sluice.adapters.config import Adapter, AdapterConfig, read_config
 from sluice.adapters.merging import Layout, MergeStep, fits
 from sluice.checkpoint.open_checkpoint import borrow
 from sluice.reading.reader import CheckpointReader
@@ -76,10 +76,11 @@ class AdapterFile:
         self.adapter = adapter
         with borrow(adapter.path, limits=limits) as checkpoint:
             self.path, self.limits = checkpoint.path, checkpoint.limits
-            self.config = read_config(adapter, checkpoint.limits)
             self.files = checkpoint.index.files
             self.entries = {name: each for name, each in checkpoint.entries.items() if name.startswith(adapter.prefix)}
             alphas = [name for name in self.entries if name.endswith(".alpha")]
+            # peft writes no alpha: the configuration is that of a different file in the directory.
+            self.config = AdapterConfig() if alphas else read_config(adapter, checkpoint.limits)
             for name, entry in self.entries.items():
                 found = f"{entry.layout} {entry.dtype} {list(entry.shape)}"
                 if entry.composite is not None or why_no_cast(entry.dtype, "float64", requires_grad=False):
@@ -117,7 +118,11 @@ def steps_of(file: AdapterFile, weights: Mapping[str, BaseWeight]) -> Iterator[t
     wholes = {name: whole.find(name) for name in others}
     lost = [path for path, home in (homes | wholes).items() if home is None]
     if lost or not (parts or others):
-        raise _unmatched(file, lost, whole if not parts else paths)
+        raise _unmatched(file, _lost(lost, whole if not parts else paths), lost)
+    meant: dict[str | None, str] = {}
+    for path, home in (homes | wholes).items():
+        if meant.setdefault(home, path) != path:
+            raise _unmatched(file, f"{meant[home]!r} and {path!r} both mean {home!r}", [path])
     if not parts and not file.config.method:
         advice = "Load it as the checkpoint itself, or pass the directory with its adapter_config.json."
         raise UnsupportedError("it holds whole weights, and no adapter", file=file.path, advice=advice)
@@ -211,11 +216,14 @@ def _checked(
     return weight, step
 
 
-def _unmatched(file: AdapterFile, lost: Sequence[str], paths: _ModulePaths) -> MismatchError:
-    near = {name: paths.near(name) for name in lost[:5]}
+def _lost(names: Sequence[str], paths: _ModulePaths) -> str:
+    near = {name: paths.near(name) for name in names[:5]}
     shown = [f"{name!r}" + (f" (similar: {other!r})" if other else "") for name, other in near.items()]
-    what = f"{counted(len(lost), 'name')} without a place in the model: {', '.join(shown)}" if lost else "no tensors"
-    error = MismatchError(f"the adapter cannot be merged: {what}", unexpected=tuple(lost), file=file.path)
+    return f"{counted(len(names), 'name')} without a place in the model: {', '.join(shown)}" if names else "no tensors"
+
+
+def _unmatched(file: AdapterFile, problem: str, names: Sequence[str]) -> MismatchError:
+    error = MismatchError(f"the adapter cannot be merged: {problem}", unexpected=tuple(names), file=file.path)
     error.advice += " sluice.Adapter(path, prefix=...) merges a part of the file."
     return error
 
