@@ -121,6 +121,7 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("yaml", reason="the extra 'merge' is not installed")
     monkeypatch.chdir(tmp_path)
     one, other = found = states(2, layers=4)
+    one["embed_out.weight"], other["embed_out.weight"] = torch.zeros(1), torch.ones(1)
     for name, state in zip("ab", found, strict=True):
         sluice.save(state, name)
     Path("join.yml").write_text(
@@ -135,6 +136,7 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(joined["model.layers.5.mlp"], other["model.layers.3.mlp"] * 0.5)
     assert torch.equal(joined["model.embed.weight"], one["model.embed.weight"])
     assert torch.equal(joined["norm"], other["norm"])
+    assert torch.equal(joined["embed_out.weight"], other["embed_out.weight"])
     weight = {"weight": [{"filter": ".q", "value": [0, 3]}, {"value": 1}]}
     models = [{"model": "a", "parameters": weight}, {"model": "b", "parameters": {"weight": "1e0"}}]
     sluice.merge({"merge_method": "linear", "models": models, "parameters": {"normalize": False}}, "sum.pth")
@@ -335,8 +337,17 @@ def test_a_failure_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not injection.hits
         break
     assert at > 2
-    found[1]["steps"] = torch.tensor(4)
-    safetensors.torch.save_file(found[1], paths[1])
-    with pytest.raises(sluice.MismatchError, match="different integers"):
-        sluice.merge(paths, tmp_path / "other.pth")
-    assert not (tmp_path / "other.pth").exists()
+
+
+def test_integers_that_differ_are_the_last_ones_of_an_average_and_refused_before_others(tmp_path: Path) -> None:
+    networks = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+    networks[1].get_buffer("1.num_batches_tracked").fill_(7)
+    paths = [str(tmp_path / name) for name in ("a.pth", "b.pth")]
+    for network, path in zip(networks, paths, strict=False):
+        torch.save(network.state_dict(), path)
+    before = {name: tensor.clone() for name, tensor in networks[2].state_dict().items()}
+    with pytest.raises(sluice.MismatchError, match=r"1.num_batches_tracked.* different integers.* 'swa'"):
+        sluice.merge(dict.fromkeys(paths, 1), networks[2])
+    assert same(networks[2].state_dict(), before)
+    sluice.merge(paths, networks[2], method="swa")
+    assert networks[2].get_buffer("1.num_batches_tracked") == 7

@@ -84,9 +84,12 @@ def compute(merged: MergedTensor, tensors: Sequence[torch.Tensor], first: int, k
         MismatchError: Integers differ between inputs.
     """
     if not tensors[0].is_floating_point():
-        if any(not torch.equal(tensors[0], other) for other in tensors[1:]):
-            raise MismatchError("the inputs of a merge have different integers", tensor=merged.name)
-        return tensors[0]
+        averages = _PIECES[merged.method] is _average and not tensors[0].is_complex()
+        if not averages and any(not torch.equal(tensors[0], other) for other in tensors[1:]):
+            error = MismatchError("the inputs of a merge have different integers", tensor=merged.name)
+            error.advice = "Leave the tensor out with sluice.convert first; 'swa' and 'ema' take the last integers."
+            raise error
+        return tensors[-1]  # as AveragedModel copies buffers
     return _PIECES[merged.method](merged, tensors, first, known).to(getattr(torch, merged.out_dtype))
 
 

@@ -74,7 +74,7 @@ def open_merge(
         check: Called with each input.
 
     Raises:
-        MismatchError: The inputs do not have the same tensors; nothing was read.
+        MismatchError: The inputs do not have the same tensors, or small tensors of integers differ.
     """
     with ExitStack() as stack:
         checkpoints = [stack.enter_context(borrow(sources.get(name, name), limits=limits)) for name in recipe.models]
@@ -84,6 +84,7 @@ def open_merge(
         tensors = _placed(recipe, _outputs(recipe, inputs, joined.limits), inputs, seed)
         source = MergeSource(title, joined, tensors)
         stack.callback(source.close)
+        source.check_integers()
         yield OpenCheckpoint(title, *_index(source, tensors), joined.limits)
 
 
@@ -155,7 +156,7 @@ def _sliced(recipe: Recipe, inputs: _Inputs, limits: Limits) -> Iterator[_Output
     outside = [name for name in _names([first, last], inputs) if _layer(name, prefix) is None]
     done = 0
     for name in outside:
-        part = first if re.search(r"emb|wte|wpe", name) else last
+        part = first if re.search(r"emb(?!ed_out)|wte|wpe|relative_pe|^shared\.", name) else last
         yield _Output(name=name, part=part, inputs=(name,) * len(part.sources))
     for part in recipe.slices:
         ranges = [source.layer_range or (0, 0) for source in part.sources]

@@ -35,6 +35,9 @@ _AT_ONCE = 2
 #: Bytes of one piece of the merged tensor.
 _PIECE_BYTES = 1 << 20
 
+#: Bytes up to which tensors of integers are compared before anything is written.
+_CHECKED_BYTES = 1 << 16
+
 #: Pieces after which freed memory goes back to the system.
 _TRIM_EACH = 8
 
@@ -82,6 +85,17 @@ class MergeSource(ComputedSource):
         self._readers: list[CheckpointReader] = []
         self._lock = threading.Lock()
         self._known: OrderedDict[int, tuple[threading.Lock, list[Any]]] = OrderedDict()
+
+    def check_integers(self) -> None:
+        """Refuse what ``compute`` refuses; larger tensors of integers are compared when they are computed."""
+        small = [
+            (each, 0, each.merged.numel)
+            for each in self._tensors
+            if 0 < each.nbytes <= _CHECKED_BYTES and not getattr(torch, each.merged.dtype).is_floating_point
+        ]
+        with self._reader() as reader:
+            for (each, _, _), tensors in zip(small, _read(reader, small), strict=True):
+                compute(each.merged, tensors, 0, None)
 
     def fill_buffer(self, offset: int, buffer: memoryview) -> None:
         """See ``RangedSource``."""
