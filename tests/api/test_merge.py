@@ -14,6 +14,7 @@ from torch import nn
 
 import sluice
 from sluice.merging import source as _source
+from support import gguf_files
 from support.range_server import RangeServer
 from support.system_calls import Injection, failing
 
@@ -144,6 +145,16 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for layer in range(4):
         expected = one[f"model.layers.{layer}.q"] * float(layer) + other[f"model.layers.{layer}.q"]
         assert torch.allclose(summed[f"model.layers.{layer}.q"], expected)
+
+
+def test_packs_are_read_as_a_whole_wherever_a_piece_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_source, "_PIECE_BYTES", 1000)
+    for i, name in enumerate("ab"):
+        tensors = {"bias": gguf_files.plain(torch.full((101,), float(i))), "w": gguf_files.packed((16, 96), seed=i)[0]}
+        gguf_files.write(tmp_path / f"{name}.gguf", tensors)
+    sluice.merge([tmp_path / "a.gguf", tmp_path / "b.gguf"], tmp_path / "m.safetensors")
+    one, other = (gguf_files.packed((16, 96), seed=i)[1] for i in (0, 1))
+    assert torch.equal(sluice.load_state_dict(tmp_path / "m.safetensors")["w"].float(), one.lerp(other, 0.5))
 
 
 NOT_YAML, REPEATS = "is not YAML", "repeats its parts too often"

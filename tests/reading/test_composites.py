@@ -59,6 +59,7 @@ def test_sparse_layouts(tmp_path: Path, zipped: bool) -> None:
         "empty coo": torch.zeros(3, 4).to_sparse(),
         "no dimensions": torch.tensor(3.0).to_sparse(),
         "csr": d.to_sparse_csr(),
+        "gradient": d.to_sparse_csr().requires_grad_(),
         "csc": d.to_sparse_csc(),
         "bsr": d.to_sparse_bsr((2, 4)),
         "bsc": d.to_sparse_bsc((3, 2)),

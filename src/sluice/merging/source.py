@@ -21,7 +21,7 @@ from sluice.machine.peaks import trim_heap
 from sluice.merging.kernels import MergedTensor, compute, survey, whole_tensors
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry
-from sluice.records.geometry import contiguous_stride
+from sluice.records.geometry import contiguous_stride, round_down, round_up
 from sluice.sources.ranges import ComputedSource
 
 __all__ = ["ALIGNMENT", "MergeSource", "PlacedTensor"]
@@ -194,6 +194,8 @@ def _read(reader: CheckpointReader, pieces: Sequence[tuple[PlacedTensor, int, in
 def _covering(entry: Entry, first: int, end: int) -> tuple[Entry, int]:
     """Return the part of an entry with some of its elements, and the position of the first one that it has."""
     if not entry.parts and entry.stride == contiguous_stride(entry.shape):
+        if (packing := entry.elements.packing) is not None:  # packs are decoded as a whole
+            first, end = round_down(first, packing.elements), round_up(end, packing.elements)
         flat = replace(entry, shape=(end - first,), stride=(1,), storage_offset=entry.storage_offset + first)
         return flat, first
     if not entry.shape or 0 in entry.shape:

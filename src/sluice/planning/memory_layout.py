@@ -209,7 +209,8 @@ def packed_fill(piece: Entry, first: int, stride: tuple[int, ...], file: int, of
     if run is None or shape[run] % size or piece.storage_offset % size or any(source[dim] % size for dim in others):
         raise UnsupportedError(
             f"this selection takes parts of packs of {size} elements ({packing.name})",
-            advice="Read whole rows and select from the result, or convert the file first, without rules.",
+            advice="Read whole rows and select from the result, or convert the file with a larger "
+            "MemoryLimits(staging=...), or first without rules.",
         )
     return Fill(
         file=file,

@@ -63,7 +63,9 @@ def sparse(arguments: tuple[Any, ...], limits: Limits) -> Entry:
         raise FormatError(f"a tensor has more than {limits.dimensions} dimensions", found=len(size))
     if prod(max(count, 1) for count in size) * ITEM_BYTES[made.values.dtype] > MAX_SIGNED:
         raise FormatError("a tensor has more bytes than torch can count", expected=MAX_SIGNED)
-    return Entry(elements=elements_of(made.values.dtype), shape=size, stride=(), storage=NO_STORAGE, composite=made)
+    grad = any(type(each) is Entry and each.requires_grad for each in data)  # of values, which torch differentiates
+    elements = elements_of(made.values.dtype)
+    return Entry(elements=elements, shape=size, stride=(), storage=NO_STORAGE, composite=made, requires_grad=grad)
 
 
 def _coo(data: tuple[Any, ...]) -> tuple[Sparse, tuple[int, ...]]:
@@ -186,9 +188,9 @@ def _are_numbers(kind: type[float], numbers: list[Any]) -> bool:
 def _dense(component: object) -> Entry:
     if type(component) is not Entry or component.composite is not None:
         raise FormatError("a component of a tensor is not a dense tensor")
-    if component.elements.computed or component.requires_grad or component.parameter:
+    if component.elements.computed or component.parameter:
         raise FormatError("a component of a tensor is a parameter or a lazy view")
-    return replace(component, attributes=None)  # no check of the tree reaches them
+    return replace(component, attributes=None, requires_grad=False)  # no check of the tree reaches attributes
 
 
 def _size(size: object) -> tuple[int, ...]:
