@@ -15,7 +15,7 @@ from sluice._errors import MismatchError
 from sluice._options import Limits
 from sluice.matching.match import Outline, Slot
 from sluice.matching.renaming import Rename, Renaming
-from sluice.matching.selection import Selection, select
+from sluice.matching.selection import Selection, only_state_dict, select
 from sluice.records import Entry, elements_of
 from support.work import at_most
 
@@ -159,6 +159,13 @@ def test_with_a_key_nothing_outside_of_it_counts_and_nothing_in_it_is_left_out()
 def test_a_checkpoint_without_tensors() -> None:
     with pytest.raises(MismatchError, match="no named tensors"):
         select({"epoch": 3}, MODULE)
+
+
+@pytest.mark.parametrize(
+    "tree", [{}, {"fc.scale": PLAIN["head.weight"], "fc._packed_params": tuple(PLAIN.values())[:2]}]
+)
+def test_an_empty_dict_and_one_with_packed_parameters_are_state_dicts(tree: object) -> None:
+    assert only_state_dict(tree, "a.pth") == ""
 
 
 def test_tied_and_optional_names_do_not_spoil_a_strict_fit() -> None:

@@ -16,6 +16,7 @@ from sluice import rules
 from sluice.entries.rules import apply_rules
 from sluice.entries.tree import flatten
 from sluice.reading.transfer import prepare
+from support.dtypes import needs_float4
 from support.plans import request
 
 Tensors = dict[str, torch.Tensor]
@@ -143,6 +144,12 @@ def test_a_vocabulary_is_cut_and_padded(file: Path) -> None:
     assert ids.tolist() == [*range(10), -1, -1]
     only = load(file, [rules.resize("ids", 12, fill=5), rules.split("ids", ("a", "b"), sizes=(11, 1))])["b"]
     assert only.tolist() == [5]
+
+
+@needs_float4
+def test_pairs_of_four_bits_are_padded_with_zeros(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.pth", {"w": torch.tensor([7, 9], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+    assert load(path, [rules.resize("w", 4)])["w"].view(torch.uint8).tolist() == [7, 9, 0, 0]
 
 
 @pytest.mark.parametrize("live", [False, True])

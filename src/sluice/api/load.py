@@ -165,9 +165,9 @@ def load_state_dict(
 ) -> OrderedDict[str, Any]:
     """Load a state dict as ``torch.load(weights_only=True)`` does, with peak memory = its tensors + the buffers.
 
-    Tensors that share storage in the file share it in the result, Parameters come back as Parameters, sparse and
-    quantized tensors as such, Python attributes of tensors and other values are kept, and so is ``_metadata``. Of each
-    storage only the bytes that its tensors need are read and held.
+    Tensors that share storage in the file share it in the result, if their dtypes are equal; Parameters come back as
+    Parameters, sparse and quantized tensors as such; Python attributes of tensors, other values and ``_metadata`` are
+    kept. Of each storage only the bytes that its tensors need are read and held.
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.

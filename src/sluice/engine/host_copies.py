@@ -88,10 +88,11 @@ def staged_bytes(copy: Copy, buffer: StagingBuffer, first: int, target_dtype: st
 def constant_bytes(constant: Constant) -> StridedBytes:
     """Return one element, repeated by strides of 0, as the source of a copy."""
     elements = constant.elements
-    exact = torch.float64 if is_castable(elements.dtype) else torch.int64
-    element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(elements.dtype))
+    exact, dtype = torch.float64 if is_castable(elements.dtype) else torch.int64, torch_dtype(elements.dtype)
+    written = torch.uint8 if "x2" in elements.dtype else dtype  # two elements, both 0
+    element = torch.tensor([constant.value], dtype=exact).to(written)
     stride = (0,) * len(constant.shape)
-    return StridedBytes(element.view(torch.uint8), element.dtype, constant.shape, stride, elements)
+    return StridedBytes(element.view(torch.uint8), dtype, constant.shape, stride, elements)
 
 
 def copy_in_pieces(target: torch.Tensor, source: StridedBytes) -> None:

@@ -107,7 +107,7 @@ def only_state_dict(tree: object, file: str, *, argument: str = "key", option: s
         UnsupportedError: There is none, and the checkpoint holds tensors of a kind that sluice does not read.
     """
     candidates = likely_state_dicts(tree)
-    if "" in candidates or holds_tensors(tree):
+    if "" in candidates or holds_tensors(tree) or tree == {}:
         return ""
     if len(candidates) == 1:
         return next(iter(candidates))

@@ -186,9 +186,9 @@ def _layer(name: str, prefix: str) -> int | None:
 def _placed(recipe: Recipe, outputs: Sequence[_Output], inputs: _Inputs, seed: int) -> list[PlacedTensor]:
     problems = [problem for output in outputs for problem in _problems(output, inputs)]
     if problems or not outputs:
-        error = MismatchError(listed("the inputs of the merge do not have the same tensors", problems))
-        error.advice = "Name the part that they share with key=, or leave other tensors out with sluice.convert first."
-        raise error
+        problem = listed("the inputs of the merge do not have the same tensors", problems or ["they have none"])
+        advice = "Name the part that they share with key=, or leave other tensors out with sluice.convert first."
+        raise MismatchError(problem, advice=advice)
     tensors, at = [], 0
     for output in outputs:
         own = [inputs[source.model][name] for source, name in zip(output.part.sources, output.inputs, strict=True)]

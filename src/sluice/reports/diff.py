@@ -57,7 +57,7 @@ class TensorDifference:
     different: int = 0
     #: Number of elements that are NaN on one side only; the maxima ignore them.
     nan: int = 0
-    #: Largest ``|a - b|``; infinite if one side is.
+    #: Largest ``|a - b|``; infinite if one side is, and 0 of float4, whose bytes are compared.
     max_abs: float = 0.0
     #: Largest ``|a - b| / max(|a|, |b|)``.
     max_rel: float = 0.0

@@ -18,7 +18,7 @@ Limits: the size of the file (``Limits.header_bytes``), tensors and chunks toget
 Refused: a chunk outside its tensor or without a stored item; chunks that overlap or leave a gap; files outside the
 directory. Ignored: chunks without elements, which uneven shards have,
 and stored items without a description. ``UnsupportedValue`` leaves: tensors that are not strided, tensors with a dtype
-that plain tensors cannot have, and items that the writer transformed, for example compressed.
+that sluice does not read, and items that the writer transformed, for example compressed.
 """
 
 from __future__ import annotations
