@@ -157,6 +157,18 @@ def test_packs_are_read_as_a_whole_wherever_a_piece_ends(tmp_path: Path, monkeyp
     assert torch.equal(sluice.load_state_dict(tmp_path / "m.safetensors")["w"].float(), one.lerp(other, 0.5))
 
 
+def test_both_names_of_a_tied_tensor_have_the_same_draws(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{i}.pth") for i in range(2)]
+    for path in paths:
+        weight = torch.randn(30, 40)
+        torch.save({"head.weight": weight, "wte.weight": weight}, path)
+    sluice.merge(
+        {paths[0]: 1, paths[1]: 1}, tmp_path / "m.pth", method="dare_ties", base=paths[0], parameters={"density": 0.5}
+    )
+    found = sluice.load_state_dict(tmp_path / "m.pth")
+    assert torch.equal(found["head.weight"], found["wte.weight"])
+
+
 NOT_YAML, REPEATS = "is not YAML", "repeats its parts too often"
 
 

@@ -60,9 +60,8 @@ def merge(weight: torch.Tensor, step: MergeStep, parts: Mapping[str, torch.Tenso
         _add_dora(weight, delta, own["magnitude"], step.layout)
         return
     rows = max(1, _PIECE * len(weight) // max(1, weight.numel()))
-    for piece, added in zip(
-        torch.split(weight, rows), torch.split(delta, rows), strict=True
-    ):  # rounded once, or twice as by peft
+    for piece, added in zip(torch.split(weight, rows), torch.split(delta, rows), strict=True):
+        # Rounded once, or twice as by peft.
         piece.add_(added.to(weight.dtype) if step.layout == "embedding" else added)
 
 

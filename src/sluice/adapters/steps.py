@@ -118,7 +118,9 @@ def steps_of(file: AdapterFile, weights: Mapping[str, BaseWeight]) -> Iterator[t
     wholes = {name: whole.find(name) for name in others}
     lost = [path for path, home in (homes | wholes).items() if home is None]
     if lost or not (parts or others):
-        raise _unmatched(file, _lost(lost, whole if not parts else paths), lost)
+        shown = ", ".join(map((paths if parts else whole).described, lost[:5]))
+        what = f"{counted(len(lost), 'name')} without a place in the model: {shown}" if lost else "no tensors"
+        raise _unmatched(file, what, lost)
     meant: dict[str | None, str] = {}
     for path, home in (homes | wholes).items():
         if meant.setdefault(home, path) != path:
@@ -216,12 +218,6 @@ def _checked(
     return weight, step
 
 
-def _lost(names: Sequence[str], paths: _ModulePaths) -> str:
-    near = {name: paths.near(name) for name in names[:5]}
-    shown = [f"{name!r}" + (f" (similar: {other!r})" if other else "") for name, other in near.items()]
-    return f"{counted(len(names), 'name')} without a place in the model: {', '.join(shown)}" if names else "no tensors"
-
-
 def _unmatched(file: AdapterFile, problem: str, names: Sequence[str]) -> MismatchError:
     error = MismatchError(f"the adapter cannot be merged: {problem}", unexpected=tuple(names), file=file.path)
     error.advice += " sluice.Adapter(path, prefix=...) merges a part of the file."
@@ -261,6 +257,7 @@ class _ModulePaths:
         ends = (plain.removeprefix(prefix) for prefix in _PREFIXES if plain.startswith(prefix))
         return next((path for path in ends if path in self._paths), None)
 
-    def near(self, name: str) -> str | None:
-        """Return the most similar path for a name that means none."""
-        return next(iter(get_close_matches(name.removeprefix("base_model.model."), self._paths, 1)), None)
+    def described(self, name: str) -> str:
+        """Return a name that means no path, with the most similar one."""
+        near = get_close_matches(name.removeprefix("base_model.model."), self._paths, 1)
+        return f"{name!r} (similar: {near[0]!r})" if near else f"{name!r}"

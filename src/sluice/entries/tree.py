@@ -14,13 +14,7 @@ from collections.abc import Callable, Iterator
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias, cast
 
-from sluice._errors import (
-    CheckpointError,
-    FormatError,
-    LimitError,
-    UnsafeContentError,
-    UnsupportedError,
-)
+from sluice._errors import CheckpointError, FormatError, LimitError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice.records import Entry, Opaque, UnsupportedValue
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from types import NoneType
 
 from msgspec import Struct
@@ -27,9 +26,6 @@ __all__ = [
 
 #: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
-
-#: End of the name of weight and bias, in a tuple, of a module of ``torch.ao.nn.quantized``.
-_PACKED_PARAMS = "_packed_params"
 
 #: Keys of settings, which may hold a tensor such as the weights of classes.
 _SETTINGS = frozenset({"args", "cfg", "config", "hparams", "hyper_parameters"})
@@ -107,11 +103,13 @@ def _named_tensor_bytes(value: object) -> int | None:
     """Return the bytes of the tensors that a dict holds by name, or None if it holds none."""
     if not isinstance(value, dict):
         return None
-    named = ((name, child) for name, child in value.items() if isinstance(name, str))
-    held = (
-        child[:2] if isinstance(child, tuple) and name.endswith(_PACKED_PARAMS) else (child,) for name, child in named
-    )
-    nbytes = [each.nbytes for each in chain.from_iterable(held) if isinstance(each, Entry)]
+    nbytes: list[int] = []
+    for name, child in value.items():
+        if isinstance(child, Entry) and isinstance(name, str):
+            nbytes.append(child.nbytes)
+        elif isinstance(child, tuple) and isinstance(name, str) and name.endswith("_packed_params"):
+            # Weight and bias of a module of torch.ao.nn.quantized.
+            nbytes += [each.nbytes for each in child[:2] if isinstance(each, Entry)]
     return sum(nbytes) if nbytes else None
 
 

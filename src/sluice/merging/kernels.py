@@ -46,8 +46,9 @@ class MergedTensor(Struct, frozen=True, kw_only=True, eq=False):
     #: Parameters of the merge, and of each input.
     shared: Mapping[str, Any]
     each: tuple[Mapping[str, Any], ...]
-    #: Where random draws begin.
+    #: Where random draws begin, and the first name of a tensor of these inputs: the names of a tied one draw the same.
     seed: int = 0
+    drawn_as: str = ""
 
     @property
     def numel(self) -> int:
@@ -86,9 +87,8 @@ def compute(merged: MergedTensor, tensors: Sequence[torch.Tensor], first: int, k
     if not tensors[0].is_floating_point():
         averages = _PIECES[merged.method] is _average and not tensors[0].is_complex()
         if not averages and any(not torch.equal(tensors[0], other) for other in tensors[1:]):
-            error = MismatchError("the inputs of a merge have different integers", tensor=merged.name)
-            error.advice = "Leave the tensor out with sluice.convert first; 'swa' and 'ema' take the last integers."
-            raise error
+            advice = "Leave the tensor out with sluice.convert first; 'swa' and 'ema' take the last integers."
+            raise MismatchError("the inputs of a merge have different integers", tensor=merged.name, advice=advice)
         return tensors[-1]  # as AveragedModel copies buffers
     return _PIECES[merged.method](merged, tensors, first, known).to(getattr(torch, merged.out_dtype))
 
@@ -207,11 +207,7 @@ def _model_stock_survey(merged: MergedTensor, read: Reader) -> torch.Tensor:
     cosine = torch.stack(cosines).mean(dim=0).unsqueeze(-1)
     divisor = 1 + (len(others) - 1) * cosine
     singular = divisor.abs() < 1e-6
-    share = torch.where(
-        singular,
-        torch.zeros_like(cosine),
-        (len(others) * cosine) / torch.where(singular, torch.ones_like(divisor), divisor),
-    )
+    share = torch.where(singular, 0, len(others) * cosine / torch.where(singular, 1, divisor))
     average = sum(others) / len(others)
     return (share * average + (1 - share) * base).reshape(merged.shape)
 
@@ -392,7 +388,7 @@ def _below(counts: torch.Tensor, rank: int, *, descending: bool) -> tuple[int, i
 
 
 def _seed(merged: MergedTensor, number: int) -> bytes:
-    return f"{merged.seed} {number} {merged.name}".encode()
+    return f"{merged.seed} {number} {merged.drawn_as}".encode()
 
 
 def _task(merged: MergedTensor, tensors: Sequence[torch.Tensor], first: int, known: list[_Kept]) -> torch.Tensor:

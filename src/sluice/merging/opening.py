@@ -189,10 +189,10 @@ def _placed(recipe: Recipe, outputs: Sequence[_Output], inputs: _Inputs, seed: i
         problem = listed("the inputs of the merge do not have the same tensors", problems or ["they have none"])
         advice = "Name the part that they share with key=, or leave other tensors out with sluice.convert first."
         raise MismatchError(problem, advice=advice)
-    tensors, at = [], 0
+    tensors, at, firsts = [], 0, dict[tuple[Entry, ...], str]()
     for output in outputs:
         own = [inputs[source.model][name] for source, name in zip(output.part.sources, output.inputs, strict=True)]
-        merged = _merged(recipe, output, own, seed)
+        merged = _merged(recipe, output, own, seed, firsts.setdefault(tuple(own), output.name))
         tensors.append(PlacedTensor(merged=merged, inputs=tuple(own), first_byte=at))
         at = round_up(at + tensors[-1].nbytes, ALIGNMENT)
     return tensors
@@ -210,7 +210,7 @@ def _problems(output: _Output, inputs: _Inputs) -> Iterator[str]:
         yield f"{output.name} has the shapes " + ", ".join(f"{list(s)} in {path}" for s, path in shapes.items())
 
 
-def _merged(recipe: Recipe, output: _Output, entries: Sequence[Entry], seed: int) -> MergedTensor:
+def _merged(recipe: Recipe, output: _Output, entries: Sequence[Entry], seed: int, drawn_as: str) -> MergedTensor:
     spec, sources, part = METHODS[recipe.method], output.part.sources, output.part
     base = part.base_model or recipe.base
     at = next((i for i, source in enumerate(sources) if source.model == base), None)
@@ -237,6 +237,7 @@ def _merged(recipe: Recipe, output: _Output, entries: Sequence[Entry], seed: int
         shared={name: value(name, default, None, output.name) for name, default in spec.shared.items()},
         each=each,
         seed=seed,
+        drawn_as=drawn_as,
     )
 
 

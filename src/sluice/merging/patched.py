@@ -152,7 +152,7 @@ def _named(base: OpenCheckpoint, deltas: Sequence[Delta]) -> Mapping[str, Entry]
         named = flatten(subtree(tree, only_state_dict(tree, base.path)), base.limits)
     missing = [name for name in wanted if name not in named]
     if missing:
-        error = MismatchError(listed("the deltas change tensors that the base does not have", missing), file=base.path)
-        error.advice = "Name the checkpoint that the first delta was made over."
-        raise error
+        problem = listed("the deltas change tensors that the base does not have", missing)
+        advice = "Name the checkpoint that the first delta was made over."
+        raise MismatchError(problem, file=base.path, advice=advice)
     return named

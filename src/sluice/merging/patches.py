@@ -102,9 +102,8 @@ def _pairs(a: OpenCheckpoint, b: OpenCheckpoint) -> dict[str, tuple[Entry, Entry
         elif known != other:
             problems.append(f"{name} is tied in one of them")
     if problems:
-        error = MismatchError(listed("the checkpoints do not have the same tensors", sorted(problems)))
-        error.advice = "Save the new checkpoint itself: a patch holds new values only."
-        raise error
+        problem = listed("the checkpoints do not have the same tensors", sorted(problems))
+        raise MismatchError(problem, advice="Save the new checkpoint itself: a patch holds new values only.")
     return {name: (one, other) for one, (name, other) in sorted(pairs.items(), key=lambda item: item[1][0])}
 
 

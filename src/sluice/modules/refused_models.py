@@ -74,9 +74,7 @@ def refuse_flattened(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
         problem, _, advice = _FSDP1.partition(": ")
-        error = MismatchError(problem[0].lower() + problem[1:])
-        error.advice = advice[0].upper() + advice[1:]
-        raise error
+        raise MismatchError(problem[0].lower() + problem[1:], advice=advice[0].upper() + advice[1:])
 
 
 def _advices(module: nn.Module) -> Iterator[str]:

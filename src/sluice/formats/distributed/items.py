@@ -290,10 +290,6 @@ def _kind(head: bytes) -> bytes:
     return head[: head.find(_DESCRIPTOR) + 1]
 
 
-def _tail_bytes(item: Item) -> int:
-    return min(_TAIL_BYTES, item.nbytes - min(_HEAD_BYTES, item.nbytes))
-
-
 def _batches(items: Sequence[AnyItem]) -> Iterator[Sequence[AnyItem]]:
     """Split items into batches of which at most 1 MiB is read together."""
     count = _TOGETHER_BYTES // (_HEAD_BYTES + _TAIL_BYTES)
@@ -306,7 +302,7 @@ def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, by
     sizes: list[int] = []
     for item in items:
         head = min(_HEAD_BYTES, item.nbytes)
-        tail = _tail_bytes(item)
+        tail = min(_TAIL_BYTES, item.nbytes - head)
         starts += [item.offset, item.offset + item.nbytes - tail]
         sizes += [head, tail]
     contents = read_ranges(source, starts, sizes)

@@ -10,14 +10,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 
-from sluice._errors import (
-    TRUST_TORCH,
-    FormatError,
-    LimitError,
-    TruncatedError,
-    UnsafeContentError,
-    UnsupportedError,
-)
+from sluice._errors import TRUST_TORCH, FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
 from sluice.formats.pickles.machine import Constructor, Consumed, Machine, PendingObject
 from sluice.formats.pickles.tensor_opcodes import take_tensor
 from sluice.formats.pickles.value_opcodes import VALUE_HANDLERS, Handler

@@ -47,13 +47,7 @@ from operator import add
 from reprlib import repr as short_repr
 from typing import Any
 
-from sluice._errors import (
-    TORCH_MAY_READ,
-    FormatError,
-    TruncatedError,
-    UnsafeContentError,
-    UnsupportedError,
-)
+from sluice._errors import TORCH_MAY_READ, FormatError, TruncatedError, UnsafeContentError, UnsupportedError
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.detection import LEGACY_MAGIC

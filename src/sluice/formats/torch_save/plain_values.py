@@ -28,14 +28,7 @@ from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.records import TorchSize, TorchText
 
-__all__ = [
-    "DTYPE_PREFIX",
-    "UNREAD_DTYPE",
-    "PlainValues",
-    "from_bytes",
-    "is_torch_name",
-    "plain_global",
-]
+__all__ = ["DTYPE_PREFIX", "UNREAD_DTYPE", "PlainValues", "from_bytes", "is_torch_name", "plain_global"]
 
 #: Prefix of the name of a dtype in ``str(torch.float32)``.
 DTYPE_PREFIX = "torch."

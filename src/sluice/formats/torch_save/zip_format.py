@@ -34,13 +34,7 @@ from sluice._dtypes import number_bytes
 from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, first_names, read_directory
-from sluice.formats.archives.zip_records import (
-    ZipRecord,
-    expect_records,
-    locate_records,
-    read_record,
-    record_checksums,
-)
+from sluice.formats.archives.zip_records import ZipRecord, expect_records, locate_records, read_record, record_checksums
 from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
