@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ def test_errors_about_a_file_are_those_of_both_libraries(tmp_path: Path, data: b
     assert isinstance(caught.value, sluice.CheckpointError)
     with pytest.raises(FileNotFoundError):
         ours.load_file(tmp_path / "missing.safetensors")
+    (tmp_path / "m").write_bytes(bytes(9))
+    with pytest.raises(sluice.CheckpointError) as damaged:
+        ours.load_file(tmp_path / "m")
+    for again in (copy.copy(damaged.value), pickle.loads(pickle.dumps(damaged.value))):
+        assert isinstance(again, SafetensorError)
+        assert isinstance(again, sluice.CheckpointError)
+        assert str(again) == str(damaged.value)
     torch.save({"w": torch.ones(1)}, tmp_path / "m.pth")
     with pytest.raises(ours.SafetensorError, match="not a safetensors file: torch-zip"):
         ours.load_file(tmp_path / "m.pth")
@@ -118,6 +126,10 @@ def test_models_are_saved_and_filled_as_by_the_library(tmp_path: Path, change: s
     library.save_file(state, path)
     before = copy.deepcopy(model.state_dict())
     expected = outcome(library.load_model, model, path, strict=strict)
+    with sluice.empty_init():
+        empty = Tied()
+    if len(expected) == 3 and not expected[0]:
+        assert outcome(ours.load_model, empty, path, strict=strict) == expected
     assert outcome(ours.load_model, model, path, strict=strict) == expected
     if len(expected) == 1:
         with pytest.raises(RuntimeError):

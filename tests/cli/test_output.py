@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -89,6 +90,37 @@ def test_a_closed_pipe_prints_no_error_message(directory: Path) -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout == "many.pth\n"
     assert done.stderr == ""
+
+
+class Unwritable(io.StringIO):
+    """An output whose buffer cannot be written."""
+
+    error: OSError = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self) -> None:
+        if not self.closed:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [Unwritable.error, BrokenPipeError()])
+@pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 2), ("diff", 2)])
+def test_output_that_cannot_be_written_is_no_answer(
+    files: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, error: OSError, command: str, code: int
+) -> None:
+    out, err = Unwritable(), io.StringIO()
+    out.error = error
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with pytest.raises(SystemExit) as ended:
+        main([command, *files.get(command, files["verify"])])
+    assert (ended.value.code, out.closed) == (code, True)
+    assert err.getvalue() == ("Error: cannot write the output: No space left on device\n" if error.errno else "")
+
+
+def test_a_command_with_a_closed_output_does_its_work(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    main(["inspect", "net.pth", "--tree"], standalone_mode=False)
+    sys.stdout.close()
 
 
 def test_a_terminal_without_unicode_gets_escapes(directory: Path) -> None:

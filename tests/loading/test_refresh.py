@@ -81,6 +81,8 @@ def test_only_what_changed_is_read_and_holders_see_it(tmp_path: Path, torn: Any)
     moved = {name for name, value in model.named_parameters() if value._version > versions[name]}
     assert moved == {"embedding.weight", "layers.1.weight"}
     again = sluice.refresh(model, tmp_path / "b.pth", since=pickle.loads(pickle.dumps(refreshed)))
+    assert refreshed.report is not None
+    assert pickle.loads(pickle.dumps(refreshed.report)).state.contents == refreshed.contents
     assert (again.changed, again.version) == ((), refreshed.version)
 
 

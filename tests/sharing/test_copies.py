@@ -178,9 +178,27 @@ def test_a_plan_shows_the_mapping_before_and_after_the_build(path: Path, store: 
     assert any("not built yet" in note for note in before.notes)
     copy = sluice.shared(path, dtype="bf16")
     after = sluice.plan(empty(), path, dtype="bf16", place="shared")
+    assert (before.source, before.files) == (after.source, after.files) == (copy.path, (copy.path,))
     again = sluice.plan(empty(), copy, dtype="auto")
     assert before.mapped_bytes == after.mapped_bytes == again.mapped_bytes > 0
     assert sluice.plan(None, copy).total == 4
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_copy_is_read_only_and_built_again_once_it_was_changed(path: Path, *, replaced: bool) -> None:
+    with sluice.shared(path) as copy:
+        assert os.stat(copy.path).st_mode & 0o777 == 0o400
+    os.chmod(copy.path, 0o600)
+    if replaced:
+        sluice.convert(path, copy.path, dtype="bf16", overwrite=True)
+    else:
+        with open(copy.path, "r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(bytes(4))
+    assert "not built yet" in sluice.plan(empty(), path, place="shared").notes[-1]
+    with sluice.shared(path) as again:
+        assert again.built
+        assert Path(again.path).read_bytes() == path.read_bytes()
 
 
 def test_quantize_is_refused_by_name(path: Path) -> None:

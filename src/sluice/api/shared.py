@@ -23,7 +23,7 @@ from sluice.entries.rules import EachRule, Rule
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
 from sluice.sharing.copies import CopyRequest, SharedCopy, builder, find_or_build
-from sluice.sharing.store import FILE, open_store
+from sluice.sharing.store import FILE, is_finished, open_store
 
 if TYPE_CHECKING:
     from sluice.reports.plan import PlanReport
@@ -126,13 +126,13 @@ def plan_shared(
     with borrow(source, limits=others["limits"], encoding=others["encoding"]) as checkpoint:
         request = CopyRequest(checkpoint=checkpoint, dtype=dtype, adapters=adapter_list(others["adapters"]), **changes)
         path = store / request.digest() / FILE
-        if path.is_file():
+        if is_finished(path.parent):
             return plan(model, path, **mapped)
         with TemporaryDirectory() as folder:
             nbytes = builder().outline(request, Path(folder, FILE))
             report = plan(model, Path(folder, FILE), **mapped)
     note = f"the shared copy is not built yet: the load would first write {format_bytes(nbytes)} to {store}"
-    return dataclasses.replace(report, notes=(*report.notes, note))
+    return dataclasses.replace(report, source=str(path), files=(str(path),), notes=(*report.notes, note))
 
 
 def _of_copy(arguments: dict[str, Any], dtype: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Every failure is one paragraph on stderr and an exit code; ``--debug`` adds the 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from importlib import import_module
 
@@ -13,8 +14,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from sluice import __version__
+from sluice._errors import SluiceError
 from sluice._interrupts import InterruptsRaised
-from sluice.cli.output import failure_of
+from sluice.cli.output import failure_of, unwritten
 
 __all__ = ["main"]
 
@@ -77,11 +79,14 @@ class _Commands(click.Group):
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> object:
+        sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  None where it is closed, as by `>&-`
         with InterruptsRaised() as interrupts:
             try:
-                return super().invoke(ctx)
-            # Click handles these itself: --help, and a closed pipe.
-            except (click.exceptions.Exit, click.Abort, BrokenPipeError):
+                try:
+                    return super().invoke(ctx)
+                finally:
+                    sys.stdout.flush()
+            except (click.exceptions.Exit, click.Abort):  # click handles these itself
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 if ctx.params["debug"]:
@@ -92,6 +97,8 @@ class _Commands(click.Group):
                     raise failure_of(KeyboardInterrupt()) from error
                 if isinstance(error, click.ClickException):
                     raise
+                if isinstance(error, OSError) and not isinstance(error, SluiceError) and error.filename is None:
+                    raise unwritten(error, 2 if ctx.invoked_subcommand in {"verify", "diff"} else 1) from error
                 raise failure_of(error) from error
 
 

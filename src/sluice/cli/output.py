@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 
 import click
@@ -26,6 +26,7 @@ __all__ = [
     "print_sections",
     "progress_wanted",
     "show_report",
+    "unwritten",
     "wrong_options",
 ]
 
@@ -76,6 +77,15 @@ def failure_of(error: BaseException) -> Failure:
         f"unexpected {describe(error)}. This is a defect of sluice: please run the command again as "
         f"`sluice --debug ...` and report the traceback with the versions of sluice ({__version__}), torch and Python."
     )
+
+
+def unwritten(error: OSError, exit_code: int) -> click.ClickException | click.exceptions.Exit:
+    """Return what ends a command whose output cannot be written; a closed pipe, as that of ``head``, has no message."""
+    with suppress(OSError):
+        sys.stdout.close()  # or Python writes the rest when it ends, with a message and an exit code of its own
+    if isinstance(error, BrokenPipeError):
+        return click.exceptions.Exit(exit_code)
+    return Failure(f"cannot write the output: {error.strerror}", exit_code)
 
 
 def describe(error: BaseException) -> str:

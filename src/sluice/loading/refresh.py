@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, TypeAlias, TypeGuard, cast
 
 import torch
@@ -167,8 +167,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
 
     def state_maker(self) -> Callable[[], RefreshState]:
         """See ``LoadJob.state_maker``."""
-        new = self.new
-        return lambda: new
+        return partial(cast, RefreshState, self.new)
 
     def request_lines(self) -> Iterator[str]:
         """See ``LoadJob.request_lines``: what changed may differ between ranks, as each has a part."""

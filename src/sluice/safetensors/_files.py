@@ -120,9 +120,12 @@ def load_model(
     """
     with safe_open(filename, framework="pt", device=device, backend=backend) as file:
         stored = file.keys()
-        state = model.state_dict()
+        state = model.state_dict(keep_vars=True)
         tied = library._remove_duplicate_names(dict(state), preferred_names=stored)
         others = {name for names in tied.values() for name in names}
+        kept: dict[int, str] = {}  # by object, which ties on the meta device, without memory, have in common
+        preferred = sorted(state, key=lambda name: (name not in stored, name))
+        others.update(name for name in preferred if kept.setdefault(id(state[name]), name) != name)
         missing = {name for name in state if name not in stored} - others
         unexpected = [name for name in stored if name not in state or name in others]
         if strict and (missing or unexpected):

@@ -26,7 +26,15 @@ _BACKENDS = ("mmap", "pread")
 
 @cache
 def _both(kind: type[CheckpointError]) -> type[CheckpointError]:
-    return type(kind.__name__, (kind, SafetensorError), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    own: dict[str, object] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    own["__reduce__"] = lambda error: (_restored, (kind, error.problem, error.__dict__))
+    return type(kind.__name__, (kind, SafetensorError), own)
+
+
+def _restored(kind: type[CheckpointError], problem: str, state: dict[str, object]) -> CheckpointError:
+    error = _both(kind)(problem)  # type: ignore[arg-type]  # a class is hashable
+    error.__dict__.update(state)
+    return error
 
 
 @contextmanager

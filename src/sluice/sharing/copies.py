@@ -29,7 +29,7 @@ from sluice.converting.contents import flat_contents
 from sluice.entries.rules import Rule
 from sluice.matching.renaming import Rename
 from sluice.records import Entry
-from sluice.sharing.store import FILE, lock_free, lock_shared, make_room, remove
+from sluice.sharing.store import FILE, is_finished, lock_free, lock_shared, make_room, remove, seal
 from sluice.sources.descriptors import OwnedFile
 
 __all__ = ["CopyRequest", "SharedCopy", "builder", "find_or_build"]
@@ -161,10 +161,12 @@ def find_or_build(
     while (shared := lock_shared(folder)) is None:
         if (free := lock_free(folder)) is not None:
             try:
-                if not path.is_file():
+                if not is_finished(folder):
+                    path.unlink(missing_ok=True)  # changed since, or left by a killed builder
                     build = partial(builder().convert, request, path)
                     make_room(store, sum(build(dry_run=True).file_bytes), max_bytes)
                     build(memory=memory, progress=progress)
+                    seal(folder)
                     built = True
             except BaseException:
                 remove(folder)
@@ -174,10 +176,10 @@ def find_or_build(
             continue
         waited = time.monotonic() - started
         if waited > _WAIT_SECONDS:
-            problem = f"another process has been building the shared copy for {waited:.0f} s"
+            problem = f"another process has been building the shared copy, or using a changed one, for {waited:.0f} s"
             raise SaveError(problem, file=str(folder), advice="End that process: its lock ends with it.")
         if waited > _WORD_SECONDS and not said:
-            _log.warning("sluice: waiting for another process that builds the shared copy %s", folder)
+            _log.warning("sluice: waiting for another process that builds or uses the shared copy %s", folder)
             said = True
         time.sleep(_LOOK_SECONDS)
     return SharedCopy(str(path), shared, built=built)

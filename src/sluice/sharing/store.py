@@ -2,7 +2,7 @@
 
 A user of a copy holds the lock of its directory shared, a builder exclusively: the system releases it when the process
 ends. A copy whose lock can be taken exclusively has no user, and may be dropped. The time of the lock file is that of
-the last use; the finished file never changes, because a changed time would be a changed file.
+the last use, and its content identifies the finished file: one that was changed or replaced is built again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ __all__ = [
     "StoredCopy",
     "copies",
     "drop",
+    "is_finished",
     "lock_free",
     "lock_shared",
     "make_room",
     "open_store",
     "remove",
+    "seal",
 ]
 
 #: Environment variable with the directory.
@@ -97,10 +99,28 @@ def open_store(directory: str | os.PathLike[str] | None = None) -> Path:
 def lock_shared(folder: Path) -> OwnedFile | None:
     """Return the open lock of a copy that this process now uses; None if it is not finished, or being built."""
     lock = _locked(folder, LOCK_SH)
-    if lock is None or not (folder / FILE).is_file():
+    if lock is None or not is_finished(folder):
         return None
     os.utime(lock.fileno())
     return lock
+
+
+def seal(folder: Path) -> None:
+    """Make a built copy read-only and remember it; the caller has its lock exclusively."""
+    (folder / FILE).chmod(0o400)
+    (folder / _LOCK).write_text(_identity(folder))
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a copy is the file that was sealed."""
+    with suppress(OSError, ValueError):
+        return (folder / _LOCK).read_text() == _identity(folder)
+    return False
+
+
+def _identity(folder: Path) -> str:
+    found = (folder / FILE).lstat()
+    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
 
 
 def lock_free(folder: Path) -> OwnedFile | None:

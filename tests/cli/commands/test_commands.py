@@ -255,3 +255,17 @@ def test_directories_of_adapters_with_signs_of_equality(
     for given in ("lr=0.1", "lr=0.1=0.5"):
         assert refused("convert", source, "out.pt", "--adapter", given, code=1).startswith("Error: lr=0.1:")
     assert "'much' is not a number" in refused("convert", source, "out.pt", "--adapter", "lr=much")
+
+
+def test_adapters_have_the_settings_of_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def spy(*_: object, adapters: list[Any], **__: object) -> None:
+        seen.extend(adapters)
+        raise sluice.FormatError("seen")
+
+    monkeypatch.setattr(sluice, "convert", spy)
+    run_command("convert", source, "out.pt", "--adapter", "https://h/a.safetensors=0.5", "--header", "A:b")
+    assert [(each.weight, each.path.url, each.path.headers) for each in seen] == [
+        (0.5, "https://h/a.safetensors", {"A": "b"})
+    ]

@@ -27,10 +27,10 @@ from sluice.writing.save_formats import CONVERT_FORMATS
 __all__ = ["convert_command"]
 
 
-def _adapters(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> list[sluice.Adapter]:
-    """Return the adapters of ``--adapter``."""
-    found = map(weighted, texts)
-    return [sluice.Adapter(path, weight=number(weight) if weight else 1.0) for path, weight in found]
+def _adapter(text: str) -> sluice.Adapter:
+    """Return an adapter of ``--adapter``."""
+    path, weight = weighted(text)
+    return sluice.Adapter(with_settings(path), weight=number(weight) if weight else 1.0)
 
 
 @click.command("convert")
@@ -46,7 +46,6 @@ def _adapters(_context: click.Context, _option: click.Parameter, texts: tuple[st
     "adapters",
     multiple=True,
     metavar="PATH[=WEIGHT]",
-    callback=_adapters,
     help="Merge an adapter, such as lora/ or style.safetensors=0.8; repeatable.",
 )
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
@@ -112,7 +111,7 @@ def convert_command(
                    empty: one process writes a conversion
     """
     manifest = options["manifest"]
-    keywords = keywords_of(options)
+    keywords = {**keywords_of(options), "adapters": list(map(_adapter, options["adapters"]))}
     shown = progress_wanted(quiet=quiet or dry_run)
     with wrong_options():
         report = sluice.convert(
