@@ -69,8 +69,8 @@ def merge(
     The methods are those of mergekit 0.1.5, with equal bits where no random draw decides: ``"linear"``, ``"slerp"``,
     ``"nuslerp"``, ``"task_arithmetic"``, ``"ties"``, ``"dare_linear"``, ``"dare_ties"``, ``"breadcrumbs"``,
     ``"breadcrumbs_ties"``, ``"model_stock"`` and ``"passthrough"``; ``"swa"`` and ``"ema"`` average as
-    ``torch.optim.swa_utils``. Only pieces of each input are in memory at a time; ``"nuslerp"`` and ``"model_stock"``
-    hold one whole tensor of each input.
+    ``torch.optim.swa_utils``, and take integers of the last input. Only pieces of each input are in memory at a time;
+    ``"nuslerp"`` and ``"model_stock"`` hold one whole tensor of each input.
 
     Args:
         config: ``{"a.pth": 0.3, "b/": 0.7}``, the weight of each input by its path, URL, ``Remote`` or ``Patched``; a
