@@ -10,7 +10,8 @@ A crash at any moment leaves a directory that reads as the old model or as the n
 4. Files that only the old model needs are removed.
 
 The directory is locked meanwhile, so hidden files of a set are known to be leftovers of killed saves. The hidden index
-is durable before the first shard is renamed: it tells the next save which shards to remove.
+is durable before the first shard is renamed: it tells the next save which shards to remove. Shards that no index names
+count as those of an old model: they are removed only where it may be replaced.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 #: Names of shards: the usual ones, and those with a token, used if the usual ones exist.
-_USUAL = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_TOKEN = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+_SHARD = re.compile(r"model-([0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 
 
 def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list[str]]:
@@ -157,8 +157,9 @@ def write_model_directory(
     """
     if isinstance(directory, Upload):
         return _upload(directory, planned, overwrite=overwrite, write=write)
-    with locked_directory(str(directory)):
-        _remove_leftovers(directory)
+    with locked_directory(str(directory)) as locked:
+        if locked:
+            _remove_leftovers(directory)
         files = plan_model_directory(directory, model)
         _check_old(directory, files, overwrite=overwrite)
         with ExitStack() as stack:
@@ -229,7 +230,7 @@ def _model_files(directory: Path | Upload) -> list[str]:
         present = os.listdir(directory) if directory.is_dir() else []
     files = [name for name in (_WHOLE, _INDEX) if name in present]
     files += sorted(_shards_of(directory, _INDEX)) if _INDEX in files else []
-    return [*files, *sorted({name for name in present if _USUAL.fullmatch(name)} - set(files))]
+    return [*files, *sorted({name for name in present if _SHARD.fullmatch(name)} - set(files))]
 
 
 def _shards_of(directory: Path | Upload, index: str) -> set[str]:
@@ -246,10 +247,9 @@ def _remove_leftovers(directory: Path) -> None:
     with saving(str(directory)):
         names = os.listdir(directory)
     hidden = [name for name in names if hidden_stem(name, in_set=True) is not None]
-    uncommitted = set[str]().union(*(_shards_of(directory, name) for name in hidden))
-    model = {_WHOLE, _INDEX, *_shards_of(directory, _INDEX)}
-    orphans = [name for name in names if name in uncommitted or _TOKEN.fullmatch(name)]
-    remove_files(directory, [name for name in orphans if name not in model])
+    indexes = [name for name in hidden if hidden_stem(name, in_set=True) == _INDEX]  # not shards of gigabytes
+    uncommitted = set[str]().union(*(_shards_of(directory, name) for name in indexes))
+    remove_files(directory, sorted(uncommitted.intersection(names) - _shards_of(directory, _INDEX) - {_WHOLE}))
     remove_files(directory, hidden)  # last: only a hidden index tells which shards are uncommitted
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import sluice
 from sluice import SaveError
@@ -18,6 +20,7 @@ from sluice.writing.durable.partial_files import ATTEMPTS, hidden_path, hidden_s
 from sluice.writing.durable.replacement import Replacement
 
 NEW = b"new" * 1000
+TWO = {"a": torch.ones(40), "b": torch.ones(40)}
 
 
 def write(path: Path, content: bytes = NEW, *, overwrite: bool = True) -> None:
@@ -93,7 +96,7 @@ def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_i
     real = _directories._locked
     with ExitStack() as others:
 
-        def lock(name: str) -> AbstractContextManager[None]:
+        def lock(name: str) -> AbstractContextManager[bool]:
             others.enter_context(held_by_another(path))  # between creating and locking the directory
             return real(name)
 
@@ -110,7 +113,7 @@ def test_a_directory_that_vanishes_before_it_is_opened_is_made_again_unless_it_a
     path = tmp_path / "above" / "model"
     entered, real = [], _directories._locked
 
-    def lock(name: str) -> AbstractContextManager[None]:
+    def lock(name: str) -> AbstractContextManager[bool]:
         entered.append(1)
         if len(entered) <= times:
             path.rmdir()
@@ -141,3 +144,49 @@ def test_a_directory_that_vanishes_before_it_is_locked_is_made_again(
     with locked_directory(str(path)):
         (path / "file").touch()  # the locked directory still has its name
     assert len(locked) == 2
+
+
+def test_a_child_that_a_save_forked_does_not_hold_its_lock(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    with locked_directory(str(tmp_path)):
+        child = os.fork()
+        if not child:
+            os.close(writes)
+            os.read(reads, 1)
+            os._exit(0)
+    try:
+        with locked_directory(str(tmp_path)) as locked:
+            assert locked
+    finally:
+        os.close(writes)
+        os.waitpid(child, 0)
+        os.close(reads)
+
+
+@pytest.mark.parametrize("form", [{"max_shard_size": 200}, {"format": "dcp"}], ids=["shards", "dcp"])
+def test_without_locks_nothing_hidden_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(_directories, "try_lock", lambda _: None)
+    sluice.save(TWO, tmp_path, **form)
+    hidden = Path(hidden_path(str(tmp_path), "model.safetensors.index.json", in_set=True))
+    hidden.touch()
+    sluice.save(TWO, tmp_path, **form, overwrite=True)
+    assert hidden.exists()
+
+
+@pytest.mark.parametrize("index", ["damaged", "renamed", "removed"])
+def test_a_refused_save_removes_no_shard(tmp_path: Path, index: str) -> None:
+    for _ in range(2):  # the second model has names with a token
+        sluice.save(TWO, tmp_path, max_shard_size=200, overwrite=True)
+    path = tmp_path / "model.safetensors.index.json"
+    if index == "damaged":
+        os.truncate(path, 50)
+    else:
+        path.rename(tmp_path / "a.safetensors.index.json" if index == "renamed" else tmp_path.with_suffix(".json"))
+    before = names(tmp_path)
+    with pytest.raises(sluice.SaveError, match="already contains a model"):
+        sluice.save(TWO, tmp_path)
+    assert names(tmp_path) == before
+    sluice.save(TWO, tmp_path, overwrite=True)
+    assert [name for name in names(tmp_path) if name.startswith("model")] == ["model.safetensors"]

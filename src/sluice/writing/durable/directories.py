@@ -16,8 +16,10 @@ __all__ = ["locked_directory", "publish_set"]
 
 
 @contextmanager
-def locked_directory(path: str) -> Iterator[None]:
+def locked_directory(path: str) -> Iterator[bool]:
     """Hold the lock of a directory during the block: hidden files in it are then leftovers of killed saves.
+
+    Yields False where there are no locks: they may be those of a live save.
 
     The directory and its parents are created durably; if the block fails, those that it created are removed again,
     unless they hold something or are locked.
@@ -28,15 +30,14 @@ def locked_directory(path: str) -> Iterator[None]:
     created: list[str] = []
     try:
         with ExitStack() as stack:
-            _enter(path, created, stack)
-            yield
+            yield _enter(path, created, stack)
     except BaseException:
         for each in reversed(created):
             _remove_unused(each)
         raise
 
 
-def _enter(path: str, created: list[str], stack: ExitStack) -> None:
+def _enter(path: str, created: list[str], stack: ExitStack) -> bool:
     directory = os.path.realpath(path)
     attempts = ATTEMPTS
     while True:
@@ -82,19 +83,20 @@ def _make(directory: str, saved: str, created: list[str]) -> None:
 
 
 @contextmanager
-def _locked(path: str) -> Iterator[None]:
+def _locked(path: str) -> Iterator[bool]:
     if not hasattr(os, "O_DIRECTORY"):
-        yield
+        yield False
         return
     with saving(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if try_lock(descriptor) is False:
+        locked = try_lock(descriptor)
+        if locked is False:
             raise SaveError("another save is writing to this directory", file=path)
         with saving(path):
             if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 raise FileNotFoundError(errno.ENOENT, "another save removed the directory before it could be locked")
-        yield
+        yield bool(locked)
     finally:
         close(descriptor)
 

@@ -19,7 +19,7 @@ from sluice._errors import SluiceError
 from sluice._messages import save_error
 
 try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 except ImportError:  # Windows refuses to delete open files, which protects live ones as well
     flock = None  # type: ignore[assignment]
 
@@ -52,7 +52,10 @@ def saving(path: str) -> Iterator[None]:
 
 
 def close(descriptor: int) -> None:
-    """Close a descriptor and ignore errors: everything that matters has been synced."""
+    """Unlock and close a descriptor, ignoring errors: everything that matters has been synced."""
+    if flock is not None:
+        with suppress(OSError):
+            flock(descriptor, LOCK_UN)  # a forked child that has it open would keep the lock
     with suppress(OSError):
         os.close(descriptor)
 

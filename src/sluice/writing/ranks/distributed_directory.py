@@ -130,13 +130,13 @@ def _write_directory(
     Raises:
         SaveError: The checkpoint was not written; an existing one is intact.
     """
-    with locked_directory(str(directory)):
+    with locked_directory(str(directory)) as locked:
         with saving(str(directory)):
             existing = os.listdir(directory)
         if METADATA_FILE in existing and not overwrite:
             problem = "the directory already contains a checkpoint; pass overwrite=True to replace it"
             raise SaveError(problem, file=str(directory), found=METADATA_FILE)
-        remove_files(directory, [name for name in existing if hidden_stem(name, in_set=True) is not None])
+        remove_files(directory, [name for name in existing if locked and hidden_stem(name, in_set=True) is not None])
         names = _names(sizes, existing)
         with ExitStack() as stack:
             files = {}
