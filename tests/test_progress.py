@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import sys
 import threading
 import time
 
@@ -79,6 +83,27 @@ def test_the_bar_ends_when_the_load_fails(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(OSError, match="disk"):
         load()
     assert "loading" in capsys.readouterr().err
+
+
+class Unread(io.StringIO):
+    """A stream that nobody reads any more."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, _: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.EIO, "gone")])
+def test_a_bar_that_nobody_reads_does_not_end_the_load(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    monkeypatch.setattr(sys, "stderr", Unread(error))
+    monkeypatch.setattr(os, "dup2", lambda *_: pytest.fail("stdout is replaced"))
+    with byte_progress(True, "loading", 2) as report:
+        assert report is not None
+        for done in range(3):
+            report(done)
 
 
 @given(total=st.integers(0, 1 << 60), done=st.integers(0, 1 << 60))

@@ -83,13 +83,26 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
     )
     from rich.progress import Progress as Bar
 
+    class Quiet(Console):
+        """Once nobody reads stderr, it writes nothing: a bar must not end a load, as rich does, nor fail it."""
+
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+
+        def _check_buffer(self) -> None:
+            try:
+                super()._check_buffer()
+            except OSError:
+                self.quiet = True
+                super()._check_buffer()  # drops what was not written
+
     bar = Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=_BAR_COLUMNS),
         DownloadColumn(binary_units=True),
         TextColumn("{task.fields[speed]:.2f} GB/s"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=Quiet(stderr=True),
         auto_refresh=False,  # rich's refresh thread is not joined: it could outlive the load
     )
     task = bar.add_task(_shortened(description), total=None, speed=0.0)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 import sluice
 from sluice import _defaults as defaults
+from sluice.engine.staging import StagingPool
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.write_queue import Staging
 from support.oracles import same
@@ -82,6 +84,23 @@ def test_pieces_at_any_place_from_any_thread(tmp_path: Path, direct: Calls, seed
     assert (tmp_path / "f").read_bytes() == CONTENT
     assert direct
     assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for offset, nbytes in direct)
+
+
+def test_a_piece_in_a_buffer_needs_no_second_buffer(tmp_path: Path, direct: Calls) -> None:
+    pool = StagingPool(buffer_bytes=64 << 10, count=1, huge_pages=False)
+    with Replacement(tmp_path / "f", overwrite=True) as file, pool.lent() as buffer:
+        file.reserve(len(CONTENT), pool)
+        for start in (0, 1):
+            buffer.view[start : start + 40_000] = CONTENT[start * 40_000 :][:40_000]
+            writing = Thread(
+                target=file.write_at, args=(start * 40_000, buffer.view[start : start + 40_000]), daemon=True
+            )
+            writing.start()
+            writing.join(5)
+            assert not writing.is_alive()
+        file.commit(nbytes=80_000)
+    assert (tmp_path / "f").read_bytes() == CONTENT[:80_000]
+    assert direct
 
 
 @pytest.mark.parametrize("most", [4096, 5000, 3])

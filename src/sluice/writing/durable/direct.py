@@ -128,13 +128,15 @@ class DirectWrites:
         write_all(self._descriptor, start, memoryview(joined))
 
     def _write_blocks(self, offset: int, view: memoryview) -> int:
-        """Write whole blocks; return the number of bytes written, fewer if the file system refuses direct writes."""
+        """Write whole blocks; return the number of bytes written: fewer if that is refused, or a buffer is not aligned."""
         done = 0
         while done < len(view) and not self._refused:
-            if view.obj is self._own and _address(view) % block_bytes() == 0:
-                written = self._write_once(view[done:], offset + done)
-            else:
+            if view.obj is not self._own:
                 written = self._write_copy(view[done:], offset + done)
+            elif _address(view) % block_bytes() == 0:
+                written = self._write_once(view[done:], offset + done)
+            else:  # never a second buffer: all writers may hold one and wait for each other
+                break
             done += written
             if written == 0 or written % block_bytes():
                 break

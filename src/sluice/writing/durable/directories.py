@@ -19,7 +19,7 @@ __all__ = ["locked_directory", "publish_set"]
 def locked_directory(path: str) -> Iterator[bool]:
     """Hold the lock of a directory during the block: hidden files in it are then leftovers of killed saves.
 
-    Yields False where there are no locks: they may be those of a live save.
+    Yields False on file systems without locks: hidden files may then be those of a live save.
 
     The directory and its parents are created durably; if the block fails, those that it created are removed again,
     unless they hold something or are locked.
