@@ -84,7 +84,7 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
     from rich.progress import Progress as Bar
 
     class Quiet(Console):
-        """Once nobody reads stderr, it writes nothing: a bar must not end a load, as rich does, nor fail it."""
+        """Writes nothing once the reader of stderr is gone, where rich ends the process: the load continues."""
 
         def on_broken_pipe(self) -> None:
             self.quiet = True

@@ -128,7 +128,7 @@ class DirectWrites:
         write_all(self._descriptor, start, memoryview(joined))
 
     def _write_blocks(self, offset: int, view: memoryview) -> int:
-        """Write whole blocks; return the number of bytes written: fewer if that is refused, or a buffer is not aligned."""
+        """Write whole blocks; return the number of bytes written: fewer if refused, or a buffer is not aligned."""
         done = 0
         while done < len(view) and not self._refused:
             if view.obj is not self._own:
