@@ -15,10 +15,8 @@ with independent code.
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice._dtypes import is_castable
 from sluice.benchmark import gpt2
-from sluice.benchmark.gpt2 import random_weight
 from sluice.benchmark.records import (
     OTHER,
     PARAMETERS,
@@ -37,10 +33,12 @@ from sluice.benchmark.records import (
     REFERENCE,
     SAFETENSORS,
     SHARDS,
+    SHORT_DTYPES,
     Kind,
     Method,
     MethodJob,
     ModelSource,
+    Precision,
     method,
 )
 
@@ -107,13 +105,13 @@ def kind_of(path: Path) -> Kind:
     return SHARDS if path.is_dir() and endings <= {".safetensors", ".bin"} else OTHER
 
 
-def main_dtype(path: Path) -> str:
-    """Return the floating-point dtype with the most bytes in a checkpoint; float32 if it has none."""
+def main_dtype(path: Path) -> Precision:
+    """Return the dtype of those compared that has the most bytes in a checkpoint; float32 if it has none."""
     nbytes: Counter[str] = Counter()
     with sluice.open(path) as checkpoint:
         for entry in checkpoint.entries.values():
             nbytes[entry.dtype] += entry.nbytes
-    return next((dtype for dtype, _ in nbytes.most_common() if is_castable(dtype)), "float32")
+    return max(SHORT_DTYPES, key=nbytes.__getitem__)
 
 
 def read_state_dict(checkpoint: Path, key: str | None, *, device: str, mapped: bool = False) -> dict[str, torch.Tensor]:
@@ -278,16 +276,8 @@ def _reference(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill the model with the random numbers of the checkpoint; another model with what torch or safetensors reads."""
     if not is_builtin(job.model):
         return truth(job, model)
-    model = allocated(model, job)
-
-    def fill(item: tuple[str, torch.Tensor]) -> None:
-        name, weight = item
-        with torch.no_grad():
-            weight.copy_(random_weight(name, weight.shape))
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # torch fills without the interpreter lock
-        list(pool.map(fill, model.state_dict().items()))
-    return model
+    model.load_state_dict(gpt2.random_state_dict(job.model, job.torch_dtype), assign=True)
+    return model.to(job.device)
 
 
 #: The tutorial's methods in its order, and sluice.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from rich.console import Console
@@ -97,10 +97,7 @@ def _subject(
     precisions: Sequence[Precision] = options.dtypes or ("float32", "bfloat16")
     if options.checkpoint is not None and options.factory is not None:
         own = own_model(options.checkpoint.absolute(), options.factory, options.model_args, options.key)
-        main: Precision = next(
-            (each for each in get_args(Precision) if each == main_dtype(options.checkpoint)), "float32"
-        )
-        return own, options.dtypes or (main,), math.inf
+        return own, options.dtypes or (main_dtype(options.checkpoint),), math.inf
     if options.size is not None:
         return ComparedModel(model=options.size), precisions, math.inf
     loads = len(_choose_methods(ComparedModel(model="tiny"), options.methods)) * options.runs

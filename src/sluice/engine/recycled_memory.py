@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from sluice import _defaults as defaults
@@ -30,26 +29,25 @@ class RecycledMemory:
         """
         self._most_bytes, self._huge_pages = most_bytes, huge_pages
         self._lock = threading.Lock()
-        #: Unused memory by size; the size that was returned last is the last.
-        self._unused: OrderedDict[int, list[HostMemory]] = OrderedDict()
+        #: Unused memory in the order of its return.
+        self._unused: list[HostMemory] = []
         self._lent_bytes = 0
-        self._unused_bytes = 0
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes that are lent or unused."""
-        return self._lent_bytes + self._unused_bytes
+        return self._lent_bytes + sum(memory.nbytes for memory in self._unused)
 
     def take(self, nbytes: int) -> HostMemory:
         """Return memory of at least ``nbytes`` bytes, with any content."""
         size = round_up(nbytes, defaults.RECYCLED_STEP_BYTES)
         with self._lock:
-            same = self._unused.get(size)
-            if same:
-                self._unused_bytes -= size
-                memory = same.pop()
+            memory = next((each for each in self._unused if each.nbytes == size), None)
+            if memory is not None:
+                self._unused.remove(memory)
             else:
-                self._free(self.mapped_bytes + size - self._most_bytes)
+                while self._unused and self.mapped_bytes + size > self._most_bytes:
+                    del self._unused[0]
                 memory = HostMemory(size, huge_pages=self._huge_pages)
             self._lent_bytes += size
         return memory
@@ -58,28 +56,14 @@ class RecycledMemory:
         """Take memory back, or leave it to the tensors of the caller that still view it."""
         with self._lock:
             for memory in memories:
-                size = memory.nbytes
-                self._lent_bytes -= size
+                self._lent_bytes -= memory.nbytes
                 if _references(memory) == _UNUSED:
-                    self._unused.setdefault(size, []).append(memory)
-                    self._unused.move_to_end(size)
-                    self._unused_bytes += size
+                    self._unused.append(memory)
 
     def clear(self) -> None:
         """Free the unused memory."""
         with self._lock:
-            self._free(self._unused_bytes)
-
-    def _free(self, nbytes: int) -> None:
-        """Free at least ``nbytes`` bytes of unused memory if there are as many, those returned first."""
-        while nbytes > 0 and self._unused:
-            size, memories = next(iter(self._unused.items()))
-            while memories and nbytes > 0:
-                memories.pop()
-                self._unused_bytes -= size
-                nbytes -= size
-            if not memories:
-                del self._unused[size]
+            self._unused.clear()
 
 
 def _references(memory: HostMemory) -> int:

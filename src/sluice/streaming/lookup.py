@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 from msgspec import Struct
@@ -89,10 +90,6 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
     """Yield the first number and the end of each run of consecutive numbers."""
-    first = end = numbers[0]
-    for number in numbers:
-        if number > end:
-            yield first, end
-            first = number
-        end = number + 1
-    yield first, end
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run_numbers = [number for _, number in run]
+        yield run_numbers[0], run_numbers[-1] + 1
