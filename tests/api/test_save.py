@@ -132,6 +132,20 @@ def test_a_tensor_without_its_memory_is_refused(tmp_path: Path, name: str, nbyte
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_module_that_a_failed_load_has_changed_is_refused_until_it_is_restored(tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise ValueError("stopped")
+
+    model, path = nn.Linear(600, 600), tmp_path / "f.pth"
+    sluice.save(model, path)
+    with pytest.raises(sluice.PartialLoadError):
+        sluice.load_into(model, path, progress=fail)
+    with pytest.raises(sluice.SaveError, match="a failed load has changed"):
+        sluice.save(model, tmp_path / "g.pth")
+    model.load_state_dict(torch.load(path))
+    sluice.save(model, tmp_path / "g.pth")
+
+
 def test_a_nested_tensor_is_refused(tmp_path: Path) -> None:
     tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(sluice.SaveError, match="tensor 'a': a nested tensor cannot be written"):

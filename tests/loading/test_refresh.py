@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import json
 import pickle
 import signal
@@ -144,8 +145,11 @@ def test_an_equal_etag_reads_nothing(validators: Any, *, known: bool) -> None:
 def test_a_streamed_model_is_refused(tmp_path: Path) -> None:
     path = written(nn.Linear(8, 8), tmp_path / "m.pth")
     model = nn.Linear(8, 8)
-    with sluice.stream(model, path), pytest.raises(sluice.StreamError, match="streamed"):
-        sluice.refresh(model, path)
+    outer = nn.Sequential(model)
+    with sluice.stream(model, path):
+        for verb, each in itertools.product((sluice.refresh, sluice.load_into, sluice.plan), (model, outer)):
+            with pytest.raises(sluice.StreamError, match="a streamed model cannot"):
+                verb(each, path)
     sluice.load_into(model, path)
     sluice.refresh(model, path)
 

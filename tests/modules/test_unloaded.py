@@ -186,6 +186,84 @@ def test_live_modules_are_refused_after_a_load_that_changed_a_part(tmp_path: Pat
         assert torch.equal(model(x), fresh(x))
 
 
+def _layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(2)))
+
+
+def _lazy() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(512, 512), nn.LazyLinear(512))
+
+
+_SCRIPT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # deprecated, or not supported on this Python
+
+
+def _torn(model: nn.Module, file: Path) -> None:
+    with pytest.raises(PartialLoadError):
+        sluice.load_into(model, file, progress=lambda _: _raise(_Interrupt)())
+
+
+#: Modules that are loaded, and what calls them. The second is made before the load, the third afterwards.
+_CALLS: dict[str, tuple[Build, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "lazy": (_lazy, lambda model: model, lambda model: model[0]),
+    "script": (lambda: torch.jit.script(_layers()), lambda model: model, lambda model: model),
+    "parts of a script": (lambda: nn.Sequential(*torch.jit.script(_layers()).children()), lambda m: m, lambda m: m[1]),
+    "compiled": (_layers, lambda model: torch.compile(model, backend="eager"), lambda compiled: compiled),
+    "compile()": (_layers, lambda model: [model.compile(backend="eager"), model][1], lambda model: model),
+    "copy": (_layers, lambda model: model, copy.deepcopy),
+    "copy of a part": (_layers, lambda model: model, lambda model: copy.deepcopy(model[1])),
+}
+
+
+@_SCRIPT
+@pytest.mark.parametrize("how", _CALLS)
+def test_every_way_to_call_a_module_that_was_loaded_in_part_is_refused(how: str, tmp_path: Path) -> None:
+    (build, before, after), x = _CALLS[how], torch.ones(2, 512)
+    source, model = build(), build()
+    want, called = source(x), before(model)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    if how != "lazy":  # it has its memory from the load
+        called(x)
+    _torn(model, tmp_path / "f.pth")
+    refused = after(called)
+    with pytest.raises(StreamError, match="not in memory"):
+        refused(x)
+    sluice.load_into(model, tmp_path / "f.pth")
+    assert torch.equal(called(x), want)
+
+
+def test_gradients_of_earlier_calls_are_refused_after_a_load_that_changed_a_part(tmp_path: Path) -> None:
+    torch.save(_layers().state_dict(), tmp_path / "f.pth")
+    model = _layers()
+    loss = model(torch.ones(2, 512)).sum()
+    _torn(model, tmp_path / "f.pth")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@_SCRIPT
+def test_restored_modules_are_ordinary_ones(tmp_path: Path) -> None:
+    source, x = _layers(), torch.ones(2, 512)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    outer = nn.Sequential(_layers())
+    torch.save(nn.Sequential(source).state_dict(), tmp_path / "outer.pth")
+    _torn(outer[0], tmp_path / "f.pth")
+    sluice.load_into(outer, tmp_path / "outer.pth", dtype="fp64")
+    assert torch.equal(outer(x.double()), copy.deepcopy(source).double()(x.double()))
+
+    with sluice.empty_init():
+        model, hooked = _layers(), _layers()
+    torch.save({}, tmp_path / "empty.pth")
+    for empty in (model, hooked):
+        with pytest.raises(sluice.MismatchError):
+            sluice.load_into(empty, tmp_path / "empty.pth")
+    hooked.register_load_state_dict_post_hook(lambda *_: None)  # type: ignore[no-untyped-call]
+    for empty in (model, hooked):
+        empty.load_state_dict(source.state_dict(), assign=True)
+        assert torch.equal(empty(x), source(x))
+    assert b"sluice" not in pickle.dumps(model)
+    torch.jit.script(model)
+
+
 def test_the_state_of_an_optimizer_does_not_touch_its_model(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())

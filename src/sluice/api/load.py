@@ -11,7 +11,6 @@ import torch
 
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
-from sluice._errors import StreamError
 from sluice._options import TEXT_ENCODING, Limits, LoadPlace, Memory, PageCache, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
@@ -25,7 +24,7 @@ from sluice.loading.load import load
 from sluice.loading.module_request import ModuleRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
-from sluice.modules.unloaded import is_guarded, refusing
+from sluice.modules.unloaded import refuse_streamed, refusing
 from sluice.reports.load import LoadReport
 from sluice.sharing.copies import SharedCopy
 
@@ -138,8 +137,7 @@ def load_into(
     arguments = dict(locals())  # a copy: a tracer adds later variables to the dict of locals()
     check_model(model, source, "load_into(model, source)")
     check_load(**arguments)
-    if is_guarded(model):
-        raise StreamError("a streamed model cannot be loaded into", advice="End the stream first.")
+    refuse_streamed(model, "be loaded into")
     if place == "shared" or isinstance(source, SharedCopy):
         return load_shared(load_into, **arguments)
     request = ModuleRequest.of(arguments)

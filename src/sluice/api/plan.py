@@ -24,6 +24,7 @@ from sluice.loading.module_request import ModuleRequest
 from sluice.loading.rank_plans import RankLayout, plan_ranks, tensor_parallel_dims
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
+from sluice.modules.unloaded import refuse_streamed
 from sluice.reports.plan import PlanReport, RanksPlan
 from sluice.sharding.layouts import mesh_of
 from sluice.sharing.copies import SharedCopy
@@ -129,6 +130,7 @@ def plan(
         return plan_shared(plan, **arguments)
     request: LoadRequest
     if model is not None:
+        refuse_streamed(model, "be loaded into")
         request = ModuleRequest.of(arguments)
     else:
         own_dtype = dtype_argument(dtype, auto_is_none=True)

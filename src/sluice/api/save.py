@@ -18,6 +18,7 @@ from sluice._errors import SaveError
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.formats.manifest import HashAlgorithm
+from sluice.modules.unloaded import is_partly_loaded
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.sources.remote.location import Remote
@@ -79,7 +80,8 @@ def save(
         The files that were written, with their sizes, and the time it took.
 
     Raises:
-        SaveError: The format cannot hold ``obj``, or the operating system failed; existing files are intact.
+        SaveError: The format cannot hold ``obj``, a failed load has changed weights of the module, or the operating
+            system failed; existing files are intact.
         RankError: The save failed on a rank; raised on every rank.
         ValueError: The format is unknown or contradicts the other arguments, or an argument has none of its accepted
             values.
@@ -91,6 +93,8 @@ def save(
     """
     started = time.perf_counter()
     state = state_to_save(obj, path)
+    if isinstance(obj, nn.Module) and is_partly_loaded(obj):
+        raise SaveError("a failed load has changed weights of the model", advice="Load it again, or restore them.")
     check_load(progress=progress, overwrite=overwrite)
     destination = save_destination(path)
     chosen = choose_format(Path(destination.name), format, max_shard_size, SAVE_FORMATS)

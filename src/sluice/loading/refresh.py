@@ -17,7 +17,7 @@ import torch
 from msgspec import field
 from msgspec.structs import asdict, replace
 
-from sluice._errors import MismatchError, PartialLoadError, StreamError, UnsupportedError
+from sluice._errors import MismatchError, PartialLoadError, UnsupportedError
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
@@ -29,7 +29,7 @@ from sluice.loading.module_fill import naming_partial, partial_load, read_tree
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import ModuleRequest
 from sluice.modules.install import finish_loading, note_written
-from sluice.modules.unloaded import is_guarded, is_partly_loaded
+from sluice.modules.unloaded import is_partly_loaded, refuse_streamed
 from sluice.reports.load import RefreshState
 from sluice.sharding.dtensors import local_of
 
@@ -67,8 +67,7 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
             MismatchError: A tensor is not live, or would change its dtype or device.
             StreamError: The model is streamed.
         """
-        if is_guarded(self.model):
-            raise StreamError("a streamed model cannot be refreshed", advice="End the stream, and open another.")
+        refuse_streamed(self.model, "be refreshed", "End the stream, and open another.")
         whole = super().job(checkpoint)
         _check_live(whole)
         contents = request_contents(checkpoint.index, whole.requests, self.manifest)

@@ -130,7 +130,7 @@ def _run_post_hooks_at(module: nn.Module, path: str, missing: list[str], unexpec
     below = [
         [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for names in (missing, unexpected)
     ]
-    _run_post_hooks(module.get_submodule(path), *below)
+    _run_post_hooks(module.get_submodule(path) if path else module, *below)  # ScriptModules have no such method
     for names, left in zip((missing, unexpected), below, strict=True):
         names[:] = [*(name for name in names if not name.startswith(prefix)), *(prefix + name for name in left)]
 

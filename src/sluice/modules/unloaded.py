@@ -12,7 +12,8 @@ numbers, and so does a module that a failed load has filled in part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -20,12 +21,14 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from sluice._errors import PartialLoadError, StreamError
 from sluice.modules.emptied import map_tensors, tensors_in
+from sluice.modules.install import note_written
 from sluice.modules.swap import writes
 
-__all__ = ["Guard", "ParkedParameter", "is_guarded", "is_partly_loaded", "refuse_calls", "refusing"]
+__all__ = ["Guard", "ParkedParameter", "is_partly_loaded", "refuse_calls", "refuse_streamed", "refusing"]
 
 #: Attribute of tensors that a failed load may have changed: their version then. Not a table with weak references, with
 #: which torch does not swap tensors.
@@ -144,9 +147,11 @@ class Guard:
             vars(part).pop("__getstate__", None)
 
 
-def is_guarded(module: nn.Module) -> bool:
-    """Return whether a ``Guard`` watches the module, because it is streamed."""
-    return vars(module).get("__getstate__") is _refuse_state
+def refuse_streamed(module: nn.Module, what: str, advice: str = "End the stream first.") -> None:
+    """Raise the error for what cannot be done if a ``Guard`` watches the module or a part, because it is streamed."""
+    for part in module.modules():
+        if vars(part).get("__getstate__") is _refuse_state:
+            raise StreamError(f"a streamed model cannot {what}", advice=advice)
 
 
 def _refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
@@ -182,20 +187,58 @@ def _refuse_all(what: str) -> NoReturn:
     raise StreamError(f"a streamed model cannot {what}")
 
 
-def refuse_calls(module: nn.Module) -> None:
+class _Refusal:
+    """Hook of modules that raises when they are called while weights are missing; copies of modules have their own."""
+
+    #: Whether there has been one in this process.
+    made = False
+
+    def __init__(self, torn: Sequence[torch.Tensor]) -> None:
+        """Mark tensors that a failed load may have changed, also for autograd."""
+        _Refusal.made, self._torn = True, torn
+        for tensor in torn:
+            note_written(tensor)
+            vars(tensor)[_MARK] = _version(tensor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies of parameters do not have the marks; this one is made with the same copies as the module.
+        return _Refusal, ([tensor for tensor in self._torn if _is_torn(tensor)],)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  the signature of torch
+        name = next(_missing(module), None)
+        if name is not None:
+            raise StreamError(
+                "the weights are not in memory: the load failed, or the stream has ended",
+                tensor=name,
+                advice="Load them with sluice.load_into or load_state_dict, or run the model inside of sluice.stream.",
+            )
+
+
+def refuse_calls(module: nn.Module, *, partly: bool = False) -> None:
     """Make every part of a module that has weights on meta, or changed by a failed load, raise when it is called.
 
     Calls while all of them are in memory succeed, and so do those with other weights, such as restored ones. A load or
     a stream of the module ends this.
+
+    Args:
+        module: The module.
+        partly: Whether a load has just failed that may have changed any of its weights.
     """
+    torn = [each for each in _tensors(module).values() if (partly or _is_torn(each)) and not is_lazy(each)]
+    _accept_calls(module)
+    refusal = _Refusal(torn)
     for part in module.modules():
-        if next(_missing(part), None) is not None and _refuse not in part._forward_pre_hooks.values():  # noqa: SLF001
-            part.register_forward_pre_hook(_refuse, prepend=True)
+        if next(_missing(part), None) is not None:
+            # Not the methods of the part: those of ScriptModules raise, and call the hooks nevertheless.
+            nn.Module.register_forward_pre_hook(part, refusal, prepend=True)
+            nn.Module.register_load_state_dict_post_hook(part, _accept_restored)  # type: ignore[no-untyped-call]
+    if torn and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # compiled code does not look for new hooks
 
 
 def is_partly_loaded(module: nn.Module) -> bool:
-    """Return whether a failed load has changed some of the weights, and none has succeeded since."""
-    return any(_MARK in vars(tensor) for tensor in _tensors(module).values())
+    """Return whether a failed load has changed some of the weights, and they are neither loaded nor restored since."""
+    return any(map(_is_torn, _tensors(module).values()))
 
 
 @contextmanager
@@ -204,19 +247,27 @@ def refusing(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if _is_partial(error):
-            for tensor in _tensors(module).values():
-                vars(tensor)[_MARK] = _version(tensor)
-        refuse_calls(module)
+        refuse_calls(module, partly=_is_partial(error))
         raise
-    # Not in the hook: torch.func.functional_call gives a module other weights for one call.
-    if _refuse in module._forward_pre_hooks.values():  # noqa: SLF001  so that the hook can be pickled with the module
-        for part in module.modules():
-            hooks = part._forward_pre_hooks  # noqa: SLF001
-            for number in [number for number, hook in hooks.items() if hook is _refuse]:
-                del hooks[number]
-        for tensor in _tensors(module).values():
-            vars(tensor).pop(_MARK, None)
+    if _Refusal.made:
+        _accept_calls(module)
+
+
+def _accept_calls(module: nn.Module) -> None:
+    for part in module.modules():
+        for hooks in (part._forward_pre_hooks, part._load_state_dict_post_hooks):  # noqa: SLF001
+            for number, hook in list(hooks.items()):
+                if isinstance(hook, _Refusal) or hook is _accept_restored:
+                    del hooks[number]
+    for tensor in _tensors(module).values():
+        vars(tensor).pop(_MARK, None)
+
+
+def _accept_restored(module: nn.Module, keys: Any) -> None:  # noqa: ARG001  a hook of torch
+    """Accept calls after ``load_state_dict``. Not in the hook of calls: ``functional_call`` lends weights for one."""
+    last = next(reversed(module._load_state_dict_post_hooks.values()))  # noqa: SLF001  torch loops over them now
+    if last is _accept_restored and next(_missing(module), None) is None:
+        _accept_calls(module)
 
 
 def _is_partial(error: BaseException) -> bool:
@@ -234,18 +285,13 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001  it has no public name
 
 
+def _is_torn(tensor: torch.Tensor) -> bool:
+    mark = getattr(tensor, _MARK, None)
+    return mark is not None and mark == _version(tensor)
+
+
 def _missing(module: nn.Module) -> Iterator[str]:
     """Yield the names of the tensors whose values are not there."""
     for name, tensor in _tensors(module).items():
-        if tensor.is_meta or ((mark := vars(tensor).get(_MARK)) is not None and mark == _version(tensor)):
+        if tensor.is_meta or _is_torn(tensor):
             yield name
-
-
-def _refuse(module: nn.Module, args: Any) -> None:  # noqa: ARG001  a hook of torch
-    name = next(_missing(module), None)
-    if name is not None:
-        raise StreamError(
-            "the weights are not in memory: the load failed, or the stream has ended",
-            tensor=name,
-            advice="Load them with sluice.load_into, or run the model inside of sluice.stream.",
-        )
