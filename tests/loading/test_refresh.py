@@ -142,6 +142,28 @@ def test_an_equal_etag_reads_nothing(validators: Any, *, known: bool) -> None:
     assert sluice.refresh(model, memory[1], since=state).changed == ("weight",)
 
 
+@pytest.mark.parametrize("torn", ["never", "allow"])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])  # with checksums and without
+def test_copies_of_tied_tensors_are_compared(tmp_path: Path, suffix: str, torn: Any) -> None:
+    model, values = (
+        nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False)}),
+        torch.ones(8, 8),
+    )
+    model["b"].weight = model["a"].weight
+    tied, untied = tmp_path / f"tied{suffix}", tmp_path / f"untied{suffix}"
+    sluice.save({"a.weight": values, "b.weight": values.clone()}, tied)
+    sluice.save({"a.weight": values, "b.weight": values + 1}, untied)
+    state = sluice.load_into(model, tied).state
+    again = sluice.refresh(model, tied, since=state, torn=torn)
+    assert state is not None
+    assert (again.changed, again.unchanged, again.version) == ((), 1, state.version)
+    with pytest.raises(sluice.MismatchError, match="are tied in the model and differ"):
+        sluice.refresh(model, untied, since=state, torn=torn)
+    report = sluice.refresh(model, untied, since=state, torn=torn, strict=False).report
+    assert report is not None
+    assert "are tied in the model and differ" in str(report.notes)
+
+
 def test_a_streamed_model_is_refused(tmp_path: Path) -> None:
     path = written(nn.Linear(8, 8), tmp_path / "m.pth")
     model = nn.Linear(8, 8)
@@ -389,26 +411,32 @@ def divided(old: Path, new: Path, fail: str) -> tuple[bool, str]:
     state = sluice.load_into(model, old).state
     error = ""
 
-    def planted(_: Any) -> Any:
+    def planted(*_: Any) -> Any:
         raise OSError("planted")
 
     failing = {fail: planted} if torch.distributed.get_rank() == 1 else {}
+    if "hook" in failing:
+        model.register_load_state_dict_post_hook(planted)  # type: ignore[no-untyped-call]
 
     known = state if torch.distributed.get_rank() == 0 else None  # what changed may differ between ranks
     try:
         sluice.refresh(model, new, since=known, progress=failing.get("read", False), lock=failing.get("lock"))
     except sluice.RankError as caught:
         error = str(caught)
+    if fail == "hook":
+        with pytest.raises(sluice.StreamError, match="the load failed"):  # on every rank: one alone would wait
+            model(torch.zeros(1, dtype=torch.int64))
     weight = model.get_parameter("layers.1.weight").full_tensor()  # type: ignore[attr-defined]
     return torch.equal(weight, torch.load(new)["layers.1.weight"]), error
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("fail", ["", "read", "lock"])
+@pytest.mark.parametrize("fail", ["", "read", "lock", "hook"])
 def test_ranks_change_together_or_not_at_all(tmp_path: Path, two_ranks: Ranks, fail: str) -> None:
     model = Tied()
     old = written(model, tmp_path / "a.pth")
     new = written(changed_copy(model, "layers.1.weight"), tmp_path / "b.pth")
     outcomes = two_ranks.run(divided, old, new, fail)
-    assert [done for done, _ in outcomes] == [not fail, not fail]
-    assert all(("planted" in error and "nothing was changed" in error) == bool(fail) for _, error in outcomes)
+    assert [done for done, _ in outcomes] == [fail in {"", "hook"}] * 2
+    text = "the tensors are new on rank 0, new in part on rank 1" if fail == "hook" else "nothing was changed"
+    assert all(("planted" in error and text in error) == bool(fail) for _, error in outcomes)

@@ -78,7 +78,7 @@ def load_together(
             _collect_figures,
             last=True,
             state=None if job.reversible else "torn" if loaded is None else "changed",
-            undo=job.undo,
+            undo=job.undo if job.reversible else None,
         )
         assert loaded is not None
         memory, remote = measured()

@@ -25,7 +25,7 @@ from sluice.entries.slicing import boxes
 from sluice.formats.manifest import Manifest
 from sluice.loading.contents import request_contents, version_of
 from sluice.loading.job import Loaded
-from sluice.loading.module_fill import naming_partial, partial_load, read_tree
+from sluice.loading.module_fill import compare_tied, naming_partial, partial_load, read_tree
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import ModuleRequest
 from sluice.modules.install import finish_loading, note_written
@@ -70,16 +70,22 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
         refuse_streamed(self.model, "be refreshed", "End the stream, and open another.")
         whole = super().job(checkpoint)
         _check_live(whole)
-        contents = request_contents(checkpoint.index, whole.requests, self.manifest)
+        read = [*whole.requests, *(other for _, other in whole.match.comparisons)]
+        contents = request_contents(checkpoint.index, read, self.manifest)
         since = self.since or {}
         if isinstance(since, Manifest):
-            since = request_contents(checkpoint.index, whole.requests, since, of_index=False)
+            since = request_contents(checkpoint.index, read, since, of_index=False)
         if is_partly_loaded(self.model):  # nothing is known of it
             since = {}
-        changed = [i for i, each in enumerate(whole.requests) if since.get(each.name) != contents[each.name]]
+        new = {name for name, content in contents.items() if since.get(name) != content}
+        copied = {position for position, other in whole.match.comparisons if other.name in new}
+        changed = [i for i, each in enumerate(whole.requests) if each.name in new or i in copied]
         if self.torn != "allow":
             whole = replace(whole, requests=tuple(replace(each, existing=False) for each in whole.requests))
         part = whole.part(changed, self.options)
+        places = {position: place for place, position in enumerate(changed)}
+        copies = tuple((places[i], other) for i, other in whole.match.comparisons if i in places)
+        part = replace(part, match=replace(part.match, comparisons=copies))
         version = version_of({} if checkpoint.index.zipped else checkpoint.metadata, contents)
         state = RefreshState(
             version=version,
@@ -177,8 +183,9 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
         if self.in_place:
             with self.lock("") if _is_function(self.lock) else _whole(self.lock):
                 return super().fetch(progress)
+        notes = tuple(compare_tied(self))
         extra = {name: read_tree(self.checkpoint, value) for name, value in self.extra_state.items()}
-        return *self.read(progress), extra
+        return *self.read(progress), extra, notes
 
     def install(self, fetched: Any) -> Loaded:
         """See ``LoadJob.install``: copy what was read into the live tensors.
@@ -190,7 +197,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
             return super().install(fetched)
         tensors: list[torch.Tensor]
         result: RunResult
-        tensors, result, extra = fetched
+        tensors, result, extra, notes = fetched
         scratch: dict[torch.device, torch.Tensor] = {}
         with naming_partial(self._partial), _whole(self.lock):
             try:
@@ -207,7 +214,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
             missing, unexpected = finish_loading(
                 self.state, self.match, extra, strict=self.strict, receivers=self.receivers
             )
-        return Loaded(result=result, missing=missing, unexpected=unexpected)
+        return Loaded(result=result, missing=missing, unexpected=unexpected, notes=notes)
 
     @property
     def reversible(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from sluice._errors import PartialLoadError, StreamError
+from sluice._errors import PartialLoadError, RankError, StreamError
 from sluice.modules.emptied import map_tensors, tensors_in
 from sluice.modules.install import note_written
 from sluice.modules.swap import writes
@@ -274,6 +274,8 @@ def _is_partial(error: BaseException) -> bool:
     """Return whether a load failed after live tensors began to change; an interrupt has the text of that as a note."""
     if not isinstance(error, Exception):
         return bool(getattr(error, "__notes__", None))
+    if isinstance(error, RankError) and (error.torn or (error.changed and error.ranks.keys() - error.changed)):
+        return True  # on every rank: otherwise some would wait in a call for those that refuse it
     return isinstance(error, PartialLoadError) or isinstance(error.__cause__, PartialLoadError)
 
 

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from sluice._errors import PartialLoadError, RankError
 from sluice._messages import SHOWN, section
@@ -110,7 +111,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         after: Callable[[Mapping[int, str]], str] | None = None,
         changed: Callable[[], PartialLoadError | None] = lambda: None,
         state: State | None = None,
-        undo: Callable[[], None] = lambda: None,
+        undo: Callable[[], None] | None = None,
     ) -> bytes:
         """Return the decision of a step if every rank succeeded.
 
@@ -122,7 +123,8 @@ class Agreement(AbstractContextManager["Agreement"]):
             after: Returns what holds after failures of ranks as a clause; None for the state of the model on each rank.
             changed: Returns an error that names what changed on this rank, or None.
             state: State of the model on this rank; None for what the error of this rank says.
-            undo: Called if a rank failed, before the error is raised.
+            undo: Called if a rank failed, before the error is raised; not if code of the model failed on one, which has
+                seen the new tensors: then all ranks keep them.
 
         Raises:
             RankError: A rank failed; the same on every rank. Its cause is the error of this rank.
@@ -130,12 +132,18 @@ class Agreement(AbstractContextManager["Agreement"]):
         """
         failure = self._failure
         cause = changed() if failure is None or isinstance(failure, OtherRankError) else failure
-        verdict = self.group.decide(step, own, judge, last=last, state=state or _state_of(cause))
+        state = state or _state_of(cause)
+        state = "torn" if undo and state == "changed" else state
+        verdict = self.group.decide(step, own, judge, last=last, state=state)
         if not verdict.failed:
             if last and self.group.interrupted:
                 raise KeyboardInterrupt
             return verdict.value
-        undo()
+        if undo and set(verdict.states.values()) <= {"untouched"}:
+            undo()
+        elif undo:
+            kept: dict[int, State] = {r: s if r in verdict.failed else "changed" for r, s in verdict.states.items()}
+            verdict = replace(verdict, states=kept)
         if self.group.interrupted and failure is None:
             failure = KeyboardInterrupt()
         if failure is not None and not isinstance(failure, Exception):

@@ -130,7 +130,7 @@ class RefreshState:
 
     #: Version of the weights: that in the metadata of the checkpoint (``model_version`` or ``version``), else a digest.
     version: str
-    #: Digest of the content of each tensor, by its name in the model.
+    #: Digest of the content of each tensor, by its name in the model; also of further copies of tied tensors.
     contents: Mapping[str, str] = field(repr=False)
     #: Names of the tensors that this refresh has filled.
     changed: tuple[str, ...] = ()
