@@ -26,6 +26,18 @@ def test_views_stay_views_and_ties_stay_ties_for_torch(tmp_path: Path) -> None:
     assert (tmp_path / "f.pt").stat().st_size < 3000
 
 
+@pytest.mark.parametrize("names", ["empty last", "last empty", "empty"])
+def test_an_empty_view_needs_nothing_of_its_storage(tmp_path: Path, names: str) -> None:
+    base = torch.arange(1000.0)
+    views = {"empty": base[500:500].view(0, 3), "last": base[-1:]}
+    state = {name: views[name] for name in names.split()}
+    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    assert (tmp_path / "f.pt").stat().st_size < 2000
+    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert all(same(loaded[name], tensor) for name, tensor in state.items())
+    assert sluice.verify(tmp_path / "f.pt", manifest=tmp_path / "m.json").ok
+
+
 def test_tensors_that_share_memory_with_their_conjugate_are_stored_by_value(tmp_path: Path) -> None:
     base = torch.randn(4, dtype=torch.complex64)
     state = {"plain": base, "conjugate": base.conj(), "negative": base.conj().imag}

@@ -239,7 +239,7 @@ def reported_files(directory: object) -> None:
         broken.write(intact.read().replace(torch.ones(64).numpy().tobytes(), bytes(256), 1))
 
 
-@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("columns", [30, 40, 60, 80])
 @pytest.mark.parametrize("command", _COMMANDS, ids=" ".join)
 def test_reports_fit_the_terminal(
     reported_files: None, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], columns: int
@@ -253,6 +253,8 @@ def test_reports_fit_the_terminal(
         assert command[0] in {"diff", "verify"}
     shown = click.unstyle(screen.getvalue())
     assert max(map(len, shown.splitlines())) <= columns
+    if columns < 60 and command[0] in {"diff", "inspect"}:
+        assert "head.weight" in shown
 
 
 def test_titles_headers_and_the_chosen_row_stand_out_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_text_and_rich_show_the_same_lines_and_escape_names() -> None:
 def test_a_table_of_thousands_of_rows_is_lines() -> None:
     screen = io.StringIO()
     grid = Grid(("name", ">bytes"), [(f"layer.{number}", "4 B") for number in range(1001)])
-    Console(file=screen, width=40).print(Group(*rich_sections([grid])))
+    Console(file=screen, width=40).print(Group(*rich_sections([grid], 80)))
     assert [line.rstrip() for line in screen.getvalue().splitlines()] == list(grid.lines())
 
 

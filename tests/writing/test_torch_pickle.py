@@ -6,10 +6,11 @@ import io
 import pickletools
 import tracemalloc
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,6 +102,20 @@ def test_no_text_of_a_file_becomes_a_name_that_torch_resolves(tmp_path: Path) ->
 def test_values_that_torch_does_not_save(tmp_path: Path, value: object) -> None:
     sluice.save({"a": value}, tmp_path / "f.pt")
     assert load(tmp_path / "f.pt") == {"a": value}
+
+
+def test_what_cannot_be_saved_is_located(tmp_path: Path) -> None:
+    tensors: list[object] = [torch.ones(1)]
+    tensors.append(tensors)
+    values: list[Any] = [np.float64(1), defaultdict(list), torch.ones(1).to_sparse()]
+    for value in values:
+        with pytest.raises(sluice.SaveError) as caught:
+            sluice.save({"a": tensors, "metrics": {"loss": [1.0, value], 3: value}}, tmp_path / "f.pt")
+        assert caught.value.tensor in {"metrics.loss.1", "metrics.3"}
+    with pytest.raises(sluice.SaveError, match=r"tensor 'metrics\.loss'"):
+        sluice.save({"metrics": {"loss": np.float64(1)}}, tmp_path / "d", format="dcp")
+    with pytest.raises(sluice.SaveError, match=r"^only .*float64\. Put float\(x\)"):
+        sluice.save({"set": {np.float64(1)}}, tmp_path / "f.pt")
 
 
 def test_what_stands_at_several_places_is_one_object_again(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def print_sections(sections: Iterable[Section]) -> None:
     if sys.stdout.isatty():
         from rich.console import Console, Group  # here, not above: output to a file or pipe does without
 
-        Console(highlight=False).print(Group(*rich_sections(sections)))
+        console = Console(highlight=False)
+        console.print(Group(*rich_sections(sections, console.width)))
         return
     after_table = False
     for section in sections:

@@ -102,6 +102,9 @@ ROWS_SHOWN = 40
 #: Most rows of a table that rich folds, which takes 0.3 ms for each; rows of longer ones are lines.
 _FOLDED_ROWS = 1000
 
+#: Narrowest terminal for such tables: on others, numbers would leave no columns for names.
+_FOLDED_WIDTH = 64
+
 #: Widest column that is padded: one name of 4,096 characters must not push every other row to the right.
 _PADDED_COLUMNS = 100
 
@@ -201,7 +204,7 @@ class Report:
         return "\n".join(lines_of(self.sections()))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        return rich_sections(self.sections())
+        return rich_sections(self.sections(), options.max_width)
 
 
 def checkpoint_title(path: str, format_name: str, key: str | None = None) -> str:
@@ -220,12 +223,13 @@ def lines_of(sections: Iterable[Section]) -> Iterator[str]:
         yield from section.lines() if isinstance(section, Grid) else [printable(section)]
 
 
-def rich_sections(sections: Iterable[Section]) -> Iterator[RenderableType]:
+def rich_sections(sections: Iterable[Section], width: int) -> Iterator[RenderableType]:
     """Yield sections as rich prints them: tables, and lines of which some are bold."""
     from rich.text import Text
 
+    most = _FOLDED_ROWS if width >= _FOLDED_WIDTH else 0
     for section in sections:
-        if isinstance(section, Grid) and len(section.rows) <= _FOLDED_ROWS:
+        if isinstance(section, Grid) and len(section.rows) <= most:
             yield section.rich()
             yield from map(Text, section.rest())
         elif isinstance(section, Grid):

@@ -1,6 +1,6 @@
 """Contents of a save: an object in memory, its tensors and the storages that they share.
 
-Of each storage only the elements that the saved tensors need are written.
+Of each storage the elements from the first to the last that the saved tensors need are written.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _descriptions(tensors: Iterable[torch.Tensor], spans: Mapping[Hashable, _Sto
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
             storage=span.number,
-            storage_offset=int(tensor.storage_offset()) - span.start,
+            storage_offset=int(tensor.storage_offset()) - span.start if tensor.numel() else 0,
             parameter=isinstance(tensor, torch.nn.Parameter),
             requires_grad=tensor.requires_grad,
             attributes=vars(tensor),
@@ -209,12 +209,12 @@ def _collect_spans(tensors: Iterable[torch.Tensor], dtype: str | None) -> dict[H
         span = spans.get(key)
         if span is None:
             spans[key] = _StorageSpan(tensor, start, end, len(spans), finished_dtype(tensor, dtype))
-            continue
-        if span.tensor.dtype != tensor.dtype:
+        elif span.tensor.dtype != tensor.dtype:
             raise SaveError(
                 "tensors of different dtypes share one storage", expected=span.tensor.dtype, found=tensor.dtype
             )
-        span.start, span.end = min(span.start, start), max(span.end, end)
+        elif tensor.numel():
+            span.start, span.end = (min(span.start, start), max(span.end, end)) if span.elements else (start, end)
     return spans
 
 

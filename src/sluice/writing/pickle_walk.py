@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from sluice._errors import SaveError
+from sluice.entries.tree import component
+
 __all__ = ["WalkedObject", "elements", "walk_object"]
 
 #: Types whose values contain nothing and are never memoized.
@@ -61,7 +64,11 @@ def walk_object(
                 again.append(id(value))
             else:
                 seen.add(id(value))
-                inside = _inside(value, attributes_of, tensors)
+                try:
+                    inside = _inside(value, attributes_of, tensors)
+                except SaveError as error:
+                    error.tensor = error.tensor or _place(obj, value)
+                    raise
                 if inside is not None:
                     waiting.append(inside)
                     break
@@ -98,6 +105,21 @@ def _inside(
         return None
     tensors.append(value)
     return iter((attributes,)) if attributes else None
+
+
+def _place(obj: object, wanted: object) -> str | None:
+    """Return the dotted name of a value in nested dicts, lists and tuples; None for other places."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", obj)]
+    while waiting:
+        name, value = waiting.pop()
+        if value is wanted:
+            return name[1:] or None
+        if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            children = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{name}.{component(key)}", child) for key, child in children]
+    return None
 
 
 def _twice(addresses: array[int]) -> set[int]:

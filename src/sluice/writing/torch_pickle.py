@@ -59,11 +59,12 @@ def is_plain(value: object) -> bool:
     return type(value) in _PLAIN
 
 
-def refusal(value: Any) -> SaveError:
+def refusal(value: Any, name: str | None = None) -> SaveError:
     """Return the error for a value that cannot be pickled."""
     is_named = isinstance(value, type) or callable(value)
     found = f"{getattr(value, '__qualname__', value)}" if is_named else f"an object of {type(value).__qualname__}"
-    return SaveError("only tensors and plain values can be saved", found=found)
+    advice = None if is_named else "Put float(x), x.tolist() or dict(x) in its place. Existing files are intact."
+    return SaveError("only tensors and plain values can be saved", tensor=name, found=found, advice=advice)
 
 
 class _Pickler:

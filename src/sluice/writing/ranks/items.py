@@ -126,7 +126,7 @@ def value_item(value: object, name: str) -> bytes:
         if isinstance(inside, torch.Tensor):
             raise SaveError("a tensor in a tuple or a set cannot be saved in this format", tensor=name)
         if not is_plain(inside):
-            raise refusal(inside)
+            raise refusal(inside, name)
 
     walked = walk_object(value, attributes, by_value=True)
     writer = TorchZipWriter(pickle_object(value, walked, []), [])
