@@ -35,7 +35,7 @@ class _Unit:
 
 def test_an_interrupt_while_room_is_made_gives_the_memory_back_and_looks_at_units_in_memory_only() -> None:
     units, nothing = [_Unit() for _ in range(3)], SimpleNamespace()
-    window = Window(units, nothing, most_bytes=1, huge_pages=False)  # type: ignore[arg-type]
+    window = Window(units, nothing, most_bytes=1)  # type: ignore[arg-type]
     window.read_ahead([0])
     with pytest.raises(KeyboardInterrupt):
         window.acquire(1)

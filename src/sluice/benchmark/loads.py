@@ -24,9 +24,6 @@ __all__ = ["load", "make_context", "run_job", "touch", "verdict"]
 
 _PAGE_BYTES = 4096
 
-#: Values that the work returns and that are fields of an outcome.
-_FIELDS = ("verdict", "device_allocated_bytes", "device_reserved_bytes")
-
 
 def run_job(
     job: MethodJob, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
@@ -40,9 +37,7 @@ def run_job(
         watches_device=job.device == "cuda",
     )
     (outcome,) = run_tasks([task], timeout_seconds=timeout_seconds, host_limit_bytes=host_limit_bytes)
-    return dataclasses.replace(
-        outcome, facts={}, **{name: outcome.facts[name] for name in _FIELDS if name in outcome.facts}
-    )
+    return dataclasses.replace(outcome, facts={}, **outcome.facts)
 
 
 def _size_on_disk(path: Path) -> int:
@@ -60,7 +55,7 @@ def load(home: str, **job_fields: Any) -> Work:
         job_fields: Fields of the ``MethodJob``.
 
     Returns:
-        Peaks of the device's memory, and the verdict if the job requested it.
+        Fields of an ``Outcome``: peaks of the device's memory, and the verdict if the job requested it.
     """
     import_module(home)
     job = MethodJob(**job_fields)

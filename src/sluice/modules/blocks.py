@@ -68,36 +68,24 @@ def _fits(path: str, pattern: str) -> bool:
 
 
 def _with_owners(module: nn.Module, chosen: set[str]) -> tuple[ModuleBlock, ...]:
-    """Return the chosen blocks, and one for each module outside of them that holds parameters."""
+    """Return the chosen blocks, and one for each module outside of them that holds parameters; each module once."""
     found: list[ModuleBlock] = []
-    _collect(module, "", chosen, None, "", found, {}, inside=False)
+    seen = set[int]()
+
+    def collect(part: nn.Module, path: str, parent: int | None, group: str, *, inside: bool) -> None:
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        is_block = path in chosen
+        if is_block or (not inside and _holds_parameters(part)):
+            found.append(ModuleBlock(path=path, module=part, parent=parent, group=group, optional=inside))
+            parent = len(found) - 1
+        for name, child in part.named_children() if is_block or not _is_whole(part) else ():
+            below = f"{path}.{name}" if path else name
+            collect(child, below, parent, path if _is_list(part) else "", inside=inside or is_block)
+
+    collect(module, "", None, "", inside=False)
     return tuple(found)
-
-
-def _collect(
-    module: nn.Module,
-    path: str,
-    chosen: set[str],
-    parent: int | None,
-    group: str,
-    found: list[ModuleBlock],
-    seen: dict[int, None],
-    *,
-    inside: bool,
-) -> None:
-    """Append the blocks of a module and its parts, each module once."""
-    if id(module) in seen:
-        return
-    seen[id(module)] = None
-    is_block = path in chosen
-    if is_block or (not inside and _holds_parameters(module)):
-        found.append(ModuleBlock(path=path, module=module, parent=parent, group=group, optional=inside))
-        parent = len(found) - 1
-    if not is_block and _is_whole(module):
-        return
-    for name, child in module.named_children():
-        below = f"{path}.{name}" if path else name
-        _collect(child, below, chosen, parent, path if _is_list(module) else "", found, seen, inside=inside or is_block)
 
 
 def _members(module: nn.Module, path: str, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:

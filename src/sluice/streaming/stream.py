@@ -21,6 +21,7 @@ from sluice._progress import Progress
 from sluice._public import public
 from sluice._threads import Worker
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.recycled_memory import RecycledMemory
 from sluice.loading.module_fill import compare_tied, finish_module, install_tensors
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
@@ -46,9 +47,10 @@ class Stream:
     def __init__(self, job: StreamJob, exits: ExitStack, reader: CheckpointReader, host: HostWeights) -> None:
         self._job, self._reader, self._host = job, reader, host
         self._lock = threading.RLock()
-        self._units = [Unit(plan) for plan in job.units]
-        facts = job.whole.plan.facts
-        self._window = Window(self._units, reader, most_bytes=job.decision.window_bytes, huge_pages=facts.huge_pages)
+        most_bytes = job.decision.window_bytes
+        memory = RecycledMemory(most_bytes, huge_pages=job.whole.plan.facts.huge_pages)
+        self._units = [Unit(plan, reader, memory) for plan in job.units]
+        self._window = Window(self._units, memory, most_bytes=most_bytes)
         self._window.kept.update(job.kept)
         self._calls = Calls(job)
         self._backward = Backward(self._units, self._window, self._calls, reads_ahead=job.decision.reads_ahead)

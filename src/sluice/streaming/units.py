@@ -79,8 +79,8 @@ class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
 class Unit:
     """One unit: not in memory, being read, or in memory; and in use or not."""
 
-    def __init__(self, plan: UnitPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: UnitPlan, reader: CheckpointReader, memory: RecycledMemory) -> None:
+        self.plan, self._reader, self._memory = plan, reader, memory
         self.nbytes = plan.nbytes
         #: Running blocks that use it, and others that hold it in memory.
         self.users = 0
@@ -91,7 +91,6 @@ class Unit:
         self._running: RunningPlan | None = None
         self._targets: Targets | None = None
         self._taken: list[HostMemory] = []
-        self._memory: RecycledMemory | None = None
         self._parameters: list[nn.Parameter] | None = None
         #: Its tensors while it is in memory.
         self.tensors: Sequence[torch.Tensor] = ()
@@ -106,23 +105,23 @@ class Unit:
         """Whether it is in memory or being read."""
         return self.ready or self._running is not None
 
-    def start(self, reader: CheckpointReader, memory: RecycledMemory) -> None:
+    def start(self) -> None:
         """Begin to read it."""
-        taken: list[HostMemory] = []
+        taken, memory = list[HostMemory](), self._memory
 
         def take(nbytes: int) -> HostMemory:  # refers to no unit: readers hold it, and a dropped stream must end
             taken.append(memory.take(nbytes))
             return taken[-1]
 
-        self._taken, self._memory = taken, memory
+        self._taken = taken
         try:
             self._targets = Targets(self.plan.prepared.plan, take_memory=take)
-            self._running = reader.begin(self.plan.prepared.plan, self._targets)
+            self._running = self._reader.begin(self.plan.prepared.plan, self._targets)
         except BaseException:
             self.drop()
             raise
 
-    def finish(self, reader: CheckpointReader, memory: RecycledMemory) -> None:
+    def finish(self) -> None:
         """Return when it is in memory.
 
         Raises:
@@ -130,11 +129,11 @@ class Unit:
             SourceChangedError: A file is no longer the one that was indexed.
         """
         if self._running is None:
-            self.start(reader, memory)
+            self.start()
         try:
             self.settle()
         except SessionEndedError:  # a different unit failed, whose own caller sees it
-            self.start(reader, memory)
+            self.start()
             self.settle()
 
     def settle(self) -> None:
@@ -184,9 +183,8 @@ class Unit:
         """Give the memory back. Nothing may be reading into it."""
         self._parameters = self._running = self._targets = None
         self.tensors = ()
-        if self._memory is not None:
-            taken, self._taken = self._taken, []
-            self._memory.give_back(taken)
+        taken, self._taken = self._taken, []
+        self._memory.give_back(taken)
 
     def attach(self, lend: Callable[[int], AbstractContextManager[torch.Tensor]]) -> None:
         """Park the parameters of the modules; ``lend`` reads one by its position."""

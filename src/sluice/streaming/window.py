@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from sluice._errors import SluiceError
 from sluice.engine.recycled_memory import RecycledMemory
 from sluice.engine.running_plan import SessionEndedError
-from sluice.reading.reader import CheckpointReader
 from sluice.streaming.units import Unit
 
 __all__ = ["Window"]
@@ -26,19 +25,17 @@ __all__ = ["Window"]
 class Window:
     """Memory for units, in use or not; not safe for threads."""
 
-    def __init__(self, units: Sequence[Unit], reader: CheckpointReader, *, most_bytes: int, huge_pages: bool) -> None:
+    def __init__(self, units: Sequence[Unit], memory: RecycledMemory, *, most_bytes: int) -> None:
         """Read nothing yet.
 
         Args:
             units: All units.
-            reader: Reads them.
+            memory: What they are read into.
             most_bytes: Bytes of the units that are in memory or being read at the same time.
-            huge_pages: Whether the system has huge pages.
         """
         self._units = units
-        self._reader = reader
+        self._memory = memory
         self._most_bytes = most_bytes
-        self._memory = RecycledMemory(most_bytes, huge_pages=huge_pages)
         self._expected: Mapping[int, int] = {}
         #: Units that are dropped only for those of a block that is called.
         self.kept = set[int]()
@@ -123,7 +120,7 @@ class Window:
     def _start(self, number: int) -> None:
         unit = self._units[number]
         self._held.add(number)
-        unit.start(self._reader, self._memory)
+        unit.start()
         self._held_bytes += unit.nbytes
         self.read_bytes += unit.plan.prepared.plan.read_bytes
 
@@ -131,7 +128,7 @@ class Window:
         if unit.ready:
             return
         try:
-            unit.finish(self._reader, self._memory)
+            unit.finish()
         finally:
             if not unit.held:
                 self._held_bytes -= unit.nbytes
