@@ -134,9 +134,24 @@ def test_names_that_a_manifest_cannot_tell_apart_are_refused_before_anything_is_
 
 
 def test_an_error_of_the_manifest_alone_states_that_the_data_is_saved(tmp_path: Path) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+
+    def remove(_: sluice.ProgressEvent) -> None:
+        if place.exists():
+            place.rmdir()
+
     with pytest.raises(sluice.SaveError, match=r"manifest was not written, the checkpoint is complete: .*No such file"):
-        sluice.save(states(), tmp_path / "f.pt", manifest=tmp_path / "nowhere" / "m.json")
+        sluice.save(states(), tmp_path / "f.pt", manifest=place / "m.json", progress=remove)
     assert [path.name for path in tmp_path.iterdir()] == ["f.pt"]
+
+
+def test_a_directory_that_the_save_does_not_create_is_missed_before_it(tmp_path: Path) -> None:
+    for name in ("f.pt", "hf/"):
+        with pytest.raises(sluice.SaveError, match="directory of the manifest does not exist"):
+            sluice.save(states(), tmp_path / name, manifest=tmp_path / "nowhere" / "m.json")
+    assert not list(tmp_path.iterdir())
+    sluice.save(states(), tmp_path / "above" / "hf", manifest=tmp_path / "above" / "m.json", format="huggingface")
 
 
 def test_a_tensor_whose_bytes_were_not_written_is_not_in_the_manifest(tmp_path: Path) -> None:
@@ -169,6 +184,21 @@ def test_a_manifest_replaces_no_file_of_a_model(tmp_path: Path, name: str, old: 
     with pytest.raises(ValueError, match="manifest and a file of the checkpoint have the same path"):
         sluice.save(state, hf, manifest=hf / name, overwrite=True, max_shard_size=whole if old else shards)
     assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
+
+
+@pytest.mark.parametrize("form", [{"max_shard_size": 200}, {"format": "dcp"}], ids=["shards", "dcp"])
+def test_a_manifest_replaces_no_index(tmp_path: Path, form: dict[str, Any]) -> None:
+    sluice.save(states(), tmp_path / "d", **form)
+    (index,) = (path for path in (tmp_path / "d").iterdir() if path.name.endswith((".json", ".metadata")))
+    for write in (sluice.convert, sluice.save):
+        with pytest.raises(ValueError, match=r"manifest and a file of the checkpoint have the same path"):
+            write(
+                tmp_path / "d" if write is sluice.convert else states(),
+                tmp_path / "o.pt",
+                manifest=index,
+                overwrite=True,
+            )
+    assert set(sluice.load_state_dict(tmp_path / "d")) == set(states())
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import sluice
 from sluice import _defaults as defaults
+from sluice.writing import uploads
 from sluice.writing.uploads import Upload
 from support import fresh_process
 from support.directories import assert_same
@@ -28,6 +29,12 @@ STATE = {"a": torch.arange(1000.0), "b": torch.arange(6).view(2, 3), "c": torch.
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _runtime() -> None:
+    """Start obstore's runtime, whose descriptors last, before the first test."""
+    obstore.put(obstore.store.MemoryStore(), "x", b"x")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +128,21 @@ def stop(event: sluice.ProgressEvent, *, failure: BaseException | type[BaseExcep
     """Fail when some parts are on their way."""
     if event.done_bytes > 4 * defaults.UPLOAD_PART_BYTES:
         raise failure
+
+
+def test_an_upload_stays_if_its_manifest_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = obstore.store.MemoryStore()
+    monkeypatch.setattr(uploads, "make_store", lambda *_: store)
+    place = tmp_path / "gone"
+    place.mkdir()
+
+    def remove(_: sluice.ProgressEvent) -> None:
+        if place.exists():
+            place.rmdir()
+
+    with pytest.raises(sluice.SaveError, match="the checkpoint is complete"):
+        sluice.save(STATE, "s3://models/stays.pth", manifest=place / "m.json", progress=remove)
+    assert obstore.head(store, "stays.pth")
 
 
 @pytest.mark.parametrize("name", ["failed", "failed.safetensors", "failed.pth"])

@@ -198,15 +198,14 @@ class VerifyReport(Report):
             SaveError: The checkpoint has problems, a file of it has the path, or the operating system failed.
         """
         from sluice.writing.durable.replacement import Replacement
-        from sluice.writing.manifest import write_manifest
+        from sluice.writing.manifest import replaces_checkpoint, write_manifest
 
         if self.algorithm is None:
             raise ValueError("the report has no hashes: verify with hashes='sha256'")
         if not self.ok:
             problem = "a manifest cannot be written for a checkpoint with problems"
             raise SaveError(problem, file=os.fsdecode(path), found=f"{len(self.problems)} problems")
-        real, own = os.path.realpath(path), map(os.path.realpath, (self.source, *self.files))
-        if real in own or (os.path.lexists(path) and real.endswith((".index.json", f"{os.sep}.metadata"))):
+        if replaces_checkpoint(path, (self.source, *self.files)):
             raise SaveError("the manifest would replace a file of a checkpoint", file=os.fsdecode(path))
         file = Replacement(path, overwrite=overwrite)
         write_manifest(Manifest(algorithm=self.algorithm, tensors=self.hashes), file)

@@ -28,6 +28,8 @@ def write_contents(contents: Contents, save_format: SaveFormat, job: SaveJob) ->
         SaveError: The format cannot hold the contents, or the operating system or the store failed.
     """
     saved = _write_torch(job, contents) if save_format == "torch" else _write_flat(job, contents, save_format)
+    if isinstance(job.destination, Upload):
+        job.destination.keep()  # it is complete, also if the manifest fails
     if job.manifest and not job.dry_run:
         job.manifest.repeat(saved.tied)
         job.manifest.commit()

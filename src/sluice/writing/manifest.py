@@ -18,7 +18,7 @@ from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, new_has
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.safetensors import TensorOutline
 
-__all__ = ["ManifestWriter", "manifest_writer", "write_manifest"]
+__all__ = ["ManifestWriter", "manifest_writer", "replaces_checkpoint", "write_manifest"]
 
 
 class ManifestWriter:
@@ -41,11 +41,13 @@ class ManifestWriter:
 
         Raises:
             SaveError: The path exists and may not or cannot be replaced, or its directory is read-only.
+            ValueError: It is the index of a checkpoint, or the hash is unknown.
             ImportError: The library of the hash is not installed.
         """
         new_hash(algorithm)
         self._algorithm = algorithm
         self._file = Replacement(path, overwrite=overwrite)
+        self.refuse(())
         directory = os.path.dirname(os.path.realpath(self._file.path))
         if os.path.isdir(directory) and not os.access(directory, os.W_OK):  # fails now, not after the data is written
             raise SaveError("the directory is not writable", file=self._file.path)
@@ -54,8 +56,8 @@ class ManifestWriter:
         self._names: defaultdict[Hashable, list[str]] = defaultdict(list)
 
     def refuse(self, files: Iterable[str]) -> None:
-        """Raise ``ValueError`` if the manifest would replace one of these files."""
-        if os.path.realpath(self._file.path) in map(os.path.realpath, files):
+        """Raise ``ValueError`` if the manifest would replace one of these files, or an index."""
+        if replaces_checkpoint(self._file.path, files):
             raise ValueError(f"the manifest and a file of the checkpoint have the same path: {self._file.path}")
 
     def expect(self, name: str, outline: TensorOutline, stored: Hashable = None) -> None:
@@ -113,14 +115,26 @@ def manifest_writer(
     """Return the manifest of a save to ``destination``; None if ``path`` is None.
 
     Raises:
-        ValueError: The path is that of the checkpoint itself, or the algorithm is unknown.
-        SaveError: See ``ManifestWriter``.
+        ValueError: The path is that of the checkpoint itself, or see ``ManifestWriter``.
+        SaveError: Its directory does not exist and is not one that the save creates, or see ``ManifestWriter``.
     """
     if path is None:
         return None
-    if os.path.realpath(path) == os.path.realpath(destination):
+    real, saved = os.path.realpath(path), os.path.realpath(destination)
+    if real == saved:
         raise ValueError("the manifest and the checkpoint have the same path")
+    directory = os.path.dirname(real)
+    if not os.path.isdir(directory) and not (saved + os.sep).startswith(directory + os.sep):
+        raise SaveError("the directory of the manifest does not exist", file=path)
     return ManifestWriter(path, algorithm, overwrite=overwrite)
+
+
+def replaces_checkpoint(path: str | os.PathLike[str], files: Iterable[str]) -> bool:
+    """Return whether a new file would replace one of these, or the index of any checkpoint."""
+    real = os.path.realpath(path)
+    if os.path.lexists(path) and real.endswith((".index.json", f"{os.sep}.metadata")):
+        return True
+    return real in map(os.path.realpath, files)
 
 
 def write_manifest(manifest: Manifest, file: Replacement) -> None:

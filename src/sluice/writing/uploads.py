@@ -115,6 +115,10 @@ class Upload:
         """Remove objects, best effort."""
         self._delete([self._key_of(name) for name in names])
 
+    def keep(self) -> None:
+        """Keep what was added, also if the block fails now."""
+        self._added.clear()
+
     def put(self, name: str, content: Any, *, is_new: bool, **how: Any) -> None:
         """Write an object from bytes, or from an iterator of bytes; ``is_new`` if it is to be removed on a failure."""
         key = self._key_of(name)

@@ -107,6 +107,8 @@ def test_2_when_there_is_no_answer(checkpoint: Path, tmp_path: Path) -> None:
     kept = refused("verify", checkpoint, "--write-manifest", tmp_path / "m.json")
     assert "overwrite" in kept or "--force" in kept
     assert (tmp_path / "m.json").read_text(encoding="utf-8") == "mine"
+    missed = refused("verify", checkpoint, "--write-manifest", tmp_path / "nowhere" / "m.json")
+    assert "the directory does not exist" in missed
     assert "a different path" in refused("verify", checkpoint, "--write-manifest", checkpoint, "--force")
     assert run(checkpoint, "--write-manifest", tmp_path / "m.json", "--force").exit_code == 0
 

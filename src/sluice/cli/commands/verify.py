@@ -115,6 +115,8 @@ def verify_command(
         raise click.UsageError("the manifest needs a different path than the checkpoint")
     if write_manifest and not force and os.path.lexists(write_manifest):  # before hashing
         raise already_exists(write_manifest, _UNREADABLE)
+    if write_manifest and not os.path.isdir(os.path.dirname(os.path.realpath(write_manifest))):
+        raise Failure(f"{write_manifest}: the directory does not exist", _UNREADABLE)
     with _unreadable():
         report = sluice.verify(
             source_of(paths),
