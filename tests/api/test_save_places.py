@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import sluice
+from sluice.writing.durable import replacement
 from support import fresh_process
 from support.oracles import same
 from support.trained_net import empty
@@ -65,7 +67,7 @@ def test_a_limit_on_the_size_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reserving: bool
 ) -> None:
     if not reserving:  # the write itself reaches the limit: it is cut short, then it fails
-        monkeypatch.delattr(os, "posix_fallocate")
+        monkeypatch.setattr(replacement, "fallocate", lambda *_: None)
     path = tmp_path / name
     sluice.save(state(1), path, **FORMS[name])
     before = names(tmp_path)
@@ -184,6 +186,53 @@ def test_the_owner_of_a_replaced_file_stays(tmp_path: Path) -> None:
     os.chown(path, 65534, 65533)
     sluice.save(state(2), path, overwrite=True)
     assert (path.stat().st_uid, path.stat().st_gid) == (65534, 65533)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize(("member", "group", "mode"), [(True, 65533, 0o664), (False, 0, 0o644)])
+def test_a_group_that_cannot_be_kept_leaves_no_permissions_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: bool, group: int, mode: int
+) -> None:
+    path, real = tmp_path / "model.pth", os.fchown
+    path.touch()
+    os.chown(path, 65534, 65533)
+    path.chmod(0o664)
+
+    def fchown(descriptor: int, user: int, group: int) -> None:
+        if user != -1 or not member:
+            raise PermissionError(errno.EPERM, "not permitted")
+        real(descriptor, user, group)
+
+    monkeypatch.setattr(os, "fchown", fchown)
+    sluice.save(state(2), path, overwrite=True)
+    assert (path.stat().st_gid, stat.S_IMODE(path.stat().st_mode)) == (group, mode)
+
+
+@pytest.mark.parametrize("name", [*FORMS, "dcp"])
+def test_a_relative_path_and_a_change_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    form = FORMS.get(name, {"format": "dcp"})
+    sluice.save(state(1), name, **form, progress=lambda _: os.chdir("/"))
+    assert value_of(tmp_path / name) == 1
+    assert not [each for each in names(tmp_path) if "sluice" in each]
+
+
+def test_a_path_that_is_not_utf_8(tmp_path: Path) -> None:
+    for name, form in {**FORMS, "dcp": {"format": "dcp"}}.items():
+        path = tmp_path / os.fsdecode(b"\xff" + name.encode())
+        sluice.save(state(1), path, **form)
+        report = sluice.save(state(2), path, **form, overwrite=True)
+        assert value_of(path) == 2
+        assert report.replaced
+
+
+def test_space_is_reserved_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("writes to every block where it is emulated"))
+    with replacement.Replacement(tmp_path / "f", overwrite=False) as file:
+        file.reserve(MIB)
+        assert Path(file.hidden).stat().st_size == MIB
 
 
 @pytest.mark.parametrize("place", ["copy", "map"])

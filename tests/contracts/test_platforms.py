@@ -18,7 +18,7 @@ try:
 except ImportError:
     pass
 system = sys.argv[1]
-gone = {os: "O_DIRECT preadv pwritev posix_fadvise posix_fallocate memfd_create sched_getaffinity RWF_NOWAIT splice "
+gone = {os: "O_DIRECT preadv pwritev posix_fadvise memfd_create sched_getaffinity RWF_NOWAIT splice "
             "pidfd_open copy_file_range".split(),
         mmap: [name for name in dir(mmap) if name.startswith("MADV_")]}
 if system == "win32":

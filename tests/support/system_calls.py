@@ -20,8 +20,9 @@ from sluice.writing.durable import direct as _direct
 #: Functions that a save calls and that can fail, each with the module that holds the name.
 CALLS = (
     *(("os", name) for name in ("open", "close", "scandir", "listdir", "mkdir", "rmdir", "unlink")),
-    *(("os", name) for name in ("posix_fallocate", "pwrite", "ftruncate", "fchmod", "chmod", "fsync", "fstat")),
+    *(("os", name) for name in ("pwrite", "ftruncate", "fchmod", "chmod", "fsync", "fstat")),
     *(("os", name) for name in ("link", "rename", "replace")),
+    ("sluice.writing.durable.replacement", "fallocate"),
     ("sluice.writing.durable.partial_files", "flock"),
 )
 

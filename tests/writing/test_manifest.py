@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +191,9 @@ def test_a_manifest_replaces_no_file_of_a_model(tmp_path: Path, name: str, old: 
 def test_a_manifest_replaces_no_index(tmp_path: Path, form: dict[str, Any]) -> None:
     sluice.save(states(), tmp_path / "d", **form)
     (index,) = (path for path in (tmp_path / "d").iterdir() if path.name.endswith((".json", ".metadata")))
-    for write in (sluice.convert, sluice.save):
+    for write in (partial(sluice.convert, tmp_path / "d"), partial(sluice.save, states())):
         with pytest.raises(ValueError, match=r"manifest and a file of the checkpoint have the same path"):
-            write(
-                tmp_path / "d" if write is sluice.convert else states(),
-                tmp_path / "o.pt",
-                manifest=index,
-                overwrite=True,
-            )
+            write(tmp_path / "o.pt", manifest=index, overwrite=True)
     assert set(sluice.load_state_dict(tmp_path / "d")) == set(states())
 
 

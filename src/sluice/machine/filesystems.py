@@ -7,13 +7,14 @@ the same device can be mounted again with another file system.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import sys
 
-__all__ = ["filesystem_type"]
+__all__ = ["fallocate", "filesystem_type"]
 
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 #: Bytes of a ``struct statfs``, rounded up. Its first field is the number of the type, a long.
 _STATFS_BYTES = 256
@@ -23,6 +24,23 @@ _ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
 
 #: Type by device and number.
 _known: dict[tuple[int, int], str] = {}
+
+
+#: Errors of file systems that cannot allocate.
+_NO_SPACE_AHEAD = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+
+
+def fallocate(descriptor: int, nbytes: int) -> None:
+    """Allocate the space of a file, on file systems that do so without writing.
+
+    Elsewhere, as on NFS before 4.2, ``os.posix_fallocate`` would write to every block, without an end by Ctrl-C.
+    """
+    while _libc is not None and _libc.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)):
+        error = ctypes.get_errno()
+        if error in _NO_SPACE_AHEAD:
+            return
+        if error != errno.EINTR:
+            raise OSError(error, os.strerror(error))
 
 
 def filesystem_type(path: str) -> str:

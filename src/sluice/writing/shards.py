@@ -157,6 +157,7 @@ def write_model_directory(
     """
     if isinstance(directory, Upload):
         return _upload(directory, planned, overwrite=overwrite, write=write)
+    directory = directory.absolute()  # the process may change its own meanwhile
     with locked_directory(str(directory)) as locked:
         if locked:
             _remove_leftovers(directory)

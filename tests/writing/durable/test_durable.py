@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from sluice.writing.durable import directories as _directories
 from sluice.writing.durable.directories import locked_directory
 from sluice.writing.durable.partial_files import ATTEMPTS, hidden_path, hidden_stem, try_lock
 from sluice.writing.durable.replacement import Replacement
+from support.system_calls import failing
 
 NEW = b"new" * 1000
 TWO = {"a": torch.ones(40), "b": torch.ones(40)}
@@ -45,6 +47,13 @@ def test_existing_files_are_kept_unless_overwriting_is_requested(tmp_path: Path)
             file.commit()
     assert (tmp_path / "g").read_bytes() == b"faster"
     assert names(tmp_path) == ["f", "g"]
+
+
+@pytest.mark.parametrize("error", [errno.ENOTSUP, errno.EINVAL])  # of macOS and Windows
+def test_file_systems_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    monkeypatch.setattr(os, "link", failing(error))
+    write(tmp_path / "f", overwrite=False)
+    assert names(tmp_path) == ["f"]
 
 
 def test_a_live_hidden_file_is_left_and_a_dead_one_removed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Self
 from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice.engine.staging import StagingPool
+from sluice.machine.filesystems import fallocate
 from sluice.writing.durable.direct import DirectWrites, direct_writes, write_all
 from sluice.writing.durable.partial_files import (
     ATTEMPTS,
@@ -30,9 +31,8 @@ from sluice.writing.durable.partial_files import (
 
 __all__ = ["Replacement", "WrittenFile", "kind_of_file", "saving"]
 
-#: Errors of file systems that cannot reserve space, and of those without hard links.
-_NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+#: Errors of file systems without hard links: ENOTSUP on macOS, EINVAL on Windows.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 
 
 class WrittenFile:
@@ -171,31 +171,28 @@ class Replacement(WrittenFile):
         """
         if not nbytes:
             return
-        if hasattr(os, "posix_fallocate"):
-            with saving(self.path):
-                try:
-                    os.posix_fallocate(self._descriptor, 0, nbytes)
-                except OSError as error:
-                    if error.errno not in _NO_RESERVE:
-                        raise
+        with saving(self.path):
+            fallocate(self._descriptor, nbytes)
         self._bypass_cache(self.hidden, nbytes, staging)
 
     def seal(self, *, nbytes: int | None = None) -> None:
         """Make the content durable, with the owner and permissions of the replaced file."""
-        if self._old is not None:
-            self._keep_owner(self._old)
-            if hasattr(os, "fchmod"):
-                with saving(self.path):
-                    os.fchmod(self._descriptor, stat.S_IMODE(self._old.st_mode))
+        if self._old is not None and hasattr(os, "fchown"):
+            with saving(self.path):
+                os.fchmod(self._descriptor, self._keep_owner(self._old))
         super().seal(nbytes=nbytes)
         if self._in_set:
             self.close()  # a set can have more files than a process has descriptors
 
-    def _keep_owner(self, old: os.stat_result) -> None:
-        with suppress(OSError):  # only root may change the owner
+    def _keep_owner(self, old: os.stat_result) -> int:
+        """Keep the owner and the group if possible; return the permissions, without those that a lost group had."""
+        for owner in (old.st_uid, -1):  # only root may change the owner; others their files' group to one of theirs
             new = os.fstat(self._descriptor)
-            if hasattr(os, "fchown") and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
-                os.fchown(self._descriptor, old.st_uid, old.st_gid)
+            if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+                with suppress(OSError):
+                    os.fchown(self._descriptor, owner, old.st_gid)
+        mode = stat.S_IMODE(old.st_mode)
+        return mode if os.fstat(self._descriptor).st_gid == old.st_gid else mode & ~(0o070 & ~(mode << 3))
 
     def commit(self, *, nbytes: int | None = None) -> None:
         """Make the file durable and rename it into place.

@@ -105,6 +105,7 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
         raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format, advice=_NO_TORCH)
     if job.manifest:
         raise SaveError("a manifest of DTensors cannot be written", advice=_NO_MANIFEST)
+    job = replace(job, destination=Path(str(job.destination)).absolute())  # the process may change its directory
     dtensors = dtensors_in(state)
     group = group_of(dtensors)
     if group is None:
@@ -129,11 +130,12 @@ def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: Sav
 
     def work() -> bytes:
         saved.append(_WRITERS[save_format](job, state, group))
-        sizes = {file: os.path.getsize(file) for file in saved[0].files}  # none but on the lead
-        return msgspec.json.encode((sizes, saved[0].replaced))
+        sizes = {os.fsencode(file): os.path.getsize(file) for file in saved[0].files}  # none but on the lead
+        return msgspec.msgpack.encode((sizes, list(map(os.fsencode, saved[0].replaced))))
 
-    files, replaced = msgspec.json.decode(together(group, work), type=tuple[dict[str, int], tuple[str, ...]])
-    return replace(saved[0], files=files, replaced=replaced)
+    files, replaced = msgspec.msgpack.decode(together(group, work), type=tuple[dict[bytes, int], list[bytes]])
+    names = {os.fsdecode(file): nbytes for file, nbytes in files.items()}
+    return replace(saved[0], files=names, replaced=tuple(map(os.fsdecode, replaced)))
 
 
 def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
@@ -257,7 +259,7 @@ def _divided(
 
 def _arguments(job: SaveJob) -> dict[str, str]:
     return {
-        "path": os.path.abspath(str(job.destination)),
+        "path": os.fsencode(os.path.abspath(str(job.destination))).decode(errors="backslashreplace"),
         "dtype": str(job.dtype),
         "max_shard_size": str(job.limit_bytes),
         "overwrite": str(job.overwrite),

@@ -216,8 +216,11 @@ class RankWriter(Struct, frozen=True, kw_only=True):
         Raises:
             RankError: A rank failed.
         """
-        created = self.group.exchange(lambda: msgspec.json.encode(create()))
-        paths = msgspec.json.decode(created[LEAD], type=dict[int, str])
+        # Bytes: a path need not be text in UTF-8.
+        encode = msgspec.msgpack.encode
+        created = self.group.exchange(lambda: encode({rank: os.fsencode(path) for rank, path in create().items()}))
+        decoded = msgspec.msgpack.decode(created[LEAD], type=dict[int, bytes])
+        paths = {rank: os.fsdecode(path) for rank, path in decoded.items()}
         self.group.hidden.extend(set(paths.values()))
         self.group.exchange(partial(self._write, paths.get(self.group.position, ""), nbytes, fill))
 
