@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -88,7 +89,7 @@ def test_a_dtype_that_the_installed_torch_lacks(file: str, monkeypatch: pytest.M
         sluice.load_state_dict(file, dtype="F8_E8M0")
 
 
-@pytest.mark.parametrize("memory", ["64KiB", "64K", 65536, sluice.MemoryLimits(host="64KiB")])
+@pytest.mark.parametrize("memory", ["64KiB", "64K", 65536, np.int64(65536), sluice.MemoryLimits(host="64KiB")])
 def test_one_size_of_memory_is_that_of_the_host(file: str, memory: Any) -> None:
     calls: list[Callable[[], object]] = [
         lambda: sluice.load_into(Net(), file, memory=memory),

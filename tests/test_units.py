@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,9 +29,10 @@ from sluice._units import counted, format_bytes, format_rate, gb_per_second, par
         ("3kb", 3000),
         ("0.5KiB", 512),
         (5, 5),
+        (np.int32(5), 5),
     ],
 )
-def test_parse(text: int | str, nbytes: int) -> None:
+def test_parse(text: Any, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, cast, get_args
 
 from sluice._dtypes import DType, parse_dtype, torch_dtype
@@ -77,7 +78,7 @@ def memory_limits(memory: Memory) -> MemoryLimits | None:
         return dataclasses.replace(memory, device=limits)
     if memory is None or isinstance(memory, MemoryLimits):
         return memory
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
+    if isinstance(memory, bool) or not isinstance(memory, (Integral, str)):
         raise TypeError(
             f"memory= is {type_of(memory)}; write a size such as '2GiB' for host memory, or "
             "sluice.MemoryLimits(host='2GiB', device={'cuda:0': '8GiB'})"
@@ -300,9 +301,9 @@ def check_tolerances(*, rtol: object, atol: object) -> None:
         ValueError: One is negative or NaN.
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, Real):
             raise TypeError(f"{name}= is {type_of(value)}, not a number")
-        if not value >= 0:
+        if not float(value) >= 0:
             raise ValueError(f"tolerances must not be negative: {name}={value}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from msgspec import Struct
@@ -74,7 +75,7 @@ class Limits:
     symlinks_outside: bool = True
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.__slots__ if not isinstance(getattr(self, name), (int, float))]:
+        if wrong := [name for name in self.__slots__ if not isinstance(getattr(self, name), Real)]:
             raise TypeError(f"Limits(...) with what is not a number: {', '.join(wrong)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from numbers import Integral
 
 __all__ = ["counted", "format_bytes", "format_rate", "gb_per_second", "parse_bytes"]
 
@@ -29,13 +30,13 @@ def parse_bytes(size: int | str) -> int:
         ValueError: The text is not a size, or the size is negative.
         TypeError: ``size`` is neither an int nor a str.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
+    if isinstance(size, str):
+        return _parse_text(size)
+    if isinstance(size, bool) or not isinstance(size, Integral):
         raise TypeError(f"a size is an int or a text, not {type(size).__name__}; write {_FORMS}")
-    if isinstance(size, int):
-        if size < 0:
-            raise ValueError(f"a size must not be negative: {size}")
-        return size
-    return _parse_text(size)
+    if size < 0:
+        raise ValueError(f"a size must not be negative: {size}")
+    return int(size)
 
 
 @lru_cache(maxsize=64)

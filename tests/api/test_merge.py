@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -185,6 +187,19 @@ def test_files_that_are_no_configuration_are_refused(tmp_path: Path, text: str, 
     (tmp_path / "config.yml").write_text(text)
     with pytest.raises(sluice.FormatError, match=problem):
         sluice.merge(tmp_path / "config.yml", tmp_path / "out")
+
+
+def test_a_configuration_in_json_needs_no_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    paths = written(tmp_path, states(2))
+    weights = [{"model": path, "parameters": {"weight": 1e-3}} for path in paths]
+    (tmp_path / "config.json").write_text(json.dumps({"merge_method": "linear", "models": weights}))
+    sluice.merge(tmp_path / "config.json", tmp_path / "one.safetensors")
+    sluice.merge(dict.fromkeys(paths, 1e-3), tmp_path / "other.safetensors")
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "other.safetensors").read_bytes()
+    (tmp_path / "config.json").write_text("models: []")
+    with pytest.raises(sluice.FormatError, match="not strict JSON"):
+        sluice.merge(tmp_path / "config.json", tmp_path / "out")
 
 
 def test_inputs_are_sources_of_any_kind(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_all_kinds_of_tensors_are_hashed(tmp_path: Path) -> None:
 def test_what_has_no_values_is_refused(tmp_path: Path, model: nn.Module) -> None:
     with pytest.raises(sluice.UnsupportedError, match="meta"):
         sluice.verify(model=model.to("meta"), manifest=tmp_path / "m.json")
+    with pytest.raises(sluice.UnsupportedError, match="UninitializedParameter"):
+        sluice.verify(model=nn.LazyLinear(3), manifest=tmp_path / "m.json")
     with pytest.raises(TypeError, match="manifest"):
         sluice.verify(model=model)
     with pytest.raises(TypeError, match="needs a checkpoint"):

@@ -109,6 +109,10 @@ def test_manifests_of_old_and_new_weights_are_compared(tmp_path: Path) -> None:
     path = written(changed_copy(model, "layers.0.bias"), tmp_path / "b.safetensors", manifest=new)
     with pytest.raises(TypeError, match="needs manifest="):
         sluice.refresh(model, path, since=old)
+    empties: list[Any] = ["", {}]
+    for empty in empties:
+        with pytest.raises(sluice.CheckpointError, match=r"the path is empty|not a manifest"):
+            sluice.refresh(model, path, since=empty, manifest=new)
     content = json.loads(old.read_bytes())
     del content["tensors"]["steps"]  # unknown, so it is read
     assert sorted(sluice.refresh(model, path, since=content, manifest=new).changed) == ["layers.0.bias", "steps"]

@@ -22,6 +22,7 @@ from sluice.api.load import load_into
 from sluice.api.save import save_destination
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.converting.convert import check_destination
+from sluice.formats.strict_json import decode_json
 from sluice.merging.opening import open_merge
 from sluice.merging.recipe import METHODS, config_error, recipe_of
 from sluice.reports.load import LoadReport
@@ -180,15 +181,10 @@ def _read(path: str) -> tuple[Mapping[str, Any], str]:
             advice = "Several checkpoints are a list, or weights by path."
             raise FormatError("the configuration of the merge is larger than 1 MiB", file=path, advice=advice)
         content = file.read_at(0, file.identity.nbytes)
-    try:
-        import yaml  # an extra
-    except ImportError as error:
-        raise ImportError("a configuration in YAML needs PyYAML: pip install 'sluice[merge]'") from error
-    try:
-        found = yaml.safe_load(content)
-    # PyYAML raises the others too, for scalars that do not fit their tags.
-    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
-        raise config_error(f"the configuration of the merge is not YAML: {error}", file=path) from error
+    if path.endswith(".json"):
+        found: Any = decode_json(content, dict[str, Any], "the configuration of the merge", path)
+    else:
+        found = _yaml(content, path)
     if not isinstance(found, dict):
         raise config_error("the configuration of the merge is not a mapping", file=path)
     parts: list[Any] = [found]
@@ -197,3 +193,15 @@ def _read(path: str) -> tuple[Mapping[str, Any], str]:
         if len(parts) > _MOST_BYTES:
             raise config_error("the configuration of the merge repeats its parts too often", file=path)
     return found, path
+
+
+def _yaml(content: bytes, path: str) -> Any:
+    try:
+        import yaml  # an extra
+    except ImportError as error:
+        raise ImportError("a configuration in YAML needs PyYAML: pip install 'sluice[merge]'") from error
+    try:
+        return yaml.safe_load(content)
+    # PyYAML raises the others too, for scalars that do not fit their tags.
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
+        raise config_error(f"the configuration of the merge is not YAML: {error}", file=path) from error

@@ -103,8 +103,8 @@ def refresh(
         raise ValueError(f'torn={torn!r}: one of "never", "undo", "allow"')
     if not (lock is None or callable(lock) or hasattr(lock, "__enter__")):
         raise TypeError(f"lock= is {type_of(lock)}, not a lock")
-    hashes = None if manifest is None else _manifest(manifest, "manifest", limits)
-    known = since.contents if isinstance(since, RefreshState) else since and _manifest(since, "since", limits)
+    hashes = _manifest(manifest, "manifest", limits)
+    known = since.contents if isinstance(since, RefreshState) else _manifest(since, "since", limits)
     if isinstance(known, Manifest) and hashes is None:
         raise TypeError("since= a manifest needs manifest=, that of the new weights")
     request = RefreshRequest.of(arguments, since=known or None, manifest=hashes)
@@ -118,7 +118,11 @@ def refresh(
     return replace(report.state, report=report)
 
 
-def _manifest(given: str | os.PathLike[str] | Mapping[str, Any], name: str, limits: Limits | None) -> Manifest:
+def _manifest(
+    given: str | os.PathLike[str] | Mapping[str, Any] | None, name: str, limits: Limits | None
+) -> Manifest | None:
+    if given is None:
+        return None
     if isinstance(given, Mapping):
         try:
             content = json.dumps(given)

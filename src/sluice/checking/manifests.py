@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from sluice._defaults import SAVE_STAGING_BYTES
 from sluice._dtypes import dtype_name
@@ -99,12 +100,12 @@ def verify_model(
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     key = _key(whole, state.keys()) if key is None else key
     expected = _part(whole, key, manifest) if key else whole
-    nbytes = sum(value.numel() * value.element_size() for value in state.values())  # also of sparse ones, to be refused
+    nbytes = sum(value.numel() * value.element_size() for value in state.values() if not is_lazy(value))
     found: dict[str, TensorHash] = {}
     done = 0
     with byte_progress(progress, type(model).__name__, nbytes) as report:
         for name, value in state.items():
-            found[name] = _hash(name, value.detach(), expected.algorithm)
+            found[name] = _hash(name, value, expected.algorithm)
             done += value.nbytes
             if report:
                 report(done)
@@ -140,7 +141,7 @@ def _part(manifest: Manifest, key: str, path: str) -> Manifest:
 
 
 def _hash(name: str, tensor: torch.Tensor, algorithm: HashAlgorithm) -> TensorHash:
-    if tensor.is_meta or is_dtensor(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+    if is_lazy(tensor) or tensor.is_meta or is_dtensor(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedError(
             "only dense tensors that are in memory as a whole are hashed",
             tensor=name,
@@ -149,6 +150,6 @@ def _hash(name: str, tensor: torch.Tensor, algorithm: HashAlgorithm) -> TensorHa
         )
     hasher, shape = new_hash(algorithm), tuple(tensor.shape)
     for box in boxes(shape, SAVE_STAGING_BYTES // max(1, tensor.element_size())):
-        piece = tensor[box].resolve_conj().resolve_neg().contiguous().cpu()
+        piece = tensor.detach()[box].resolve_conj().resolve_neg().contiguous().cpu()
         hasher.update(piece.view(-1).view(torch.uint8).numpy().data)
     return TensorHash(dtype=dtype_name(tensor.dtype), shape=shape, hash=hasher.hexdigest())
