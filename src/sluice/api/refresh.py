@@ -118,9 +118,7 @@ def refresh(
     return replace(report.state, report=report)
 
 
-def _manifest(
-    given: str | os.PathLike[str] | Mapping[str, Any] | None, name: str, limits: Limits | None
-) -> Manifest | None:
+def _manifest(given: Any, name: str, limits: Limits | None) -> Manifest | None:
     if given is None:
         return None
     if isinstance(given, Mapping):

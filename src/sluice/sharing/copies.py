@@ -156,8 +156,7 @@ def find_or_build(
         SaveError: It could not be written, or another process has not finished in half an hour.
     """
     folder = store / request.digest()
-    path, started, said = folder / FILE, time.monotonic(), False
-    built = False
+    path, started, said, built = folder / FILE, time.monotonic(), False, False
     while (shared := lock_shared(folder)) is None:
         if (free := lock_free(folder)) is not None:
             try:

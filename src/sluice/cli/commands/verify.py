@@ -83,7 +83,7 @@ def verify_command(
       1    something is damaged, missing, unexpected or differs from the manifest, or PATH
            is not a checkpoint; with --strict also a warning: the shard index omits tensors of its shards, or has
            a wrong total_size, which no reader uses
-      2    PATH or the manifest cannot be read or written, the manifest to write exists
+      2    PATH, the manifest or the output cannot be read or written, the manifest to write exists
            and --force was not given, or the command line is wrong
       130  interrupted
 
@@ -167,7 +167,7 @@ def diff_command(a: str, b: str, *, as_json: bool, quiet: bool, **options: Any) 
     Exit codes:
       0    the same
       1    different
-      2    A or B cannot be read, or the command line is wrong
+      2    A or B cannot be read, the output not written, or the command line is wrong
       130  interrupted
 
     \b
