@@ -20,7 +20,6 @@ from msgspec.structs import asdict, replace
 from sluice._errors import MismatchError, PartialLoadError, UnsupportedError
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.running_plan import RunResult
 from sluice.entries.slicing import boxes
 from sluice.formats.manifest import Manifest
 from sluice.loading.contents import request_contents, version_of
@@ -72,11 +71,9 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
         _check_live(whole)
         read = [*whole.requests, *(other for _, other in whole.match.comparisons)]
         contents = request_contents(checkpoint.index, read, self.manifest)
-        since = self.since or {}
+        since = {} if is_partly_loaded(self.model) else self.since or {}
         if isinstance(since, Manifest):
             since = request_contents(checkpoint.index, read, since, of_index=False)
-        if is_partly_loaded(self.model):  # nothing is known of it
-            since = {}
         new = {name for name, content in contents.items() if since.get(name) != content}
         copied = {position for position, other in whole.match.comparisons if other.name in new}
         changed = [i for i, each in enumerate(whole.requests) if each.name in new or i in copied]
@@ -195,8 +192,6 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
         """
         if self.in_place:
             return super().install(fetched)
-        tensors: list[torch.Tensor]
-        result: RunResult
         tensors, result, extra, notes = fetched
         scratch: dict[torch.device, torch.Tensor] = {}
         with naming_partial(self._partial), _whole(self.lock):
@@ -225,11 +220,13 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
         """See ``LoadJob.undo``.
 
         Raises:
-            PartialLoadError: The lock failed.
+            PartialLoadError: The lock failed, or a post-hook.
         """
         if self.exchanges:
             with naming_partial(self._partial), _whole(self.lock):
                 self._put_back()
+                # What post-hooks compute from weights is that of the old ones again.
+                finish_loading(self.state, self.match, {}, strict=False, receivers=self.receivers)
 
     def _put_back(self) -> None:
         while self.exchanges:

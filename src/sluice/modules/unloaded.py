@@ -205,7 +205,7 @@ class _Refusal:
         return _Refusal, ([tensor for tensor in self._torn if _is_torn(tensor)],)
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  the signature of torch
-        name = next(_missing(module), None)
+        name = _missing(module)
         if name is not None:
             raise StreamError(
                 "the weights are not in memory: the load failed, or the stream has ended",
@@ -218,17 +218,13 @@ def refuse_calls(module: nn.Module, *, partly: bool = False) -> None:
     """Make every part of a module that has weights on meta, or changed by a failed load, raise when it is called.
 
     Calls while all of them are in memory succeed, and so do those with other weights, such as restored ones. A load or
-    a stream of the module ends this.
-
-    Args:
-        module: The module.
-        partly: Whether a load has just failed that may have changed any of its weights.
+    a stream of the module ends this. ``partly`` says that a load has just failed that may have changed any weight.
     """
     torn = [each for each in _tensors(module).values() if (partly or _is_torn(each)) and not is_lazy(each)]
     _accept_calls(module)
     refusal = _Refusal(torn)
     for part in module.modules():
-        if next(_missing(part), None) is not None:
+        if _missing(part) is not None:
             # Not the methods of the part: those of ScriptModules raise, and call the hooks nevertheless.
             nn.Module.register_forward_pre_hook(part, refusal, prepend=True)
             nn.Module.register_load_state_dict_post_hook(part, _accept_restored)  # type: ignore[no-untyped-call]
@@ -266,7 +262,7 @@ def _accept_calls(module: nn.Module) -> None:
 def _accept_restored(module: nn.Module, keys: Any) -> None:  # noqa: ARG001  a hook of torch
     """Accept calls after ``load_state_dict``. Not in the hook of calls: ``functional_call`` lends weights for one."""
     last = next(reversed(module._load_state_dict_post_hooks.values()))  # noqa: SLF001  torch loops over them now
-    if last is _accept_restored and next(_missing(module), None) is None:
+    if last is _accept_restored and _missing(module) is None:
         _accept_calls(module)
 
 
@@ -288,12 +284,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_torn(tensor: torch.Tensor) -> bool:
-    mark = getattr(tensor, _MARK, None)
-    return mark is not None and mark == _version(tensor)
+    return hasattr(tensor, _MARK) and getattr(tensor, _MARK) == _version(tensor)
 
 
-def _missing(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the tensors whose values are not there."""
-    for name, tensor in _tensors(module).items():
-        if tensor.is_meta or _is_torn(tensor):
-            yield name
+def _missing(module: nn.Module) -> str | None:
+    """Return the name of the first tensor whose values are not there."""
+    return next((name for name, tensor in _tensors(module).items() if tensor.is_meta or _is_torn(tensor)), None)
