@@ -102,6 +102,5 @@ def stream(
     limits_of_loads, memory_bytes = stream_memory(memory)
     check_load(**arguments)
     load = ModuleRequest.of({**arguments, "memory": limits_of_loads})
-    chosen = None if blocks is None else tuple(blocks)
-    request = StreamRequest(load=load, memory_bytes=memory_bytes, blocks=chosen, train=train)
+    request = StreamRequest(load=load, memory_bytes=memory_bytes, blocks=blocks, train=train)
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

@@ -241,8 +241,7 @@ def stream(
         filling = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
         if train:
             model.requires_grad_(False)
-        named = None if blocks is None else tuple(blocks)
-        request = StreamRequest(load=filling, memory_bytes=memory_bytes, blocks=named, train=train)
+        request = StreamRequest(load=filling, memory_bytes=memory_bytes, blocks=blocks, train=train)
         stack.pop_all()  # the stream closes the checkpoint
         return open_stream(request, checkpoint, progress=progress)
     raise AssertionError("no exception is suppressed")

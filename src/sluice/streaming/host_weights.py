@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice.engine.host_memory import HostMemory
@@ -56,14 +57,13 @@ class HostWeights:
             kept.clear()
 
 
-class _Rest:
+class _Rest(Struct, eq=False):
     """The bytes of one read, once it was made."""
 
-    __slots__ = ("bytes", "first", "nbytes")
-
-    def __init__(self, nbytes: int) -> None:
-        self.first, self.nbytes = 0, nbytes
-        self.bytes = memoryview(b"")  # of memory that it alone keeps
+    nbytes: int
+    first: int = 0
+    #: A view of memory that it alone keeps.
+    bytes: memoryview = memoryview(b"")
 
     def part(self, offset: int, nbytes: int) -> memoryview | None:
         """Return a part by its offset in the file; None if not all of it is here."""

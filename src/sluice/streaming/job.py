@@ -6,7 +6,7 @@ Everything that headers can show is settled here: names, shapes, dtypes and memo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     #: Bytes for the weights where they are used; None for the limits of the load, or what they leave.
     memory_bytes: int | None = None
     #: Paths of the blocks, with ``*`` for any name; None finds them.
-    blocks: tuple[str, ...] | None = None
+    blocks: Sequence[str] | None = None
     #: Whether the model is trained; parameters that require gradients then stay in memory.
     train: bool = False
     #: Quantized weights, in whose place the model has parameters for their plain tensors.
