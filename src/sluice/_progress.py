@@ -94,7 +94,6 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
                 super()._check_buffer()
             except OSError:
                 self.quiet = True
-                super()._check_buffer()  # drops what was not written
 
     bar = Bar(
         TextColumn("{task.description}", markup=False),

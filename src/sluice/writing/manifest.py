@@ -41,13 +41,11 @@ class ManifestWriter:
 
         Raises:
             SaveError: The path exists and may not or cannot be replaced, or its directory is read-only.
-            ValueError: It is the index of a checkpoint, or the hash is unknown.
             ImportError: The library of the hash is not installed.
         """
         new_hash(algorithm)
         self._algorithm = algorithm
         self._file = Replacement(path, overwrite=overwrite)
-        self.refuse(())
         directory = os.path.dirname(os.path.realpath(self._file.path))
         if os.path.isdir(directory) and not os.access(directory, os.W_OK):  # fails now, not after the data is written
             raise SaveError("the directory is not writable", file=self._file.path)
@@ -115,26 +113,24 @@ def manifest_writer(
     """Return the manifest of a save to ``destination``; None if ``path`` is None.
 
     Raises:
-        ValueError: The path is that of the checkpoint itself, or see ``ManifestWriter``.
+        ValueError: The path is that of the checkpoint itself or of an index, or the algorithm is unknown.
         SaveError: Its directory does not exist and is not one that the save creates, or see ``ManifestWriter``.
     """
     if path is None:
         return None
-    real, saved = os.path.realpath(path), os.path.realpath(destination)
-    if real == saved:
-        raise ValueError("the manifest and the checkpoint have the same path")
-    directory = os.path.dirname(real)
-    if not os.path.isdir(directory) and not (saved + os.sep).startswith(directory + os.sep):
+    writer = ManifestWriter(path, algorithm, overwrite=overwrite)
+    writer.refuse([destination])
+    directory = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(directory) and not f"{os.path.realpath(destination)}{os.sep}".startswith(directory + os.sep):
         raise SaveError("the directory of the manifest does not exist", file=path)
-    return ManifestWriter(path, algorithm, overwrite=overwrite)
+    return writer
 
 
 def replaces_checkpoint(path: str | os.PathLike[str], files: Iterable[str]) -> bool:
     """Return whether a new file would replace one of these, or the index of any checkpoint."""
     real = os.path.realpath(path)
-    if os.path.lexists(path) and real.endswith((".index.json", f"{os.sep}.metadata")):
-        return True
-    return real in map(os.path.realpath, files)
+    is_index = os.path.lexists(path) and real.endswith((".index.json", f"{os.sep}.metadata"))
+    return is_index or real in map(os.path.realpath, files)
 
 
 def write_manifest(manifest: Manifest, file: Replacement) -> None:

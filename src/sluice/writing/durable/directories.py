@@ -52,16 +52,8 @@ def _enter(path: str, created: list[str], stack: ExitStack) -> bool:
 
 def _remove_unused(directory: str) -> None:
     """Remove a directory that is empty and that no other save has locked to write to it."""
-    with suppress(OSError):
-        if not hasattr(os, "O_DIRECTORY"):
-            os.rmdir(directory)
-            return
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            if try_lock(descriptor) is not False:
-                os.rmdir(directory)
-        finally:
-            close(descriptor)
+    with suppress(OSError, SaveError), _locked(directory):
+        os.rmdir(directory)
 
 
 def _make(directory: str, saved: str, created: list[str]) -> None:

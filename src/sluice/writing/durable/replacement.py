@@ -31,8 +31,8 @@ from sluice.writing.durable.partial_files import (
 
 __all__ = ["Replacement", "WrittenFile", "kind_of_file", "saving"]
 
-#: Errors of file systems without hard links: ENOTSUP on macOS, EINVAL on Windows.
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
+#: Errors of a link to a name that exists, and on file systems without hard links: ENOTSUP of macOS, EINVAL of Windows.
+_NO_LINK = {errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 
 
 class WrittenFile:
@@ -169,8 +169,6 @@ class Replacement(WrittenFile):
             nbytes: Expected size of the file.
             staging: Buffers for direct writes of large files; None writes through the page cache.
         """
-        if not nbytes:
-            return
         with saving(self.path):
             fallocate(self._descriptor, nbytes)
         self._bypass_cache(self.hidden, nbytes, staging)
@@ -226,12 +224,11 @@ class Replacement(WrittenFile):
         try:
             os.link(self.hidden, self._final)  # unlike a rename, fails if another process created the file
         except OSError as error:
-            if error.errno in _NO_LINKS and not os.path.lexists(self._final):
-                os.replace(self.hidden, self._final)
-                return
-            if isinstance(error, FileExistsError) or error.errno in _NO_LINKS:
+            if error.errno not in _NO_LINK:
+                raise
+            if os.path.lexists(self._final):
                 raise SaveError("another process created the file in the meantime", file=self.path) from error
-            raise
+            os.replace(self.hidden, self._final)
 
     @property
     def is_published(self) -> bool:
