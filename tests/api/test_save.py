@@ -143,7 +143,6 @@ def test_a_tensor_without_its_memory_is_refused(tmp_path: Path, name: str, nbyte
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_module_that_a_failed_load_has_changed_is_refused_until_it_is_restored(tmp_path: Path) -> None:
     def fail(_: object) -> None:
         raise ValueError("stopped")
@@ -158,6 +157,7 @@ def test_a_module_that_a_failed_load_has_changed_is_refused_until_it_is_restored
     sluice.save(model, tmp_path / "g.pth")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_refused(tmp_path: Path) -> None:
     tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(sluice.SaveError, match="tensor 'a': a nested tensor cannot be written"):
