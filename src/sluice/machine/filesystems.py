@@ -26,10 +26,6 @@ _ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
 _known: dict[tuple[int, int], str] = {}
 
 
-#: Errors of file systems that cannot allocate.
-_NO_SPACE_AHEAD = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-
-
 def fallocate(descriptor: int, nbytes: int) -> None:
     """Allocate the space of a file, on file systems that do so without writing.
 
@@ -37,7 +33,7 @@ def fallocate(descriptor: int, nbytes: int) -> None:
     """
     while _libc is not None and _libc.fallocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(nbytes)):
         error = ctypes.get_errno()
-        if error in _NO_SPACE_AHEAD:
+        if error in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
             return
         if error != errno.EINTR:
             raise OSError(error, os.strerror(error))

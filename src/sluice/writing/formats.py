@@ -29,7 +29,7 @@ def write_contents(contents: Contents, save_format: SaveFormat, job: SaveJob) ->
     """
     saved = _write_torch(job, contents) if save_format == "torch" else _write_flat(job, contents, save_format)
     if isinstance(job.destination, Upload):
-        job.destination.keep()  # it is complete, also if the manifest fails
+        job.destination.added.clear()  # it is complete, also if the manifest fails
     if job.manifest and not job.dry_run:
         job.manifest.repeat(saved.tied)
         job.manifest.commit()

@@ -61,7 +61,8 @@ class Upload:
         self.url = shown(address.root, self._key)
         self._library = obstore_library(self.url)
         self._store = make_store(address, remote, "write")
-        self._added: list[str] = []
+        #: Keys of objects that are removed if the block fails.
+        self.added: list[str] = []
 
     def __str__(self) -> str:
         return self.url
@@ -73,7 +74,7 @@ class Upload:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._delete(self._added)
+            self._delete(self.added)
 
     @property
     def name(self) -> str:
@@ -115,17 +116,13 @@ class Upload:
         """Remove objects, best effort."""
         self._delete([self._key_of(name) for name in names])
 
-    def keep(self) -> None:
-        """Keep what was added, also if the block fails now."""
-        self._added.clear()
-
     def put(self, name: str, content: Any, *, is_new: bool, **how: Any) -> None:
         """Write an object from bytes, or from an iterator of bytes; ``is_new`` if it is to be removed on a failure."""
         key = self._key_of(name)
         with self._refusals():
             self._library.put(self._store, key, content, **how)
             if is_new:
-                self._added.append(key)
+                self.added.append(key)
 
     def size(self, name: str) -> int:
         """Return the size of an object, in bytes."""

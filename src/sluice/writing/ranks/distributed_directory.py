@@ -79,11 +79,11 @@ def write_item_files(
         for finish in finishers:
             finish()
 
-    def write_all(hidden: Mapping[int, str]) -> None:
+    def write_all(hidden: Mapping[int, bytes]) -> None:
         nbytes = layout.sizes.get(rank)
         ranks.write_files(lambda: dict(hidden), nbytes or 0, None if nbytes is None else fill)
 
-    def write(names: Mapping[int, str], hidden: Mapping[int, str]) -> bytes:
+    def write(names: Mapping[int, str], hidden: Mapping[int, bytes]) -> bytes:
         write_all(hidden)
         return _pickle_metadata(ranks.tensors, layout, paths, names)
 
@@ -116,7 +116,7 @@ def _write_directory(
     sizes: Mapping[int, int],
     *,
     overwrite: bool,
-    write: Callable[[Mapping[int, str], Mapping[int, str]], bytes],
+    write: Callable[[Mapping[int, str], Mapping[int, bytes]], bytes],
 ) -> tuple[list[str], tuple[str, ...]]:
     """Write a checkpoint and return its files, ``.metadata`` last, and those of the old one.
 
@@ -144,7 +144,7 @@ def _write_directory(
                 files[rank] = stack.enter_context(Replacement(directory / name, overwrite=True, in_set=True))
                 files[rank].reserve(sizes[rank])
                 files[rank].close()  # the rank writes to it and seals it
-            content = write(names, {rank: file.hidden for rank, file in files.items()})
+            content = write(names, {rank: os.fsencode(file.hidden) for rank, file in files.items()})
             metadata = stack.enter_context(Replacement(directory / METADATA_FILE, overwrite=True, in_set=True))
             metadata.write_at(0, content)
             metadata.seal(nbytes=len(content))

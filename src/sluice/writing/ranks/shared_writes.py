@@ -189,13 +189,13 @@ class RankWriter(Struct, frozen=True, kw_only=True):
         parts = {name: self.tensors[name].of(self.group.position) for name in starts}
         own = {name: region for name, region in parts.items() if region is not None}
 
-        def create() -> dict[int, str]:
+        def create() -> dict[int, bytes]:
             if out is None:
                 return {}
             assert isinstance(out, Replacement)  # ranks save to file systems
             out.reserve(layout.nbytes)
             out.write_at(0, layout.header)
-            return dict.fromkeys(range(self.group.size), out.hidden)
+            return dict.fromkeys(range(self.group.size), os.fsencode(out.hidden))
 
         def fill(file: SharedFile, queue: WriteQueue) -> None:
             for name, region in own.items():
@@ -205,24 +205,21 @@ class RankWriter(Struct, frozen=True, kw_only=True):
 
         self.write_files(create, layout.nbytes, fill if own else None)
 
-    def write_files(self, create: Callable[[], dict[int, str]], nbytes: int, fill: Fill | None) -> None:
+    def write_files(self, create: Callable[[], dict[int, bytes]], nbytes: int, fill: Fill | None) -> None:
         """Have every rank write to its file.
 
         Args:
-            create: Returns the hidden path of the file of each rank, on the lead.
+            create: Returns the hidden path of the file of each rank, on the lead; as bytes, it need not be UTF-8.
             nbytes: Size of the file of this rank, in bytes.
             fill: Queues what this rank writes; None if that is nothing.
 
         Raises:
             RankError: A rank failed.
         """
-        # Bytes: a path need not be text in UTF-8.
-        encode = msgspec.msgpack.encode
-        created = self.group.exchange(lambda: encode({rank: os.fsencode(path) for rank, path in create().items()}))
-        decoded = msgspec.msgpack.decode(created[LEAD], type=dict[int, bytes])
-        paths = {rank: os.fsdecode(path) for rank, path in decoded.items()}
-        self.group.hidden.extend(set(paths.values()))
-        self.group.exchange(partial(self._write, paths.get(self.group.position, ""), nbytes, fill))
+        created = self.group.exchange(lambda: msgspec.msgpack.encode(create()))
+        paths = msgspec.msgpack.decode(created[LEAD], type=dict[int, bytes])
+        self.group.hidden.extend(map(os.fsdecode, set(paths.values())))
+        self.group.exchange(partial(self._write, os.fsdecode(paths.get(self.group.position, b"")), nbytes, fill))
 
     def _write(self, path: str, nbytes: int, fill: Fill | None) -> bytes:
         if fill is not None:
