@@ -178,7 +178,7 @@ def _base_path(module: nn.Module) -> str:
 
 def _is_wrapper(module: nn.Module | None) -> bool:
     parts = {} if module is None else module._modules  # noqa: SLF001  without those of its parts
-    return "base_layer" in parts or {"original_module", "modules_to_save"} <= parts.keys()
+    return "base_layer" in parts or {"original_module", "modules_to_save"}.issubset(parts.keys())
 
 
 def _base_name(module: nn.Module, name: str, root: str) -> str | None:
