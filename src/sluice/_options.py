@@ -75,7 +75,7 @@ class Limits:
     symlinks_outside: bool = True
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.__slots__ if not isinstance(getattr(self, name), Real)]:
+        if wrong := [name for name in self.__slots__[:-1] if not isinstance(getattr(self, name), Real)]:
             raise TypeError(f"Limits(...) with what is not a number: {', '.join(wrong)}")
 
 

@@ -214,8 +214,9 @@ def test_a_relative_path_and_a_change_of_the_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     form = FORMS.get(name, {"format": "dcp"})
-    sluice.save(state(1), name, **form, progress=lambda _: os.chdir("/"))
+    report = sluice.save(state(1), name, **form, progress=lambda _: os.chdir("/"))
     assert value_of(tmp_path / name) == 1
+    assert all(file.partition("/")[0] in {name, f"{name}.safetensors"} for file in report.files), report.files
     assert not [each for each in names(tmp_path) if "sluice" in each]
 
 

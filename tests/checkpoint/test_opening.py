@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import sluice
 from sluice._options import Limits
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.checkpoint.opening import open_layout
+from sluice.checkpoint.opening import _parts, open_layout
 from sluice.checkpoint.survey import survey
 from sluice.entries import tree as trees
 from sluice.formats.divided import divided_directory
@@ -171,6 +171,13 @@ def test_the_parts_of_a_divided_gguf_file(tmp_path: Path) -> None:
     parts[1].unlink()
     with pytest.raises(sluice.MissingFileError, match="00002-of-00002"):
         sluice.open(parts[0])
+
+
+def test_the_query_of_a_divided_gguf_file_may_have_its_name() -> None:
+    url = "https://h/m-00001-of-00002.gguf/m-00001-of-00002.gguf?name=m-00001-of-00002.gguf"
+    last = "https://h/m-00001-of-00002.gguf/m-00002-of-00002.gguf?name=m-00002-of-00002.gguf"
+    assert _parts(url, "m-00001-of-00002.gguf", 2) == [url, last]
+    assert _parts(sluice.Remote(url), "m-00001-of-00002.gguf", 2)[1] == sluice.Remote(last)
 
 
 def test_a_list_of_one_path_is_the_path(shards: list[Path]) -> None:

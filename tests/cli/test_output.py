@@ -71,6 +71,7 @@ def test_a_factory_that_fails_is_the_models_fault(directory: Path) -> None:
         (sluice.FormatError("odd\x1b[2Jbytes"), 1, "odd\\x1b[2Jbytes"),
         (ValueError("surprise"), 1, "unexpected ValueError: surprise. This is a defect of sluice"),
         (MemoryError(), 1, "unexpected MemoryError. This"),
+        (OSError("libxxhash.so.0: cannot open"), 1, "unexpected OSError: libxxhash.so.0: cannot open. This"),
     ],
 )
 def test_every_exception_has_an_exit_code(
@@ -102,7 +103,7 @@ class Unwritable(io.StringIO):
             raise self.error
 
 
-@pytest.mark.parametrize("error", [Unwritable.error, BrokenPipeError()])
+@pytest.mark.parametrize("error", [Unwritable.error, BrokenPipeError(errno.EPIPE, "")])
 @pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 2), ("diff", 2)])
 def test_output_that_cannot_be_written_is_no_answer(
     files: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, error: OSError, command: str, code: int
@@ -114,7 +115,7 @@ def test_output_that_cannot_be_written_is_no_answer(
     with pytest.raises(SystemExit) as ended:
         main([command, *files.get(command, files["verify"])])
     assert (ended.value.code, out.closed) == (code, True)
-    assert err.getvalue() == ("Error: cannot write the output: No space left on device\n" if error.errno else "")
+    assert err.getvalue() == ("Error: cannot write the output: No space left on device\n" if error.strerror else "")
 
 
 def test_a_command_with_a_closed_output_does_its_work(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

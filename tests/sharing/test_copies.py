@@ -185,7 +185,9 @@ def test_a_plan_shows_the_mapping_before_and_after_the_build(path: Path, store: 
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_copy_is_read_only_and_built_again_once_it_was_changed(path: Path, *, replaced: bool) -> None:
+def test_a_copy_is_read_only_and_built_again_once_it_was_changed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, replaced: bool
+) -> None:
     with sluice.shared(path) as copy:
         assert os.stat(copy.path).st_mode & 0o777 == 0o400
     os.chmod(copy.path, 0o600)
@@ -199,6 +201,10 @@ def test_a_copy_is_read_only_and_built_again_once_it_was_changed(path: Path, *, 
     with sluice.shared(path) as again:
         assert again.built
         assert Path(again.path).read_bytes() == path.read_bytes()
+        os.utime(again.path)
+        monkeypatch.setattr("sluice.sharing.copies._WORD_SECONDS", 0.05)
+        with pytest.raises(sluice.SaveError, match="was changed while it is in use"):
+            sluice.shared(path)
 
 
 def test_quantize_is_refused_by_name(path: Path) -> None:

@@ -307,6 +307,8 @@ def test_members_with_equal_titles_are_told_apart() -> None:
     assert len(find_place([sluice.Remote("key", store=store) for store in stores]).members) == 2
     with pytest.raises(ValueError, match="names 'http://host/get' twice"):
         find_place([*urls, urls[0]])
+    with pytest.raises(ValueError, match="names 'http://host/get' twice"):
+        find_place([*urls, sluice.Remote(urls[0])])
 
 
 def test_a_long_list_takes_time_in_proportion() -> None:

@@ -182,7 +182,10 @@ def _read(path: str) -> tuple[Mapping[str, Any], str]:
             raise FormatError("the configuration of the merge is larger than 1 MiB", file=path, advice=advice)
         content = file.read_at(0, file.identity.nbytes)
     if path.endswith(".json"):
-        found: Any = decode_json(content, dict[str, Any], "the configuration of the merge", path)
+        try:
+            found: Any = decode_json(content, dict[str, Any], "the configuration of the merge", path)
+        except FormatError as error:
+            raise config_error(error.problem, file=path) from error
     else:
         found = _yaml(content, path)
     if not isinstance(found, dict):

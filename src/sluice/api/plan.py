@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from numbers import Integral
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -194,7 +195,7 @@ def _layout(
         raise TypeError(f"mesh must be a mapping from names to numbers of ranks, not {type(mesh).__name__}")
     known = mesh_of(mesh)
     own = known.ranks if ranks_per_host is None else ranks_per_host
-    if not isinstance(own, int) or own < 1:
+    if not isinstance(own, Integral) or own < 1:
         raise ValueError(f"ranks_per_host must be positive, not {own!r}")
     tp_dims = {}
     if "tp" in mesh:

@@ -93,13 +93,16 @@ def save(
     """
     started = time.perf_counter()
     state = state_to_save(obj, path)
+    refusal = None
     if isinstance(obj, nn.Module) and is_partly_loaded(obj):
-        raise SaveError("a failed load has changed weights of the model", advice="Load it again, or restore them.")
+        refusal = SaveError("a failed load has changed weights of the model", advice="Load it again, or restore them.")
     check_load(progress=progress, overwrite=overwrite)
     destination = save_destination(path)
     chosen = choose_format(Path(destination.name), format, max_shard_size, SAVE_FORMATS)
     check_save(metadata, chosen)
     by_ranks = _is_divided(state, chosen)
+    if refusal is not None and not by_ranks:
+        raise refusal
     if by_ranks and isinstance(destination, Upload):
         advice = "Save to a file system that all ranks share, and copy the files."
         raise SaveError("ranks cannot save together to an object store", file=destination.url, advice=advice)
@@ -120,7 +123,7 @@ def save(
         if by_ranks:
             from sluice.writing.ranks.save import save_by_ranks
 
-            saved = save_by_ranks(state, chosen, job)
+            saved = save_by_ranks(state, chosen, job, refusal)
         else:
             saved = write_contents(HeldObject(state, job.dtype), chosen, job)
     count = saved.tensors

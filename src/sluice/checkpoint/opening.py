@@ -92,14 +92,12 @@ def _of_several(place: Place, found: Any, kind: Kind, limits: Limits) -> Checkpo
 
 
 def _parts(path: Location, name: str, count: int) -> list[Location]:
-    """Return all parts of a divided GGUF file from the location of the first, as llama.cpp does."""
+    """Return all parts of a divided GGUF file from the location of the first, whose query may have the name as well."""
     parts: list[Location] = []
     for number in range(1, count + 1):
         text = _FIRST_PART.sub(f"-{number:05}-of-{count:05}.gguf", name)
-        if isinstance(path, str):
-            parts.append(text.join(path.rsplit(name, 1)))
-        else:
-            parts.append(dataclasses.replace(path, url=text.join(path.url.rsplit(name, 1))))
+        where = text.join(re.split(re.escape(name) + "(?!/)", path if isinstance(path, str) else path.url))
+        parts.append(where if isinstance(path, str) else dataclasses.replace(path, url=where))
     return parts
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import io
 import os
 import sys
+from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE
 from importlib import import_module
 
 import click
 from click.shell_completion import CompletionItem
 
 from sluice import __version__
-from sluice._errors import SluiceError
 from sluice._interrupts import InterruptsRaised
 from sluice.cli.output import failure_of, unwritten
 
@@ -97,7 +97,8 @@ class _Commands(click.Group):
                     raise failure_of(KeyboardInterrupt()) from error
                 if isinstance(error, click.ClickException):
                     raise
-                if isinstance(error, OSError) and not isinstance(error, SluiceError) and error.filename is None:
+                unwritable = {EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE}  # other errors without a file have other causes
+                if isinstance(error, OSError) and error.errno in unwritable and error.filename is None:
                     raise unwritten(error, 2 if ctx.invoked_subcommand in {"verify", "diff"} else 1) from error
                 raise failure_of(error) from error
 

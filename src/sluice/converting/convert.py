@@ -73,6 +73,9 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
     if adapters:
         merged = _merged(checkpoint, contents.tree, job.dtype, adapters)
         checkpoint = merged.checkpoint
+        if job.manifest:
+            sources = [each.source for each in merged.adapters]
+            job.manifest.refuse(path for each in sources for path in (each, *map(str, Path(each).glob("*"))))
         notes += tuple(each.describe() for each in merged.adapters)
     if "safetensors" in checkpoint.format:
         job = replace(job, metadata={**job.metadata, **checkpoint.metadata})

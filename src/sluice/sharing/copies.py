@@ -153,9 +153,9 @@ def find_or_build(
 
     Raises:
         BudgetError: There is no room for it.
-        SaveError: It could not be written, or another process has not finished in half an hour.
+        SaveError: It could not be written, was changed while in use, or is not built by others in half an hour.
     """
-    folder = store / request.digest()
+    folder, used = store / request.digest(), 0
     path, started, said, built = folder / FILE, time.monotonic(), False, False
     while (shared := lock_shared(folder)) is None:
         if (free := lock_free(folder)) is not None:
@@ -173,12 +173,16 @@ def find_or_build(
             finally:
                 free.close()
             continue
+        used = 0 if lock_shared(folder, changed=True) is None else used + 1  # others that wait use it for a moment
+        if used > _WORD_SECONDS / _LOOK_SECONDS:
+            advice = "Delete the models that use it, also those of this process."
+            raise SaveError("the shared copy was changed while it is in use", file=str(folder), advice=advice)
         waited = time.monotonic() - started
         if waited > _WAIT_SECONDS:
-            problem = f"another process has been building the shared copy, or using a changed one, for {waited:.0f} s"
+            problem = f"another process has been building the shared copy for {waited:.0f} s"
             raise SaveError(problem, file=str(folder), advice="End that process: its lock ends with it.")
         if waited > _WORD_SECONDS and not said:
-            _log.warning("sluice: waiting for another process that builds or uses the shared copy %s", folder)
+            _log.warning("sluice: waiting for another process that builds the shared copy %s", folder)
             said = True
         time.sleep(_LOOK_SECONDS)
     return SharedCopy(str(path), shared, built=built)

@@ -96,10 +96,10 @@ def open_store(directory: str | os.PathLike[str] | None = None) -> Path:
     return path
 
 
-def lock_shared(folder: Path) -> OwnedFile | None:
-    """Return the open lock of a copy that this process now uses; None if it is not finished, or being built."""
+def lock_shared(folder: Path, *, changed: bool = False) -> OwnedFile | None:
+    """Return the open lock of a copy that this process now uses; None if it is being built, or not finished."""
     lock = _locked(folder, LOCK_SH)
-    if lock is None or not is_finished(folder):
+    if lock is None or not (changed or is_finished(folder)):
         return None
     os.utime(lock.fileno())
     return lock

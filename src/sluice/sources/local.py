@@ -73,7 +73,8 @@ class LocalFile(RangedSource):
         self._lock = threading.Lock()
         try:
             #: Path in the file system, also after the process has changed its directory.
-            self.local_path = os.path.join("" if os.path.isabs(path) else os.getcwd(), path)
+            here = "" if os.path.isabs(path) else os.getcwd()
+            self.local_path = os.path.join(here if os.access(here, os.X_OK) else "", path)
             status = os.stat(self.local_path)
         except FileNotFoundError as error:
             raise MissingFileError("the file does not exist", file=self.path) from error

@@ -157,7 +157,7 @@ def _listed(where: Sequence[object]) -> Place:
     titles: Counter[str] = Counter()
     for number, member in enumerate(members):
         remote = None if isinstance(member.location, str) else member.location
-        address = (str(member.location), 0) if remote is None else (remote.url, id(remote.store))
+        address = (str(member.location), id(None)) if remote is None else (remote.url, id(remote.store))
         if address in addresses:
             raise ValueError(f"source is a list that names {member.title!r} twice")
         addresses.add(address)

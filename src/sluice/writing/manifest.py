@@ -56,7 +56,7 @@ class ManifestWriter:
     def refuse(self, files: Iterable[str]) -> None:
         """Raise ``ValueError`` if the manifest would replace one of these files, or an index."""
         if replaces_checkpoint(self._file.path, files):
-            raise ValueError(f"the manifest and a file of the checkpoint have the same path: {self._file.path}")
+            raise ValueError(f"the manifest would replace a file or the index of a checkpoint: {self._file.path}")
 
     def expect(self, name: str, outline: TensorOutline, stored: Hashable = None) -> None:
         """Announce a tensor whose bytes will be written.

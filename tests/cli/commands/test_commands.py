@@ -101,8 +101,8 @@ def test_a_directory_with_other_files_needs_no_force(source: Path, tmp_path: Pat
         (("out.pt", "--rename", "mosk=x"), 1, "matches no tensor"),
         (("out.pt", "--key", "nowhere"), 1, "nothing at key 'nowhere'"),
         (("out.pt", "--memory", "10MiB"), 3, "the conversion needs"),
-        (("out.pt", "--manifest", "out.pt"), 2, "have the same path"),
-        (("out.pt", "--manifest", "in.pt", "--force", "--dry-run"), 2, "have the same path"),
+        (("out.pt", "--manifest", "out.pt"), 2, "would replace a file"),
+        (("out.pt", "--manifest", "in.pt", "--force", "--dry-run"), 2, "would replace a file"),
     ],
 )
 def test_mistakes_are_one_paragraph(

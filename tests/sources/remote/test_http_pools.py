@@ -88,12 +88,14 @@ def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch, st
 
 def test_bytes_before_a_failure_are_kept() -> None:
     with RangeServer({"/m": CONTENT}, always=cut(5, "stall")) as server:
-        remote = HttpObject(Remote(server.url("/m"), timeout=0.1))
+        remote = HttpObject(Remote(server.url("/m"), timeout=0.5))
         buffer = memoryview(bytearray(50))
         with remote.open_first(100)[1] as body:
             assert body.readinto(buffer) == 5
+            began = time.monotonic()
             with pytest.raises(RequestFailedError, match=r"the connection was lost|sent nothing"):
                 body.readinto(buffer)
+            assert time.monotonic() < began + 0.4  # the timeout has passed already
         remote.close()
 
 

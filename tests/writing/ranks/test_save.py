@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -108,7 +110,7 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
         progress=False,
     )
     with pytest.raises(sluice.SaveError, match="lone surrogate"):
-        save_by_ranks({"\ud800": torch.ones(1)}, "safetensors", job)
+        save_by_ranks({"\ud800": torch.ones(1)}, "safetensors", job, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,6 +218,17 @@ def test_ranks_outside_of_the_mesh_raise_and_the_others_save(four_ranks: Ranks, 
     assert_same(dict(sluice.load_state_dict(tmp_path / "model.safetensors")), expected_state())
 
 
+def partly_loaded(module: torch.nn.Module, directory: Path) -> torch.nn.Module:
+    def fail(_: object) -> None:
+        raise KeyError
+
+    with TemporaryDirectory(dir=directory) as folder:
+        torch.save(module.state_dict(), f"{folder}/m.pth")
+        with suppress(sluice.PartialLoadError):
+            sluice.load_into(module, f"{folder}/m.pth", progress=fail)
+    return module
+
+
 def refused(directory: Path) -> list[str]:
     """Return the error of each save that ranks do not agree on, or that their formats do not allow."""
     import torch.distributed as dist
@@ -234,6 +247,11 @@ def refused(directory: Path) -> list[str]:
         ({"w": weight, "x": 1} if rank else {"w": weight}, "a.safetensors", {}),
         ({"w": weight}, "a.pth", {}),
         ({"w": weight}, "a.safetensors", {"manifest": directory / "m.json"}),
+        (
+            partly_loaded(torch.nn.Linear(2, 2), directory.parent) if rank else torch.nn.Linear(2, 2),
+            "a",
+            {"format": "dcp"},
+        ),
     ]
     texts = []
     for state, path, options in calls:
@@ -255,7 +273,8 @@ def test_what_ranks_do_not_agree_on_is_refused(two_ranks: Ranks, tmp_path: Path)
         "tensor 'x': the tensor is a DTensor with the placement",
         "rank 1: SaveError: tensor 'x': this format stores tensors only",
         "this format cannot hold DTensors",
-        "a manifest of DTensors cannot be written",
+        "a manifest cannot be written by ranks",
+        "rank 1: SaveError: a failed load has changed weights of the model",
     ]
     for text, problem in zip(texts[0], expected, strict=True):
         assert problem in text

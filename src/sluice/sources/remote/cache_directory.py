@@ -157,10 +157,10 @@ class CacheEntry:
         for path, nbytes in sizes.items():
             with suppress(OSError), _opened(path) as file:
                 status = os.fstat(file.fileno())
-                if path.endswith(".part"):  # other processes write as well
-                    missing += nbytes - 512 * status.st_blocks
                 if path not in {self.path, self.part_path} and _lock(file, LOCK_EX):
                     unused[path] = status.st_atime_ns
+                elif path.endswith(".part"):  # other processes write as well
+                    missing += nbytes - 512 * status.st_blocks
         excess = max(sum(sizes.values()) - self.bound, missing - system.f_bavail * system.f_frsize)
         if 0 < excess <= sum(sizes[path] for path in unused):
             for path in sorted(unused, key=unused.__getitem__):

@@ -98,6 +98,7 @@ class _Received(RawIOBase):
                 found = self._connection.recv_into(buffer)
             except TimeoutError:
                 if stopping() or time.monotonic() >= began + self._seconds:
+                    self._seconds = 0  # the next read fails too
                     raise
                 continue
             now = time.monotonic()

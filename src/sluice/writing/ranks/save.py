@@ -92,8 +92,8 @@ class _Division(Struct, frozen=True, kw_only=True):
         )
 
 
-def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
-    """Write a state with DTensors; called by every rank that holds parts of it.
+def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob, error: SaveError | None) -> SavedFiles:
+    """Write a state with DTensors; called by every rank that holds parts of it. All hear of ``error``.
 
     Raises:
         SaveError: The format cannot hold DTensors, or there is no process group.
@@ -104,16 +104,15 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
         expected = f"one of {', '.join(_WRITERS)}"
         raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format, advice=_NO_TORCH)
     if job.manifest:
-        raise SaveError("a manifest of DTensors cannot be written", advice=_NO_MANIFEST)
-    job = replace(job, destination=Path(str(job.destination)).absolute())  # the process may change its directory
+        raise SaveError("a manifest cannot be written by ranks", advice=_NO_MANIFEST)
     dtensors = dtensors_in(state)
     group = group_of(dtensors)
     if group is None:
         _check_alone(dtensors)
-        return _saved_by(RankGroup(), state, save_format, job)
+        return _saved_by(RankGroup(), state, save_format, job, error)
     with Agreement(group, verb="save") as agreement:
         agreement.meet()
-        return _saved_by(RankGroup(agreement), state, save_format, job)
+        return _saved_by(RankGroup(agreement), state, save_format, job, error)
 
 
 def _check_alone(dtensors: Sequence[Any]) -> None:
@@ -125,17 +124,23 @@ def _check_alone(dtensors: Sequence[Any]) -> None:
         )
 
 
-def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
+def _saved_by(group: RankGroup, state: object, chosen: SaveFormat, job: SaveJob, error: SaveError | None) -> SavedFiles:
     saved: list[SavedFiles] = []
+    given = Path(str(job.destination))
+    absolute = given.absolute()  # the process may change its directory
 
     def work() -> bytes:
-        saved.append(_WRITERS[save_format](job, state, group))
-        sizes = {os.fsencode(file): os.path.getsize(file) for file in saved[0].files}  # none but on the lead
-        return msgspec.msgpack.encode((sizes, list(map(os.fsencode, saved[0].replaced))))
+        if error is not None:
+            raise error
+        saved.append(_WRITERS[chosen](replace(job, destination=absolute), state, group))
+        # None but on the lead.
+        sizes = {os.fsencode(os.path.relpath(file, absolute)): os.path.getsize(file) for file in saved[0].files}
+        replaced = [os.fsencode(os.path.relpath(file, absolute)) for file in saved[0].replaced]
+        return msgspec.msgpack.encode((sizes, replaced))
 
     files, replaced = msgspec.msgpack.decode(together(group, work), type=tuple[dict[bytes, int], list[bytes]])
-    names = {os.fsdecode(file): nbytes for file, nbytes in files.items()}
-    return replace(saved[0], files=names, replaced=tuple(map(os.fsdecode, replaced)))
+    names = {str(given / os.fsdecode(file)): nbytes for file, nbytes in files.items()}
+    return replace(saved[0], files=names, replaced=tuple(str(given / os.fsdecode(file)) for file in replaced))
 
 
 def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
