@@ -266,3 +266,7 @@ def test_a_relative_path_stays_the_same_file(path: Path, monkeypatch: pytest.Mon
         source.read_into(0, memoryview(buffer))
     assert source.path == path.name
     assert buffer == path.read_bytes()[:10]
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a directory above may not be searched
+    with closing(LocalFile(path.name)) as source:
+        assert source.local_path == path.name

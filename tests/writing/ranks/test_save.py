@@ -218,7 +218,7 @@ def test_ranks_outside_of_the_mesh_raise_and_the_others_save(four_ranks: Ranks, 
     assert_same(dict(sluice.load_state_dict(tmp_path / "model.safetensors")), expected_state())
 
 
-def partly_loaded(module: torch.nn.Module, directory: Path) -> torch.nn.Module:
+def load_partly(module: torch.nn.Module, directory: Path) -> None:
     def fail(_: object) -> None:
         raise KeyError
 
@@ -226,7 +226,6 @@ def partly_loaded(module: torch.nn.Module, directory: Path) -> torch.nn.Module:
         torch.save(module.state_dict(), f"{folder}/m.pth")
         with suppress(sluice.PartialLoadError):
             sluice.load_into(module, f"{folder}/m.pth", progress=fail)
-    return module
 
 
 def refused(directory: Path) -> list[str]:
@@ -239,6 +238,10 @@ def refused(directory: Path) -> list[str]:
     weight = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     longer = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.register_parameter("w", torch.nn.Parameter(weight))
+    if rank:
+        load_partly(model[0], directory.parent)
     calls: list[tuple[object, str, dict[str, Any]]] = [
         ({"w": weight, "seed": rank}, "a", {"format": "dcp"}),
         ({"w": weight if rank else longer}, "a.safetensors", {}),
@@ -247,11 +250,7 @@ def refused(directory: Path) -> list[str]:
         ({"w": weight, "x": 1} if rank else {"w": weight}, "a.safetensors", {}),
         ({"w": weight}, "a.pth", {}),
         ({"w": weight}, "a.safetensors", {"manifest": directory / "m.json"}),
-        (
-            partly_loaded(torch.nn.Linear(2, 2), directory.parent) if rank else torch.nn.Linear(2, 2),
-            "a",
-            {"format": "dcp"},
-        ),
+        (model, "a", {"format": "dcp"}),
     ]
     texts = []
     for state, path, options in calls:
