@@ -98,7 +98,7 @@ def test_a_conversion_merges_by_new_names_and_is_a_dry_run(base: Path, adapter: 
     report = sluice.convert(old, tmp_path / "new.safetensors", rename={"old.**": "**"}, adapters=adapter, dry_run=True)
 
     assert report.dry_run
-    taken = {"manifest": adapter / "adapter_model.safetensors", "overwrite": True, "dry_run": True}
+    taken: Any = {"manifest": adapter / "adapter_model.safetensors", "overwrite": True, "dry_run": True}
     with pytest.raises(ValueError, match="would replace a file"):
         sluice.convert(base, tmp_path / "new.safetensors", key="model", adapters=adapter, **taken)
     assert not (tmp_path / "new.safetensors").exists()

@@ -283,10 +283,8 @@ def test_errors(tmp_path: Path) -> None:
     for wrong in ({"rtol": -1}, {"atol": float("nan")}):
         with pytest.raises(ValueError, match="must not be negative"):
             sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt", **wrong)
-    tolerances: Any = {
-        "rtol": np.float32(1),
-        "limits": sluice.Limits(entries=np.int64(99), symlinks_outside=np.bool_(True)),
-    }  # type: ignore[arg-type]
+    bounds: Any = {"entries": np.int64(99), "symlinks_outside": np.bool_(True)}
+    tolerances: Any = {"rtol": np.float32(1), "limits": sluice.Limits(**bounds)}
     assert sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt", **tolerances).same
     torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "b.pt")
     with pytest.raises(sluice.LimitError, match="repeats its stored elements too often"):

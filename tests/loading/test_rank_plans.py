@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,8 @@ def test_the_last_style_of_a_module_counts() -> None:
 
 
 def test_replicas_read_what_others_read_too(checkpoint: Path) -> None:
-    report = sluice.plan(on_meta(), checkpoint, mesh={"dp_replicate": 3, "dp": 2}, ranks_per_host=np.int64(2))
+    two: Any = np.int64(2)
+    report = sluice.plan(on_meta(), checkpoint, mesh={"dp_replicate": 3, "dp": 2}, ranks_per_host=two)
     ranks = report.ranks
     assert ranks is not None
     assert ranks.needed_bytes == report.checkpoint_bytes
