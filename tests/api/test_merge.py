@@ -159,11 +159,12 @@ def test_packs_are_read_as_a_whole_wherever_a_piece_ends(tmp_path: Path, monkeyp
     assert torch.equal(sluice.load_state_dict(tmp_path / "m.safetensors")["w"].float(), one.lerp(other, 0.5))
 
 
-def test_both_names_of_a_tied_tensor_have_the_same_draws(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [None, 0, 1])
+def test_both_names_of_a_tied_tensor_have_the_same_draws(tmp_path: Path, copies: int | None) -> None:
     paths = [str(tmp_path / f"{i}.pth") for i in range(2)]
-    for path in paths:
+    for i, path in enumerate(paths):
         weight = torch.randn(30, 40)
-        torch.save({"head.weight": weight, "wte.weight": weight}, path)
+        torch.save({"head.weight": weight, "wte.weight": weight.clone() if i == copies else weight}, path)
     sluice.merge(
         {paths[0]: 1, paths[1]: 1}, tmp_path / "m.pth", method="dare_ties", base=paths[0], parameters={"density": 0.5}
     )
@@ -377,15 +378,25 @@ def test_a_failure_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert at > 2
 
 
-def test_integers_that_differ_are_the_last_ones_of_an_average_and_refused_before_others(tmp_path: Path) -> None:
-    networks = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+def test_integers_that_differ_are_the_last_ones_of_an_average_and_refused_before_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)) for _ in range(3)]
     networks[1].get_buffer("1.num_batches_tracked").fill_(7)
     paths = [str(tmp_path / name) for name in ("a.pth", "b.pth")]
     for network, path in zip(networks, paths, strict=False):
         torch.save(network.state_dict(), path)
     before = {name: tensor.clone() for name, tensor in networks[2].state_dict().items()}
+    together, read = list[int](), _source._read
+
+    def counted(reader: Any, pieces: Any) -> Any:
+        together.append(len(pieces))
+        return read(reader, pieces)
+
+    monkeypatch.setattr(_source, "_read", counted)
     with pytest.raises(sluice.MismatchError, match=r"1.num_batches_tracked.* different integers.* 'swa'"):
         sluice.merge(dict.fromkeys(paths, 1), networks[2])
+    assert together == [1]  # there may be many
     assert same(networks[2].state_dict(), before)
     sluice.merge(paths, networks[2], method="swa")
     assert networks[2].get_buffer("1.num_batches_tracked") == 7

@@ -265,7 +265,22 @@ def test_restored_modules_are_ordinary_ones(tmp_path: Path) -> None:
         empty.load_state_dict(source.state_dict(), assign=True)
         assert torch.equal(empty(x), source(x))
     assert b"sluice" not in pickle.dumps(model)
-    torch.jit.script(model)
+    for each in (model, hooked):
+        torch.jit.script(each)
+
+
+def test_weights_of_inference_mode_can_be_restored_and_a_part_has_no_others(tmp_path: Path) -> None:
+    source, x = _layers(), torch.ones(2, 512)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    with torch.inference_mode():
+        model = _layers()
+        _torn(model, tmp_path / "f.pth")
+        assert len(pickle.dumps(model[0])) < 1.5 * 512 * 512 * 4
+        model[0].load_state_dict(source[0].state_dict())
+        with pytest.raises(StreamError, match="not in memory"):
+            model(x)
+        model.load_state_dict(source.state_dict())
+        assert torch.equal(model(x), source(x))
 
 
 def test_the_state_of_an_optimizer_does_not_touch_its_model(tmp_path: Path) -> None:

@@ -271,6 +271,26 @@ def test_what_a_model_computes_from_weights_after_a_load_is_right(
     with sluice.stream(running, file, memory=3 * block_bytes()) as stream:
         assert torch.equal(running(x), model(x))
         assert stream.report.call_bytes
+    sluice.load_into(running, file)
+    assert torch.equal(running(x), model(x))
+    assert running.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_hook_that_ties_weights_keeps_none_of_the_stream(file: Path) -> None:
+    def make() -> nn.Sequential:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        model.register_load_state_dict_post_hook(lambda *_: setattr(model[3], "weight", model[2].weight))  # type: ignore[no-untyped-call]
+        return model
+
+    model, x = make(), torch.randn(2, WIDTH)
+    model.load_state_dict(model.state_dict())
+    torch.save(model.state_dict(), file)
+    running = empty(make)
+    for _ in range(2):
+        with sluice.stream(running, file, memory=3 * block_bytes()), torch.no_grad():
+            assert torch.equal(running(x), model(x))
+    sluice.load_into(running, file)
+    assert torch.equal(running(x), model(x))
 
 
 def test_a_failure_of_what_a_model_does_after_a_load_ends_the_stream(

@@ -222,7 +222,7 @@ class _Storages:
         dtype = self.sources[storage][1]
         view = replace(
             entry,
-            elements=Elements(dtype=dtype, math_bits=entry.elements.math_bits),
+            elements=Elements(dtype=dtype, math_bits=entry.elements.view_bits),
             storage=storage,
             storage_offset=self._start[position],
             stride=contiguous_stride(entry.shape) if entry.parts else entry.stride,

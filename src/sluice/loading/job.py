@@ -156,8 +156,8 @@ class LoadJob(Struct, frozen=True, kw_only=True):
         """Whether ``undo`` puts back what ``install`` changes, and a failed ``install`` has done so."""
         return False
 
-    def undo(self) -> None:
-        """Put back what ``install`` has changed, because a different rank failed in it."""
+    def undo(self) -> str | None:
+        """Put back what ``install`` has changed, because a different rank failed in it; return what is left, if any."""
 
     def changed_by(self, fetched: Any) -> PartialLoadError | None:
         """Return an error that names the live tensors that ``fetch`` changed, if ``install`` will not be called."""

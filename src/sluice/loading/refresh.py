@@ -216,7 +216,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
         """See ``LoadJob.reversible``."""
         return not self.in_place
 
-    def undo(self) -> None:
+    def undo(self) -> str | None:
         """See ``LoadJob.undo``.
 
         Raises:
@@ -227,6 +227,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
                 self._put_back()
                 # What post-hooks compute from weights is that of the old ones again.
                 finish_loading(self.state, self.match, {}, strict=False, receivers=self.receivers)
+        return "no tensor was changed, but extra state may be new" if self.extra_state else None
 
     def _put_back(self) -> None:
         while self.exchanges:

@@ -189,10 +189,12 @@ def _placed(recipe: Recipe, outputs: Sequence[_Output], inputs: _Inputs, seed: i
         problem = listed("the inputs of the merge do not have the same tensors", problems or ["they have none"])
         advice = "Name the part that they share with key=, or leave other tensors out with sluice.convert first."
         raise MismatchError(problem, advice=advice)
-    tensors, at, firsts = [], 0, dict[tuple[Entry, ...], str]()
+    tensors, at, drawn = [], 0, dict[Entry, str]()
     for output in outputs:
         own = [inputs[source.model][name] for source, name in zip(output.part.sources, output.inputs, strict=True)]
-        merged = _merged(recipe, output, own, seed, firsts.setdefault(tuple(own), output.name))
+        drawn_as = next(filter(None, map(drawn.get, own)), output.name)  # one name of those that any input ties
+        drawn.update(dict.fromkeys(own, drawn_as))
+        merged = _merged(recipe, output, own, seed, drawn_as)
         tensors.append(PlacedTensor(merged=merged, inputs=tuple(own), first_byte=at))
         at = round_up(at + tensors[-1].nbytes, ALIGNMENT)
     return tensors

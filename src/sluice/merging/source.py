@@ -88,14 +88,10 @@ class MergeSource(ComputedSource):
 
     def check_integers(self) -> None:
         """Refuse what ``compute`` refuses; larger tensors of integers are compared when they are computed."""
-        small = [
-            (each, 0, each.merged.numel)
-            for each in self._tensors
-            if 0 < each.nbytes <= _CHECKED_BYTES and not getattr(torch, each.merged.dtype).is_floating_point
-        ]
         with self._reader() as reader:
-            for (each, _, _), tensors in zip(small, _read(reader, small), strict=True):
-                compute(each.merged, tensors, 0, None)
+            for each in self._tensors:  # read one at a time: all of them may be of integers
+                if 0 < each.nbytes <= _CHECKED_BYTES and not getattr(torch, each.merged.dtype).is_floating_point:
+                    compute(each.merged, next(_read(reader, [(each, 0, each.merged.numel)])), 0, None)
 
     def fill_buffer(self, offset: int, buffer: memoryview) -> None:
         """See ``RangedSource``."""

@@ -219,12 +219,14 @@ def refuse_calls(module: nn.Module, *, partly: bool = False) -> None:
 
     Calls while all of them are in memory succeed, and so do those with other weights, such as restored ones. A load or
     a stream of the module ends this. ``partly`` says that a load has just failed that may have changed any weight.
+    If ``load_state_dict`` restored parts one by one, the hook of the module stays, and refuses nothing.
     """
     torn = [each for each in _tensors(module).values() if (partly or _is_torn(each)) and not is_lazy(each)]
     _accept_calls(module)
-    refusal = _Refusal(torn)
+    _Refusal(torn)
     for part in module.modules():
         if _missing(part) is not None:
+            refusal = _Refusal([each for each in _tensors(part).values() if _is_torn(each)])  # copied with the part
             # Not the methods of the part: those of ScriptModules raise, and call the hooks nevertheless.
             nn.Module.register_forward_pre_hook(part, refusal, prepend=True)
             nn.Module.register_load_state_dict_post_hook(part, _accept_restored)  # type: ignore[no-untyped-call]
@@ -249,21 +251,24 @@ def refusing(module: nn.Module) -> Iterator[None]:
         _accept_calls(module)
 
 
-def _accept_calls(module: nn.Module) -> None:
+def _accept_calls(module: nn.Module, kept: object = None) -> None:
     for part in module.modules():
         for hooks in (part._forward_pre_hooks, part._load_state_dict_post_hooks):  # noqa: SLF001
-            for number, hook in list(hooks.items()):
+            for number, hook in list(hooks.items()) if hooks is not kept else ():
                 if isinstance(hook, _Refusal) or hook is _accept_restored:
                     del hooks[number]
     for tensor in _tensors(module).values():
         vars(tensor).pop(_MARK, None)
 
 
-def _accept_restored(module: nn.Module, keys: Any) -> None:  # noqa: ARG001  a hook of torch
+def _accept_restored(module: nn.Module, keys: Any) -> None:
     """Accept calls after ``load_state_dict``. Not in the hook of calls: ``functional_call`` lends weights for one."""
-    last = next(reversed(module._load_state_dict_post_hooks.values()))  # noqa: SLF001  torch loops over them now
-    if last is _accept_restored and _missing(module) is None:
-        _accept_calls(module)
+    hooks = module._load_state_dict_post_hooks  # noqa: SLF001  torch loops over them now
+    if not keys.missing_keys:
+        for each in filter(torch.Tensor.is_inference, _tensors(module).values()):  # they have no version
+            vars(each).pop(_MARK, None)
+    if _missing(module) is None:
+        _accept_calls(module, None if next(reversed(hooks.values())) is _accept_restored else hooks)
 
 
 def _is_partial(error: BaseException) -> bool:

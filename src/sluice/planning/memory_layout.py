@@ -52,7 +52,7 @@ def shared_targets(
     """
     targets: list[Target] = []
     views: dict[int, View] = {}
-    bare = [replace(each, entry=each.entry.stored) if each.entry.elements.math_bits else each for each in requests]
+    bare = [replace(each, entry=each.entry.stored) if each.entry.elements.view_bits else each for each in requests]
     for members in _storage_groups(bare):
         ordered = sorted(members, key=lambda i: bare[i].entry.storage_offset)
         for group in overlapping(ordered, lambda i: _span(bare[i].entry)):

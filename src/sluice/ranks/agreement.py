@@ -111,7 +111,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         after: Callable[[Mapping[int, str]], str] | None = None,
         changed: Callable[[], PartialLoadError | None] = lambda: None,
         state: State | None = None,
-        undo: Callable[[], None] | None = None,
+        undo: Callable[[], str | None] | None = None,
     ) -> bytes:
         """Return the decision of a step if every rank succeeded.
 
@@ -123,8 +123,8 @@ class Agreement(AbstractContextManager["Agreement"]):
             after: Returns what holds after failures of ranks as a clause; None for the state of the model on each rank.
             changed: Returns an error that names what changed on this rank, or None.
             state: State of the model on this rank; None for what the error of this rank says.
-            undo: Called if a rank failed, before the error is raised; not if code of the model failed on one, which has
-                seen the new tensors: then all ranks keep them.
+            undo: Called if a rank failed, before the error is raised; returns what ``after`` does. Not if code of the
+                model failed on one, which has seen the new tensors: then all ranks keep them.
 
         Raises:
             RankError: A rank failed; the same on every rank. Its cause is the error of this rank.
@@ -139,8 +139,9 @@ class Agreement(AbstractContextManager["Agreement"]):
             if last and self.group.interrupted:
                 raise KeyboardInterrupt
             return verdict.value
+        clause = after and after(verdict.failed)
         if undo and set(verdict.states.values()) <= {"untouched"}:
-            undo()
+            clause = undo()
         elif undo:
             kept: dict[int, State] = {r: s if r in verdict.failed else "changed" for r, s in verdict.states.items()}
             verdict = replace(verdict, states=kept)
@@ -148,7 +149,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             failure = KeyboardInterrupt()
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        raise _rank_error(self._verb, verdict, self.group.ranks, after and after(verdict.failed)) from cause
+        raise _rank_error(self._verb, verdict, self.group.ranks, clause) from cause
 
 
 def _state_of(error: BaseException | None) -> State:

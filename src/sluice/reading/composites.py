@@ -106,7 +106,7 @@ def with_tensors(
     finished: dict[int, Any] = {}
     for entry in entries:
         # Marked as torch.load does: conj() would make a view that keeps a base.
-        parts = [set_math_bits(next(left), component.elements.math_bits) for component in entry.components]
+        parts = [set_math_bits(next(left), component.elements.view_bits) for component in entry.components]
         tensor = assemble(names.get(id(entry), "_metadata"), entry, parts, file=file)
         finished[id(entry)] = _as_in_file(tensor, entry)
     for entry in entries:

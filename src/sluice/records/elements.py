@@ -64,6 +64,11 @@ class Elements(Struct, frozen=True, kw_only=True):
         return not (self.swap_bytes or self.computed)
 
     @property
+    def view_bits(self) -> tuple[MathBit, ...]:
+        """The conjugation or negation, if nothing follows it: a view of what is stored can have it instead."""
+        return () if self.arithmetic else self.math_bits
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of one stored element, or of one pack."""
         return ITEM_BYTES[self.dtype] if self.packing is None else self.packing.nbytes

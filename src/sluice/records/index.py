@@ -163,8 +163,8 @@ class Entry(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def stored(self) -> Entry:
-        """The same view of its storage, whose elements are neither conjugated nor negated."""
-        return replace(self, elements=replace(self.elements, math_bits=())) if self.elements.math_bits else self
+        """The same view of its storage, with the conjugation or negation left to the view."""
+        return replace(self, elements=replace(self.elements, math_bits=())) if self.elements.view_bits else self
 
     @property
     def layout(self) -> str:

@@ -152,14 +152,14 @@ def split(
     """
     if isinstance(into, str):
         raise TypeError("into must be a sequence of names, one for each piece, not a str")
+    into, sizes = tuple(into), None if sizes is None else tuple(map(index, sizes))
     for new in into:
         compile_template(new, compile_pattern(pattern))
     if not into or (sizes is not None and len(sizes) != len(into)):
         raise ValueError("split needs a name for each piece, and a size for each name if sizes are given")
-    sizes = None if sizes is None else tuple(map(index, sizes))
     if sizes is not None and min(sizes) < 0:
         raise ValueError("sizes cannot be negative")
-    arguments = (pattern, tuple(into), index(dim), sizes)
+    arguments = (pattern, into, index(dim), sizes)
     return EachRule(kind="split", pattern=pattern, effect=kinds.split, arguments=arguments, optional=optional)
 
 

@@ -25,7 +25,7 @@ from sluice.engine.recycled_memory import RecycledMemory
 from sluice.loading.module_fill import compare_tied, finish_module, install_tensors
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
-from sluice.modules.unloaded import Guard, refuse_calls, refusing
+from sluice.modules.unloaded import Guard, ParkedParameter, refuse_calls, refusing
 from sluice.reading.reader import CheckpointReader, fill_caches
 from sluice.records import collector_paused
 from sluice.reports.stream import StreamReport
@@ -126,9 +126,14 @@ class Stream:
                 self._window.clear()
                 for unit in self._units:
                     unit.restore()
+                for part in self.model.modules():  # hooks of the model may have kept others: detach() returns them
+                    for name, kept in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+                        if type(kept) is ParkedParameter:
+                            delattr(part, name)
+                            setattr(part, name, None)
                 for each in self._job.quantized:  # a weight with memory could be neither loaded nor streamed again
                     hold([Owner(module=module, name=name) for module, name in each.owners], each.weight)
-                refuse_calls(self._job.whole.state.module)
+                refuse_calls(self.model)
 
     def _attach(self) -> None:
         for number, unit in enumerate(self._units):
@@ -211,8 +216,7 @@ class Stream:
         with self._lock:
             if not self._close_files.alive:
                 raise StreamError(
-                    "the stream has ended: the backward pass needs its weights",
-                    advice="Close it after that.",
+                    "the stream has ended: the backward pass needs its weights", advice="Close it after that."
                 )
             return self._backward.lend(saved)
 

@@ -61,7 +61,8 @@ class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
         swapped = held is self.parked and type(held) is not ParkedParameter  # by torch.utils.swap_tensors
         for owner in self.held.owners if not swapped else ():
             tensors = registered(owner)
-            if tensors.get(owner.name) is held:
+            found = tensors.get(owner.name)
+            if found is held or (tensor is self.held.tensor and type(found) is ParkedParameter):  # or a tied one
                 tensors[owner.name] = tensor
 
 
@@ -196,7 +197,4 @@ class Unit:
         """Give the modules the parameters that they had before, frozen if the caller froze them since."""
         for weight in self.plan.weights:
             weight.parked.lend = None
-            original = weight.held.tensor
-            if original.requires_grad != weight.parked.requires_grad:
-                original.requires_grad_(weight.parked.requires_grad)
-            weight.exchange(weight.parked, original)
+            weight.exchange(weight.parked, weight.held.tensor.requires_grad_(weight.parked.requires_grad))
