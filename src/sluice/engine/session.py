@@ -278,7 +278,7 @@ def run_small(
 ) -> RunResult:
     """Fill every target of a small plan; see ``RunningPlan.wait``."""
     total, process = 0, os.getpid()
-    pending = Pending(plan)
+    pending = Pending(plan) if completed else None
     targets.begin()
     staging = _staging(plan)
     for read in plan.reads:
@@ -296,8 +296,8 @@ def run_small(
         if progress:
             progress(total)
             check_process(process)
-        for position in pending.finished_by(read):
-            if completed:
+        if completed and pending:
+            for position in pending.finished_by(read):
                 completed(position)
     check_unchanged(plan, sources)
     return RunResult(read_bytes={"direct": 0, "buffered": total}, stepped_down=0, surprises={})

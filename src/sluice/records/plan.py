@@ -123,7 +123,7 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def targets(self) -> tuple[int, ...]:
         """Positions of the targets that receive bytes, one for each copy."""
-        return (self.into,) if self.into is not None else tuple(copy.target for copy in self.copies)
+        return (self.into,) if self.into is not None else tuple([copy.target for copy in self.copies])
 
 
 def requests_of(reads: Iterable[Read]) -> Iterator[list[Read]]:
