@@ -79,6 +79,10 @@ class Limits:
             raise TypeError(f"Limits(...) with what is not a number: {', '.join(wrong)}")
 
 
+#: The default bounds.
+DEFAULT_LIMITS = Limits()
+
+
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def test_a_second_load_of_eight_tensors_enters_few_functions(
 ) -> None:
     # The bounds are what such a load takes now, with a margin for other versions of Python. They are only lowered.
     monkeypatch.setattr(facts, "_unlimited_until", math.inf)  # on a busy machine this time ends between the loads
+    monkeypatch.delitem(sys.modules, "peft", raising=False)  # if other tests import it, its wrappers are looked for
     path = tmp_path / f"f{suffix}"
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
     torch.save(model.state_dict(), path) if suffix == ".pth" else save_file(model.state_dict(), path)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from sluice._errors import CheckpointError
 from sluice._messages import type_of
-from sluice._options import BYTES_ENCODING, TEXT_ENCODING, Limits
+from sluice._options import BYTES_ENCODING, DEFAULT_LIMITS, TEXT_ENCODING, Limits
 from sluice.checkpoint.open_file import CheckpointLayout, OpenFile
 from sluice.checkpoint.opening import classify, open_layout
 from sluice.entries import tree as trees
@@ -62,11 +62,11 @@ class OpenCheckpoint:
         """
         owned = not isinstance(source, OpenCheckpoint)
         if hasattr(source, "open_checkpoint"):  # a comparison with the protocol takes 20 times as long
-            source = source.open_checkpoint(limits or Limits(), check_encoding(encoding))
+            source = source.open_checkpoint(limits or DEFAULT_LIMITS, check_encoding(encoding))
         if isinstance(source, OpenCheckpoint):
             opened = cls(source.path, source.index, source.open_files, source.limits, source.place)
         else:
-            limits, encoding = limits or Limits(), check_encoding(encoding)
+            limits, encoding = limits or DEFAULT_LIMITS, check_encoding(encoding)
             opened = cls.of_layout(classify(source, limits), limits, encoding)
         if key is not None:
             try:

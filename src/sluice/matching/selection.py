@@ -22,7 +22,7 @@ from itertools import islice
 
 from sluice._errors import FormatError, MismatchError
 from sluice._messages import SHOWN, section
-from sluice._options import Limits
+from sluice._options import DEFAULT_LIMITS, Limits
 from sluice._units import counted, format_bytes
 from sluice.entries.rules import Rule
 from sluice.entries.tree import refusal, unsupported
@@ -75,7 +75,7 @@ def select(
         MismatchError: No part or more than one part fits, ``key`` does not exist, or ``rename`` or a rule matches no
             name.
     """
-    reader = CandidateReader(tree=tree, rename=rename, rules=tuple(rules), limits=limits or Limits())
+    reader = CandidateReader(tree=tree, rename=rename, rules=tuple(rules), limits=limits or DEFAULT_LIMITS)
     keys = list(state_dict_candidates(tree)) if key is None else [key]
     fits = [fit for candidate in reader.read_all(keys) for fit in name_fits(candidate, outline)]
     if key is None and "" not in keys and not any(fit.is_whole for fit in fits):
