@@ -14,7 +14,7 @@ from sluice._arguments import check_load, check_model, path_argument
 from sluice._dtypes import DType
 from sluice._errors import BudgetError
 from sluice._messages import type_of
-from sluice._options import Limits, Memory
+from sluice._options import DEFAULT_LIMITS, Limits, Memory
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
@@ -126,5 +126,5 @@ def _manifest(given: Any, name: str, limits: Limits | None) -> Manifest | None:
             content = json.dumps(given)
         except TypeError as error:
             raise TypeError(f"{name} is {type_of(given)}, but not the content of a manifest: {error}") from error
-        return parse_manifest(content.encode(), f"{name}=", limits or Limits())
-    return read_manifest(path_argument(given, name), limits or Limits())
+        return parse_manifest(content.encode(), f"{name}=", limits or DEFAULT_LIMITS)
+    return read_manifest(path_argument(given, name), limits or DEFAULT_LIMITS)

@@ -14,7 +14,7 @@ from sluice._defaults import SAVE_STAGING_BYTES
 from sluice._dtypes import dtype_name
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import nearest_names
-from sluice._options import Limits
+from sluice._options import DEFAULT_LIMITS, Limits
 from sluice._progress import Progress, byte_progress
 from sluice.entries.slicing import boxes
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, new_hash, read_manifest
@@ -96,7 +96,7 @@ def verify_model(
         UnsupportedError: A tensor has no values here: it is on meta, or a rank holds only a part of it.
     """
     started = time.perf_counter()
-    whole = read_manifest(manifest, limits or Limits())
+    whole = read_manifest(manifest, limits or DEFAULT_LIMITS)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     key = _key(whole, state.keys()) if key is None else key
     expected = _part(whole, key, manifest) if key else whole

@@ -20,7 +20,7 @@ from sluice._errors import (
     SluiceError,
     TruncatedError,
 )
-from sluice._options import Limits
+from sluice._options import DEFAULT_LIMITS, Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
 from sluice.checking.consumers import Consumer, RecordChecksum, TensorCheck
@@ -71,7 +71,7 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Verify a checkpoint; ``sluice.verify`` documents arguments and errors."""
     started = time.perf_counter()
-    expected = None if manifest is None else read_manifest(source_path(manifest), limits or Limits())
+    expected = None if manifest is None else read_manifest(source_path(manifest), limits or DEFAULT_LIMITS)
     algorithm = expected.algorithm if expected else hashes
     if algorithm:
         new_hash(algorithm)  # raises early if a library is missing

@@ -14,7 +14,7 @@ import torch
 from sluice._dtypes import torch_dtype
 from sluice._errors import CheckpointError, FormatError, MissingFileError, ReadError, UnsupportedError
 from sluice._messages import type_of
-from sluice._options import Limits
+from sluice._options import DEFAULT_LIMITS, Limits
 from sluice.formats.protocol import read_whole
 from sluice.hf._hub import FoundModel
 from sluice.hf._quantization import Quantizer, TorchAoQuantizer
@@ -38,7 +38,7 @@ def class_and_config(
 ) -> tuple[Any, Any]:
     """Return the model class and a copy of the configuration."""
     path = files.folder
-    _check_directory(path, limits or Limits())
+    _check_directory(path, limits or DEFAULT_LIMITS)
     if not issubclass(type(model_class), (type, type(None))):
         raise TypeError(f"model_class is {type_of(model_class)}; write a class of transformers, such as GPT2Model")
     is_auto = model_class is not None and not issubclass(model_class, library.PreTrainedModel)

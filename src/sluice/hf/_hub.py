@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from sluice._arguments import path_argument
 from sluice._errors import MissingFileError, SluiceError
-from sluice._options import Limits
+from sluice._options import DEFAULT_LIMITS, Limits
 from sluice.formats.protocol import read_whole
 from sluice.sources.directory import Directory
 from sluice.sources.remote_names import names_a_file
@@ -79,7 +79,7 @@ def find_model(directory: object, revision: str | None, limits: Limits | None) -
 
     weights, commit = open_commit(f"hf://{path}" + ("" if revision is None else f"@{quote(revision, safe='')}"))
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        names = _copy(commit, folder, limits or Limits())
+        names = _copy(commit, folder, limits or DEFAULT_LIMITS)
         try:
             yield FoundModel(folder=folder, name=path, weights=weights, names=names)
         except SluiceError as error:

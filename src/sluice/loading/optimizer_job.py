@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from sluice._arguments import device_name
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import SHOWN, section
-from sluice._options import TEXT_ENCODING, Limits
+from sluice._options import DEFAULT_LIMITS, TEXT_ENCODING, Limits
 from sluice._private_torch import is_traceable_wrapper_subclass
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.survey import optimizer_files
@@ -271,7 +271,7 @@ def optimizer_checkpoint(
     listed = place.directory() if place is not None and place.location else None
     names = optimizer_files(listed) if listed else []
     if listed and not names:
-        limits, found = limits or Limits(), {entry.name for entry in listed.entries()}
+        limits, found = limits or DEFAULT_LIMITS, {entry.name for entry in listed.entries()}
         zero = zero_layout(listed, found, limits, optimizer=True)
         if zero is not None:
             with OpenCheckpoint.of_layout(replace(zero, place=place), limits, encoding) as checkpoint:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, is_castable, why_no_cast
 from sluice._errors import SaveError
-from sluice._options import Limits
+from sluice._options import DEFAULT_LIMITS
 from sluice.entries.tree import component
 from sluice.records import Entry, elements_of
 from sluice.records.geometry import span_elements
@@ -253,8 +253,8 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
                 raise SaveError("two tensors have the same dotted name; a manifest needs unique names", tensor=name)
             named[name] = value
         elif isinstance(value, (dict, list, tuple)):
-            if depth == Limits().depth:
-                raise SaveError("the object is nested deeper than sluice reads", tensor=name, expected=Limits().depth)
+            if depth == DEFAULT_LIMITS.depth:
+                raise SaveError("the object is nested deeper than sluice reads", tensor=name, expected=depth)
             prefix = f"{name}." if depth else ""
             children = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(prefix + component(key), child, depth + 1) for key, child in reversed(list(children))]
