@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,20 @@ VERBS: list[Callable[..., Any]] = [
     sluice.convert, sluice.diff, sluice.load_into, sluice.load_optimizer, sluice.load_state_dict, sluice.open,
     sluice.plan, sluice.save, sluice.verify, sluice.hf.from_pretrained, sluice.LazyTensor.read,
 ]  # fmt: skip
+
+
+def test_what_is_public_is_found_where_it_says_so() -> None:
+    # ``pickle`` looks for the class of an object there.
+    marks = re.compile(r"^ *@public\((?:\"(.+)\")?\)\n(?: *@.*\n)*(?:class|def) (\w+)", re.MULTILINE)
+    sources = [path.read_text(encoding="utf-8") for path in Path(sluice.__file__).parent.rglob("*.py")]
+    marked = [match for source in sources for match in marks.findall(source)]
+    assert len(marked) > len(VERBS)
+    assert [match for match in marked if not hasattr(importlib.import_module(match[0] or "sluice"), match[1])] == []
+
+
+@pytest.mark.parametrize("name", ["hf", "integrations", "measuring", "rules", "safetensors", "testing", "torch"])
+def test_public_packages_are_attributes(name: str) -> None:
+    assert untyped.__getattr__(name) is importlib.import_module(f"sluice.{name}")
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -164,18 +164,21 @@ _HOMES = {
     "streaming.stream": ("Stream",),
 }
 
+#: Public packages, imported when they are first used.
+_ROOMS = {"hf", "integrations", "measuring", "rules", "safetensors", "testing", "torch"}
+
 
 if not TYPE_CHECKING:  # a type checker that saw it would accept every name
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
+        if name not in __all__ and name not in _ROOMS:
             from sluice._public import name_hint
 
             raise AttributeError(f"module 'sluice' has no attribute {name!r}{name_hint(name)}")
         # Here, not above: an interrupt of the command line during imports shows a traceback.
         from importlib import import_module
 
-        if name in {"hf", "rules"}:
+        if name in _ROOMS:
             return import_module(f"sluice.{name}")
         # A pass of the garbage collector over the objects of ``import torch`` takes a third of the time of this import.
         collecting = gc.isenabled()

@@ -212,7 +212,7 @@ class UnsafeContentError(CheckpointError):
 class LimitError(CheckpointError):
     """The file declares more than the limits allow."""
 
-    advice = "If you trust the file, raise the bound with limits=sluice.Limits(...)."
+    advice = "If you trust the file, raise the bound in Python with limits=sluice.Limits(...)."
 
 
 class PathEscapeError(CheckpointError):

@@ -99,6 +99,9 @@ class LazyTensor:
         Raises:
             FormatError: It is sparse and has invalid indices.
             MismatchError: ``out`` has a different shape, or the tensor is sparse or quantized where it must be dense.
+            BudgetError: The memory limits cannot be kept; nothing was read.
+            ReadError: The operating system failed a read.
+            SourceChangedError: The file is no longer the one that was opened.
             ValueError: ``out`` was passed together with ``device`` or ``dtype``, or the checkpoint is closed.
         """
         from sluice.reading.composites import read_tensor  # imports torch, which opening does not need

@@ -65,8 +65,8 @@ def convert(
         destination: A file or a directory. It may be the source, if that is a single file or a Hugging Face model.
         key: Part of the checkpoint, as in ``load_into``. None takes the whole object if the format can hold it
             (``"torch"``), and otherwise the only state dict in it; the report lists what was left out.
-        format: As in ``save``. ``"torch"`` keeps nested objects, plain values, Parameters and shared storages; the
-            others hold tensors by name.
+        format: As in ``save``, without ``"dcp"``. ``"torch"`` keeps nested objects, plain values, Parameters and
+            shared storages; the others hold tensors by name.
         dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
             None keeps each dtype.
         rename: New names, as in ``load_into``.

@@ -75,7 +75,7 @@ def diff(
         ReadError: The operating system failed a read.
         SourceChangedError: A file changed during the comparison.
         SaveError: The patch cannot be written.
-        ImportError: A patch needs ``pip install sluice[delta]``.
+        ImportError: A patch without ``sparse`` needs ``pip install 'sluice[delta]'``.
         ValueError: A tolerance is negative, or ``sparse`` is without ``patch``.
 
     Example:

@@ -66,6 +66,7 @@ def load_optimizer(
         TypeError: An argument has a wrong type, such as a module for the optimizer.
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed during the load.
+        RankError: Other ranks failed or called something else.
 
     Example:
         >>> with sluice.open("run.pt") as checkpoint:

@@ -101,8 +101,9 @@ def merge(
         MismatchError: The inputs do not have the same tensors, or integers in them differ.
         CheckpointError: An input is damaged, unsafe or of an unknown kind.
         BudgetError: The memory limits cannot be kept.
+        ReadError: The operating system failed a read.
         SaveError: The result cannot be written.
-        ImportError: A YAML file needs ``pip install sluice[merge]``.
+        ImportError: A YAML file needs ``pip install 'sluice[merge]'``.
 
     Example:
         >>> report = sluice.convert("model.pth", "half.pth", dtype=torch.bfloat16)

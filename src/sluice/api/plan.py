@@ -89,8 +89,8 @@ def plan(
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.
-        stream: Plan ``sluice.stream`` too, with ``memory`` as its memory for weights: ``report.stream`` has what would
-            stay, and what each call of the model would read.
+        stream: Plan ``sluice.stream`` too, with ``memory`` as its memory for weights: ``report.stream`` says whether
+            it fits, what would stay, and what each call of the model would read. ``report.fits`` is that of a load.
         mesh: Plan for the ranks of a device mesh, without processes: ranks along each dimension by name, as in
             ``{"dp": 8, "tp": 4}``. ``dp``, ``fsdp``, ``dp_shard`` and ``shard`` divide every parameter as
             ``fully_shard`` does, ``ddp``, ``dp_replicate`` and ``replicate`` hold copies, ``tp`` divides what

@@ -89,6 +89,7 @@ def refresh(
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed during the refresh.
+        RankError: Other ranks failed or called something else.
 
     Example:
         >>> state = sluice.load_into(model, "model.pth").state

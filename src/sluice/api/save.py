@@ -82,6 +82,7 @@ def save(
     Raises:
         SaveError: The format cannot hold ``obj``, a failed load has changed weights of the module, or the operating
             system failed; existing files are intact.
+        UnsupportedError: ``path`` is a URL that is not that of an object store, or obstore is not installed.
         RankError: The save failed on a rank; raised on every rank.
         ValueError: The format is unknown or contradicts the other arguments, or an argument has none of its accepted
             values.

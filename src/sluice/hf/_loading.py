@@ -104,7 +104,7 @@ def from_pretrained(
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
         ignore_mismatched: Accept weights of a different shape, such as those of a head for other classes: the library
             initializes the model's, and the report lists them.
-        place: As in ``sluice.load_into``.
+        place: ``"copy"`` or ``"map"``, as in ``sluice.load_into``.
         memory: How much memory may grow, as in ``sluice.load_into``.
         limits: Bounds for hostile files.
         progress: True draws a progress bar; a function is called with each ``ProgressEvent``.
@@ -122,6 +122,8 @@ def from_pretrained(
         CheckpointError: A file is damaged or unsafe.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ReadError: The directory or a file cannot be read; a ``RemoteError`` if the hub does not answer.
+        SourceChangedError: A file changed during the load.
+        RankError: Other ranks failed or called something else.
         ValueError: A local directory was given a revision.
 
     Example:

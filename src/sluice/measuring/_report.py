@@ -168,7 +168,7 @@ class MemoryReport(Report):
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("the picture needs matplotlib: pip install sluice[bench]") from error
+            raise ImportError("the picture needs matplotlib: pip install 'sluice[bench]'") from error
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
         self.draw(axes)

@@ -285,7 +285,6 @@ class RequestRecord(NamedTuple):
     status: int | None
 
 
-@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReads:
     """Requests of a load for remote files, and the bytes that they bring. Listings of directories do not count.

@@ -26,7 +26,7 @@ class MergedAdapter:
 
     #: Path or address of its tensors.
     source: str
-    #: Kind of adapter: ``"LoRA"``, ``"DoRA"``, ``"LoHa"``, ``"bias"``, ``"replaced"`` for whole tensors.
+    #: Kind of adapter: ``"LoRA"``, ``"DoRA"``, ``"LoHa"``, ``"LoKr"``, ``"bias"``, ``"replaced"`` for whole tensors.
     kinds: tuple[str, ...]
     #: Factor that the caller gave.
     weight: float

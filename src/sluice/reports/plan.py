@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["PlanReport", "RankLoad", "RanksPlan"]
 
 
-@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
     """The load of one rank."""
@@ -42,7 +41,6 @@ class RankLoad:
     peak_bytes: int
 
 
-@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksPlan(Report):
     """A load on the ranks of a mesh, planned in one process: ``sluice.plan(..., mesh=...).ranks``.

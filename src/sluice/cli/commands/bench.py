@@ -35,7 +35,7 @@ class _ComparedDType(DTypeName):
 @click.option("--model", "factory", metavar="MODULE:NAME", help="What builds the model of CHECKPOINT.")
 @click.option("--model-args", metavar="JSON", default="{}", help="Its arguments: an object by name, an array in order.")
 @click.option("--key", help="Part of CHECKPOINT that holds the weights, such as model_state_dict.")
-@click.option("--size", type=click.Choice(_SIZES), envvar="SIZE", help="A built-in GPT-2, with a generated checkpoint.")
+@click.option("--size", type=click.Choice(_SIZES), help="A built-in GPT-2, with a generated checkpoint.")
 @click.option(
     "--method", "methods", multiple=True, metavar="NAME", help="Only this method; repeatable. 'all': all of them."
 )

@@ -45,7 +45,9 @@ _OPTIONS = together(
     click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict."),
     changes_options,
     memory_options,
-    click.option("--device-limit", type=Size(), help="The same of each accelerator. Default: free memory."),
+    click.option(
+        "--device-limit", type=Size(), help="Limit on the growth of each accelerator, such as 8GiB. Default: free."
+    ),
     click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names."),
     click.option(
         "--allow-empty",

@@ -28,7 +28,7 @@ __all__ = ["merge_command"]
 @click.option("--format", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Where random draws begin.")
-@click.option("--memory", type=Size(), help="Most memory that the merge may take, such as 200MiB.")
+@click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 200MiB.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace existing files.")
 @output_options()

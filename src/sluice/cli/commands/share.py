@@ -67,8 +67,9 @@ def share_command(
 ) -> None:
     """Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.
 
-    ``sluice.load_into(model, PATH, place="shared")`` with the same arguments finds it, and maps its pages. Without
-    --keep the command ends at once, and the copy stays until it is dropped or another one needs its room.
+    ``sluice.load_into(model, PATH, place="shared")`` with the same arguments finds it, and maps its pages (below
+    --directory only if that is SLUICE_SHARED_DIR of that process too). Without --keep the command ends at once, and
+    the copy stays until it is dropped or another one needs its room.
 
     \b
     Examples:

@@ -67,8 +67,8 @@ def verify_command(
     PATH is a file, a directory, the index file of shards, or the URL of one; several files are one checkpoint together.
     The checks are: the structure, the CRC-32 of every record of torch.save files, a shard index against its shards, the
     indices of sparse tensors, and that every byte can be read. safetensors files have no checksums: only a manifest
-    detects a changed byte. sluice.save writes one with manifest=, this command with --write-manifest. Memory stays
-    below 100 MiB for files of any size.
+    detects a changed byte. sluice.save writes one with manifest=, this command with --write-manifest. Memory grows
+    by less than 100 MiB for files of any size.
 
     \b
     Examples:
@@ -140,7 +140,9 @@ def verify_command(
 @click.option("--key-b", "other_key", metavar="KEY", help="Compare only this part of B.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Absolute tolerance.")
-@click.option("--patch", metavar="DIR", help="Also write what makes B of A, for sluice.Patched, to a new directory.")
+@click.option(
+    "--patch", metavar="DIR", help="Also write the changes from A to B, for sluice.Patched, to a new directory."
+)
 @click.option("--sparse", is_flag=True, help="Make the patch a .safetensors file of indices and values.")
 @encoding_option
 @output_options("Print nothing but errors; the exit code is the answer.")
@@ -149,8 +151,8 @@ def diff_command(a: str, b: str, *, as_json: bool, quiet: bool, **options: Any) 
 
     A and B are files, directories, index files of shards or URLs of them, in any two formats. Tensors are compared by
     name, as numbers: 0.0 and -0.0 are the same, and so are two NaNs. Elements differ when |a - b| > atol + rtol * |b|.
-    A name that only one of them has is not a difference if it is tied to a name that both have. Memory stays below 100
-    MiB for files of any size.
+    A name that only one of them has is not a difference if it is tied to a name that both have. Memory grows by
+    less than 100 MiB for files of any size, and with --patch by two tensors.
 
     Without --key-a and --key-b, two checkpoints with their state dicts under the same keys are compared as a whole,
     and so are two with full names of state dicts in common. Otherwise the state dict of each is compared, as
