@@ -12,7 +12,7 @@ from torch import nn
 
 import sluice
 from sluice import CheckpointError, FormatError, IncompleteCheckpointError, LimitError, UnsupportedError
-from support.hostile_archives import Call, Global, Raw, encode, storage, tensor_call, torch_archive
+from support.hostile_archives import Call, Global, Raw, instance, storage, tensor_call, torch_archive
 from support.ranks import Ranks
 
 
@@ -134,25 +134,16 @@ def test_flat_parameters_stay_vectors_with_the_reason(tmp_path: Path, two_ranks:
 SHARDED = "torch.distributed._shard.sharded_tensor."
 
 
-def record(module: str, name: str, state: object) -> Raw:
-    return Raw(encode(Global(module, name)) + b")\x81" + encode(state) + b"b")
-
-
-def place(start: object, sizes: object) -> Raw:
+def shard(start: object, sizes: list[int], tensor: object = None) -> Raw:
     fields = {"shard_offsets": start, "shard_sizes": sizes, "placement": None}
-    return record("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))
-
-
-def shard(start: object, sizes: object, tensor: object = None) -> Raw:
-    if tensor is None:
-        assert isinstance(sizes, list)
-        tensor = tensor_call(storage("0", 4), shape=tuple(sizes))
-    return record(f"{SHARDED}shard", "Shard", (None, {"tensor": tensor, "metadata": place(start, sizes)}))
+    place = instance("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))
+    held = tensor_call(storage("0", 4), shape=tuple(sizes)) if tensor is None else tensor
+    return instance(f"{SHARDED}shard", "Shard", (None, {"tensor": held, "metadata": place}))
 
 
 def divided(shards: object, size: object = (4, 2), dtype: str = "float32") -> Call:
     metadata = {"size": Call(Global("torch", "Size"), (size,)), "shards_metadata": []}
-    state = (shards, record(f"{SHARDED}metadata", "ShardedTensorMetadata", metadata), None, None, False)
+    state = (shards, instance(f"{SHARDED}metadata", "ShardedTensorMetadata", metadata), None, None, False)
     kind = Global(f"{SHARDED}api", "ShardedTensor")
     arguments = (kind, Global("torch", dtype), size, (2, 1), 0, None, None, False)
     inner = Global("torch._utils", "_rebuild_wrapper_subclass")

@@ -6,7 +6,6 @@ import os
 import resource
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from support.directories import (
     two_shards,
     write_index,
 )
+from support.watching import watch
 
 # Files that are read
 
@@ -156,22 +156,16 @@ def test_a_shard_is_opened_and_read_once_and_several_at_a_time(tmp_path: Path, m
     read: Counter[int] = Counter()
     readers: set[str] = set()
     together = threading.Barrier(INDEXING_THREADS, timeout=90)  # passed only by that many concurrent readers
-    real_open, real_preadv = os.open, os.preadv
 
-    def note_open(path: str, flags: int) -> int:
-        opened[Path(path).name] += 1
-        return real_open(path, flags)
-
-    def note_read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def note_read(descriptor: int, *_: object) -> None:
         name = threading.current_thread().name
         if name not in readers and Path(os.readlink(f"/proc/self/fd/{descriptor}")).name in shards:
             readers.add(name)
             together.wait()
         read[descriptor] += 1
-        return real_preadv(descriptor, buffers, offset)
 
-    monkeypatch.setattr(os, "open", note_open)
-    monkeypatch.setattr(os, "preadv", note_read)
+    watch(monkeypatch, os, "open", lambda path, *_: opened.update([Path(path).name]))
+    watch(monkeypatch, os, "preadv", note_read)
     with sluice.open(tmp_path) as checkpoint:
         assert len(checkpoint) == 2000
     assert {name: opened[name] for name in shards} == dict.fromkeys(shards, 1)

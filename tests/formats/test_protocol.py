@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from sluice._dtypes import ITEM_BYTES, dtype_name
+from sluice._dtypes import dtype_name
 from sluice._errors import CheckpointError, LimitError, ReadError
 from sluice._options import Limits
-from sluice.checkpoint.open_file import METADATA_FILE, CheckpointLayout, OpenFile
-from sluice.checkpoint.opening import open_layout
 from sluice.entries.tree import flatten
 from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.protocol import Checksum, Format
@@ -29,8 +24,7 @@ from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index
-from sluice.sources.protocol import Source
-from support import distributed
+from sluice.records.geometry import contiguous_stride
 from support.gguf_files import array, gguf_bytes, packed, plain, text
 from support.sources import MemorySource, RecordingSource
 from support.torch_files import saved
@@ -84,57 +78,16 @@ class Case(NamedTuple):
 
 def elements(content: bytes, index: Index, offsets: Mapping[int, int], entry: Entry) -> bytes:
     """Return the elements of a dense entry in row-major order; of packed elements, the packs as they are stored."""
-    assert entry.composite is None
-    assert not entry.parts
-    if not entry.numel:
-        return b""
-    storage, item = index.storages[entry.storage], ITEM_BYTES[entry.dtype]
-    assert entry.byte_span[1] <= storage.nbytes
-    data = content[offsets[entry.storage] :][: storage.nbytes]
-    if entry.elements.packing is not None:
-        first, end = entry.byte_span
-        return data[first:end]
-    held = np.frombuffer(data, np.dtype((np.void, item)), -1, entry.storage_offset * item)
-    return np.lib.stride_tricks.as_strided(held, entry.shape, [step * item for step in entry.stride]).tobytes()
+    assert entry.stride == contiguous_stride(entry.shape)
+    (first, end), storage = entry.byte_span, index.storages[entry.storage]
+    assert end <= storage.nbytes
+    return content[offsets[entry.storage] :][first:end]
 
 
-class RankFile:
-    """A data file of a distributed checkpoint as a format, with fixed metadata."""
-
-    name = "torch-distributed"
-
-    def __init__(self, metadata: bytes, file: str) -> None:
-        self._metadata = metadata
-        self._file = file
-
-    def read_index(self, source: Source, limits: Limits) -> Index:
-        return self._open(source, limits)[0]
-
-    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:  # noqa: ARG002
-        return self._open(source, Limits())[1].locate(storages)
-
-    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
-        return self._open(source, limits)[1].checksums(limits)
-
-    def _open(self, source: Source, limits: Limits) -> tuple[Index, OpenFile]:
-        files = {METADATA_FILE: MemorySource(self._metadata, path=source.path), self._file: source}
-        directory: Any = SimpleNamespace(path="memory", open=files.__getitem__)  # neither listed nor left by links
-        layout = CheckpointLayout(path="memory", directory=directory, kind="distributed", files=(METADATA_FILE,))
-        index, (file,) = open_layout(layout, limits)
-        return index, file
-
-
-def of_tensors(file_format: Format, content: bytes, tensors: Mapping[str, torch.Tensor] = TENSORS) -> Case:
-    held = {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
-    described = {name: (dtype_name(one.dtype), tuple(one.shape), held[name]) for name, one in tensors.items()}
+def of_tensors(file_format: Format, content: bytes) -> Case:
+    held = {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in TENSORS.items()}
+    described = {name: (dtype_name(one.dtype), tuple(one.shape), held[name]) for name, one in TENSORS.items()}
     return Case(file_format, content, described)
-
-
-def views(*, legacy: bool) -> Case:
-    base = torch.randn(700, 500)
-    tensors = {"base": base, "rows": base[3:90:2], "columns": base[:, 7:9], "turned": base.t()}
-    file_format = TorchLegacyFormat() if legacy else TorchZipFormat()
-    return of_tensors(file_format, saved(tensors, legacy=legacy), tensors)
 
 
 def gguf() -> Case:
@@ -144,27 +97,17 @@ def gguf() -> Case:
     return Case(GgufFormat(), gguf_bytes(tensors, {"texts": array(8, 2, text("ab") + text(""))}), expected)
 
 
-def rank_file(directory: Path) -> Case:
-    whole = {name: tensor for name, tensor in TENSORS.items() if tensor.dim() and tensor.numel()}
-    distributed.write(directory, {name: distributed.rows(tensor, 1) for name, tensor in whole.items()})
-    (file,) = directory.glob("*.distcp")
-    return of_tensors(RankFile((directory / METADATA_FILE).read_bytes(), file.name), file.read_bytes(), whole)
-
-
-CASES: dict[str, Callable[[Path], Case]] = {
-    "torch-zip": lambda _: of_tensors(TorchZipFormat(), saved(TENSORS)),
-    "torch-zip, views": lambda _: views(legacy=False),
-    "torch-legacy": lambda _: of_tensors(TorchLegacyFormat(), saved(TENSORS, legacy=True)),
-    "torch-legacy, views": lambda _: views(legacy=True),
-    "safetensors": lambda _: of_tensors(SafetensorsFormat(), safetensors.torch.save(TENSORS)),
-    "gguf": lambda _: gguf(),
-    "torch-distributed": rank_file,
+CASES: dict[str, Callable[[], Case]] = {
+    "torch-zip": lambda: of_tensors(TorchZipFormat(), saved(TENSORS)),
+    "torch-legacy": lambda: of_tensors(TorchLegacyFormat(), saved(TENSORS, legacy=True)),
+    "safetensors": lambda: of_tensors(SafetensorsFormat(), safetensors.torch.save(TENSORS)),
+    "gguf": gguf,
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    made = CASES[request.param](tmp_path_factory.mktemp("files"))
+def case(request: pytest.FixtureRequest) -> Case:
+    made = CASES[request.param]()
     assert sum(len(data) for _, _, data in made.expected.values()) >= 1 << 20
     return made
 

@@ -134,7 +134,7 @@ def chosen(directory: Path) -> list[str]:
 
 
 def refusal(
-    source: Path,
+    source: Any,
     kind: type[sluice.SluiceError] = sluice.SluiceError,
     problem: str = "",
     *,

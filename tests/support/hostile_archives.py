@@ -251,7 +251,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
-def _object(module: str, name: str, state: object) -> Raw:
+def instance(module: str, name: str, state: object) -> Raw:
     """Return an object pickled like a dataclass: NEWOBJ, then BUILD."""
     return Raw(encode(Global(module, name)) + b")\x81" + encode(state) + b"b")
 
@@ -261,7 +261,7 @@ def _size(sizes: tuple[object, ...]) -> Call:
 
 
 def chunk_metadata(start: tuple[object, ...], shape: tuple[object, ...]) -> Raw:
-    return _object(_METADATA, "ChunkStorageMetadata", {"offsets": _size(start), "sizes": _size(shape)})
+    return instance(_METADATA, "ChunkStorageMetadata", {"offsets": _size(start), "sizes": _size(shape)})
 
 
 def tensor_metadata(
@@ -271,20 +271,20 @@ def tensor_metadata(
     named = Global("torch", dtype) if isinstance(dtype, str) else dtype
     layout_call = Call(Global("torch.serialization", "_get_layout"), (layout,))
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = _object(_METADATA, "TensorProperties", (named, layout_call, False, contiguous, False))
+    properties = instance(_METADATA, "TensorProperties", (named, layout_call, False, contiguous, False))
     state = {"properties": properties, "size": _size(shape), "chunks": chunks}
-    return _object(_METADATA, "TensorStorageMetadata", state)
+    return instance(_METADATA, "TensorStorageMetadata", state)
 
 
 def value_metadata() -> Raw:
     """Return the metadata of an item that is not a tensor."""
-    return _object(_METADATA, "BytesStorageMetadata", {})
+    return instance(_METADATA, "BytesStorageMetadata", {})
 
 
 def index_key(name: object, start: tuple[object, ...] | None = None) -> Raw:
     """Return the key of a stored item."""
     state = {"fqn": name, "index": None} | ({} if start is None else {"offset": _size(start)})
-    return _object(_METADATA, "MetadataIndex", state)
+    return instance(_METADATA, "MetadataIndex", state)
 
 
 def place(file: object, offset: object, length: object, *, transforms: object = None) -> Raw:
@@ -292,7 +292,7 @@ def place(file: object, offset: object, length: object, *, transforms: object = 
     state = {"relative_path": file, "offset": offset, "length": length}
     if transforms is not None:
         state["transform_descriptors"] = transforms
-    return _object(_FILESYSTEM, "_StorageInfo", state)
+    return instance(_FILESYSTEM, "_StorageInfo", state)
 
 
 def distributed_metadata(items: object, stored: object, *, paths: object = None) -> bytes:
@@ -302,10 +302,10 @@ def distributed_metadata(items: object, stored: object, *, paths: object = None)
         "state_dict_metadata": items,
         "planner_data": paths,
         "storage_data": stored,
-        "storage_meta": _object(_METADATA, "StorageMeta", {"checkpoint_id": checkpoint_id}),
+        "storage_meta": instance(_METADATA, "StorageMeta", {"checkpoint_id": checkpoint_id}),
         "version": "1.0.0",
     }
-    return pickled(_object(_METADATA, "Metadata", state))
+    return pickled(instance(_METADATA, "Metadata", state))
 
 
 def coo(indices: list[list[int]], shape: tuple[int, ...], *, coalesced: bool | None = False) -> bytes:

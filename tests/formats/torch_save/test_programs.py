@@ -18,7 +18,7 @@ from support.hostile_archives import (
     ArchiveRecord,
     Raw,
     build_archive,
-    encode,
+    instance,
     pickled,
     storage,
     tensor_call,
@@ -104,8 +104,7 @@ def test_frozen_programs_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def module(attributes: dict[str, object], kind: str = "Net") -> Raw:
-    """Return the opcodes of a module of a class of the archive."""
-    return Raw(f"c__torch__\n{kind}\n".encode() + b")\x81" + encode(attributes) + b"b")
+    return instance("__torch__", kind, attributes)
 
 
 CODE = b'class Net(Module):\n  __parameters__ = ["w", ]\n  __buffers__ = ["b", ]\n  w : Tensor\n'
@@ -123,8 +122,7 @@ def test_archives_without_declarations_have_all_tensors() -> None:
 
 
 def test_objects_that_need_code_are_leaves() -> None:
-    restored = Raw(b"c__torch__.torch.classes.quantized\nPacked\n)\x81" + encode((W, 1)) + b"b")
-    leaf = tree_of(archive(module({"w": restored})))["w"]
+    leaf = tree_of(archive(module({"w": instance("__torch__.torch.classes.quantized", "Packed", (W, 1))})))["w"]
     assert isinstance(leaf, UnsupportedValue)
     assert leaf.qualified_name == "__torch__.torch.classes.quantized.Packed"
 

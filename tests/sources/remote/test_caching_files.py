@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ from sluice.sources.remote.caching import CachedFile, CompleteFile
 from support.cached_objects import PIECE, VersionedObject, content, entries, filled, loaded, opened, parts, read
 from support.source_conformance import check_source
 from support.system_calls import failing
+from support.watching import watch
 
 CONTENT = content()
 
@@ -121,13 +121,7 @@ def test_readers_at_once_share_one_download(remote: VersionedObject, tmp_path: P
 def test_threads_that_share_a_source_share_its_download(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    download = CachedFile._download
-
-    def slowly(*given: Any) -> None:
-        time.sleep(0.1)
-        download(*given)
-
-    monkeypatch.setattr(CachedFile, "_download", slowly)
+    watch(monkeypatch, CachedFile, "_download", lambda *_: time.sleep(0.1))
     monkeypatch.setattr(cache_directory, "_PATIENCE_SECONDS", -1.0)
     source = opened(remote, tmp_path)
     with Workers(2, "reader") as workers:
@@ -154,15 +148,14 @@ def test_another_process_may_get_the_lock_of_a_part_that_is_being_published(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system drops the exclusive lock before it gives a shared one."""
-    lock, (first, *others) = fcntl.flock, [opened(remote, tmp_path) for _ in range(2)]
+    first, *others = [opened(remote, tmp_path) for _ in range(2)]
 
-    def dropping(file: OwnedFile, kind: int) -> None:
+    def drop(file: OwnedFile, kind: int) -> None:
         if kind == fcntl.LOCK_SH and others:
-            lock(file, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_UN)
             assert loaded(others.pop()) == CONTENT
-        lock(file, kind)
 
-    monkeypatch.setattr(cache_directory, "flock", dropping)
+    watch(monkeypatch, cache_directory, "flock", drop)
     assert loaded(first) == CONTENT
     assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
 
@@ -170,15 +163,14 @@ def test_another_process_may_get_the_lock_of_a_part_that_is_being_published(
 def test_a_process_that_waited_for_a_part_may_hold_it_for_a_moment(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, refusals = fcntl.flock, [BlockingIOError()] * 3
+    refusals = [BlockingIOError()] * 3
 
-    def refusing(file: OwnedFile, kind: int) -> None:
+    def refuse(_: OwnedFile, kind: int) -> None:
         if kind == fcntl.LOCK_SH | fcntl.LOCK_NB and refusals:
             raise refusals.pop()
-        lock(file, kind)
 
     source = opened(remote, tmp_path)
-    monkeypatch.setattr(cache_directory, "flock", refusing)
+    watch(monkeypatch, cache_directory, "flock", refuse)
     assert loaded(source) == CONTENT
     assert not refusals
     assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)

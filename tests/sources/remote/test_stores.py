@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,13 +87,7 @@ def test_a_change_is_found_if_the_server_ignores_conditions(bucket: Bucket, monk
     bucket.put("changing.bin", CONTENT)
     source = opened(bucket, "changing.bin")
     bucket.put("changing.bin", CONTENT[::-1])
-    get = obstore.get
-
-    def without_condition(store: Any, path: str, *, options: dict[str, Any]) -> Any:
-        assert options.pop("if_match")
-        return get(store, path, options=options)
-
-    monkeypatch.setattr(obstore, "get", without_condition)
+    watch(monkeypatch, obstore, "get", lambda *_, options: options.pop("if_match"))
     with pytest.raises(SourceChangedError, match="replaced") as caught:
         source.read_at(100_000, 10)
     assert caught.value.expected != caught.value.found
