@@ -78,6 +78,19 @@ def forked_processes(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("sluice.benchmark.process.subprocess", SUBPROCESS)
 
 
+@pytest.fixture
+def filesystem() -> Iterator[Any]:
+    """Return the file system of fsspec in memory, empty before and after."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    yield memory
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Return a process group of two, which is kept for the session."""

@@ -23,7 +23,6 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from sluice.sources.remote.location import Remote
@@ -239,23 +238,9 @@ def nginx(folder: Path, root: Path, directives: str = "", *, http: str = "", lis
         yield f"127.0.0.1:{port}"
 
 
-@pytest.fixture
-def filesystem() -> Iterator[Any]:
-    """Return the file system in memory, empty before and after."""
-    memory = fsspec.filesystem("memory")
-    _clear(memory)
-    yield memory
-    _clear(memory)
-
-
 def put(memory: Any, path: Path, where: str) -> str:
     """Copy a file or a directory into the file system in memory; return its URL."""
     for file in [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]:
         inner = file.relative_to(path).as_posix()
         memory.pipe_file(where if path.is_file() else f"{where}/{inner}", file.read_bytes())
     return f"memory://{where.lstrip('/')}"
-
-
-def _clear(memory: Any) -> None:
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]

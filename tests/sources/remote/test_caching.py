@@ -14,10 +14,7 @@ from sluice.sources.remote import caching
 from sluice.sources.remote.caching import CachedFile, CompleteFile, object_key
 from sluice.sources.remote.location import Remote
 from support.cached_objects import content, loaded, read
-from support.object_stores import filesystem
 from support.range_server import RangeServer, status
-
-__all__ = ["filesystem"]
 
 CONTENT = content(300_000)
 

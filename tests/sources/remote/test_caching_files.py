@@ -110,14 +110,6 @@ def test_a_complete_file_that_was_only_touched_is_compared_once(
     assert isinstance(opened(remote, tmp_path), CompleteFile)
 
 
-def test_readers_at_once_share_one_download(remote: VersionedObject, tmp_path: Path) -> None:
-    sources = [opened(remote, tmp_path) for _ in range(3)]
-    with Workers(3, "reader") as workers:
-        tasks = [workers.start(partial(loaded, source)) for source in sources]
-        assert all(task.result() == CONTENT for task in tasks)
-    assert sum(nbytes for _, nbytes in remote.requests) <= len(CONTENT)
-
-
 def test_threads_that_share_a_source_share_its_download(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,11 +22,8 @@ from sluice._errors import (
 from sluice._threads import in_threads
 from sluice.sources.remote.fsspec_files import open_directory, open_source
 from sluice.sources.remote.location import Remote
-from support.object_stores import filesystem
 from support.source_conformance import check_source
 from support.watching import watch
-
-__all__ = ["filesystem"]
 
 CONTENT = random.Random(0).randbytes(200_000)
 

@@ -13,9 +13,6 @@ import pytest
 import sluice
 from sluice.records import AccessFacts
 from sluice.sources.remote.location import remote_location
-from support.object_stores import filesystem
-
-__all__ = ["filesystem"]
 
 
 def test_the_repr_shows_no_credentials() -> None:

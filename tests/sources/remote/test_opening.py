@@ -20,10 +20,8 @@ from sluice.sources.ranges import MemoryFile
 from sluice.sources.remote.directory import SiblingFiles, below
 from sluice.sources.remote.protocol import RequestFailedError
 from support import oracles
-from support.object_stores import filesystem, put
+from support.object_stores import put
 from support.whole_checkpoints import MAKERS
-
-__all__ = ["filesystem"]
 
 
 def _siblings(url: str, has: str = "", refused: tuple[str, ...] = ()) -> tuple[SiblingFiles, list[str]]:
