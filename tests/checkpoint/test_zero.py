@@ -17,18 +17,11 @@ from torch import nn
 
 import sluice
 from sluice import FormatError, IncompleteCheckpointError, MismatchError, UnsupportedError
+from support.directories import assert_same
 from support.oracles import bits
 from support.range_server import RangeServer
 from support.zero_files import WRITTEN, Change, Training, example, unpacked, write_zero
 from tools.write_deepspeed_files import Net as DeepSpeedNet
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert bits(found[name]) == bits(tensor), name
-
 
 # Written by DeepSpeed itself
 
@@ -41,9 +34,7 @@ def test_weights_equal_those_of_zero_to_fp32(tmp_path: Path, name: str) -> None:
         found = dict(sluice.load_state_dict(place))
         if name.startswith("stage-1"):  # zero_to_fp32 leaves frozen parameters out, which the files have
             assert found.keys() - expected.keys() == {"frozen.weight", "frozen.bias"}
-        for key, tensor in expected.items():
-            assert found[key].dtype == tensor.dtype
-            assert bits(found[key]) == bits(tensor), key
+        assert_same({key: found[key] for key in expected}, expected)
         assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
         pointers = {tensor.untyped_storage().data_ptr() for tensor in found.values()}
         assert len(pointers) == len(found) - 1  # parameters do not share the memory of a whole vector
@@ -84,7 +75,7 @@ def test_universal_checkpoints(tmp_path: Path, name: str) -> None:
     place = unpacked(name, tmp_path) / "universal" / "global_step3"
     with sluice.open(place) as checkpoint:
         assert checkpoint.format == "deepspeed-universal"
-        assert_equal(dict(sluice.load_state_dict(checkpoint)), dict(sluice.load_state_dict(tmp_path / "run")))
+        assert_same(dict(sluice.load_state_dict(checkpoint)), dict(sluice.load_state_dict(tmp_path / "run")))
     step = {"state": {0: {"step": torch.tensor(3.0)}}} if name == "stage-3" else None
     groups = {"param_groups": [{"lr": 0.1, "params": [0]}], "optimizer_state_dict": step}
     torch.save(groups, place / "zero" / "optimizer_state.pt")
@@ -109,7 +100,7 @@ def test_any_number_of_ranks(tmp_path: Path, stage: int, world: int, gap: int) -
     expected = training.weights
     if stage == 1:
         expected["frozen"] = expected["frozen"].bfloat16()
-    assert_equal(dict(sluice.load_state_dict(place)), expected)
+    assert_same(dict(sluice.load_state_dict(place)), expected)
     with sluice.open(place) as checkpoint:
         assert checkpoint.format == "deepspeed-zero"
         assert checkpoint.metadata == {"ds_version": "0.19.8", "global_steps": "7", "dp_world_size": str(world)}
@@ -131,7 +122,7 @@ def test_any_shapes(shapes: list[tuple[int, ...]], stage: int, world: int, gap: 
     training = Training([{f"p{i}": values[i].view(shape) for i, shape in enumerate(shapes)}])
     with tempfile.TemporaryDirectory() as folder:
         place = write_zero(Path(folder), training, stage=stage, world=world, gap=gap if stage == 1 else 0)
-        assert_equal(dict(sluice.load_state_dict(place)), training.weights)
+        assert_same(dict(sluice.load_state_dict(place)), training.weights)
         optimizer = torch.optim.AdamW([(name, nn.Parameter(value)) for name, value in training.weights.items()])
         sluice.load_optimizer(optimizer, place)
         [group] = optimizer.param_groups
@@ -163,7 +154,7 @@ def test_servers_without_a_listing(tmp_path: Path, stage: int, where: str) -> No
     paths = [path for path in place.rglob("*") if path.is_file()]
     with RangeServer({f"/run/{path.relative_to(place).as_posix()}": path.read_bytes() for path in paths}) as server:
         url = server.url(where)
-        assert_equal(dict(sluice.load_state_dict(url)), dict(sluice.load_state_dict(place)))
+        assert_same(dict(sluice.load_state_dict(url)), dict(sluice.load_state_dict(place)))
         optimizer = named(example())
         assert sluice.load_optimizer(optimizer, url).loaded == 3 * len(optimizer.state) == 15
 
@@ -175,7 +166,7 @@ def test_a_further_name_of_a_further_name(tmp_path: Path) -> None:
 
     training = example()
     place = write_zero(tmp_path, training, stage=2, world=2, change=chained)
-    assert_equal(dict(sluice.load_state_dict(place)), training.weights)
+    assert_same(dict(sluice.load_state_dict(place)), training.weights)
 
 
 # Optimizers
@@ -244,7 +235,7 @@ def test_a_parameter_in_two_vectors_has_one_kind_of_state(tmp_path: Path, other:
         states[1] = {"step": states[0]["step"], **other}
 
     place = write_zero(tmp_path, example(), stage=3, world=2, change=change_states(straddling))
-    assert_equal(dict(sluice.load_state_dict(place)), example().weights)
+    assert_same(dict(sluice.load_state_dict(place)), example().weights)
     with pytest.raises(FormatError, match="have different states of the optimizer"):
         sluice.load_optimizer(named(example()), place)
 

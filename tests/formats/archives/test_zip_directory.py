@@ -324,18 +324,6 @@ def test_small_records_are_read_whole_and_checked() -> None:
         read(build_archive(HONEST), 39)
 
 
-def test_close_headers_share_a_read_and_distant_ones_do_not() -> None:
-    sizes = [100, 100, 100, 1_000_000, 100, 3_000_000, 100]
-    records = [ArchiveRecord(name=b"a/%d" % number, data=bytes(size)) for number, size in enumerate(sizes)]
-    local = MemorySource(build_archive(records))
-    directory = read_directory(local, Limits())
-    source = RecordingSource(local)
-    wanted = [record for record in map(directory.record, directory.positions) if record is not None]
-    locate_records(source, wanted)
-    assert len(source.reads) == 3
-    assert source.read_bytes < 1000
-
-
 @pytest.mark.parametrize("threads", [True, False])
 def test_many_distant_headers(monkeypatch: pytest.MonkeyPatch, threads: bool) -> None:
     records = [ArchiveRecord(name=b"a/%d" % number, data=bytes(150_000)) for number in range(40)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,8 @@ def file_bytes(header: str | bytes, data: bytes = b"", *, length: int | None = N
 def index_of(path: Path, content: bytes | None = None, limits: Limits | None = None) -> Index:
     if content is not None:
         path.write_bytes(content)
-    source = LocalFile(path)
-    try:
+    with closing(LocalFile(path)) as source:
         return SafetensorsFormat().read_index(source, limits or Limits())
-    finally:
-        source.close()
 
 
 def tree_of(index: Index) -> dict[str, Entry]:

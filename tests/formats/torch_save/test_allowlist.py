@@ -85,6 +85,8 @@ def test_bad_tensors_are_named(tensor: Call, problem: str) -> None:
         (tensor_call(FLOATS, shape=(1,), extra=({}, {})), "torch._utils._rebuild_tensor_v2"),
         (tensor_call(FLOATS, shape=(1,), extra=(Global("torch", "float5"),), function="_rebuild_tensor_v3"), "float5"),
         (tensor_call(Persistent(("storage", Global("torch", "Float5Storage"), "1", "cpu", 1))), "torch.Float5Storage"),
+        (Call(Global("torch._utils", "_rebuild_meta_tensor_no_storage"), ()), "_rebuild_meta_tensor_no_storage"),
+        (Call(FROM_TYPE, (PLAIN, Global("my", "Sub"), (FLOATS, 0, (1,), (1,), False, HOOKS), {})), "my.Sub"),
     ],
 )
 def test_what_sluice_does_not_know_is_a_leaf_that_names_it(tensor: Call, found: str) -> None:

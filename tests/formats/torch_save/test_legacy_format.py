@@ -84,15 +84,6 @@ def test_state_dicts_with_ties_strides_parameters_and_plain_values(tmp_path: Pat
 # Files of early torch versions
 
 
-def test_what_python_2_wrote() -> None:
-    """Python 2 files: byte strings for text, an ``OrderedDict`` from a list of lists, sizes as long integers."""
-    text = Raw(b"U\x06weight")
-    tensor = tensor_call(WEIGHT, shape=(2, 3), function="_rebuild_tensor")
-    early = Call(tensor.function, tensor.arguments[:4])
-    assert list(check(legacy_file(Call(Global("collections", "OrderedDict"), ([[text, early]],)), SIX))) == ["weight"]
-    check(legacy_file({text: early, "set": Call(Global("__builtin__", "set"), ([1, 2],))}, SIX))
-
-
 STATE = (WEIGHT, 0, (2, 3), (3, 1))
 FLOATS = Global("torch", "FloatTensor")
 PARAMETER = Global("torch.nn.parameter", "Parameter")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from sluice._errors import FormatError, LimitError, SluiceError, TruncatedError,
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.zip_format import TorchZipFormat
-from sluice.records import Entry, Opaque, UnsupportedValue
+from sluice.records import Opaque, UnsupportedValue
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, pickled, storage, tensor_call, torch_archive
 from support.sources import MemorySource
@@ -187,33 +185,6 @@ def test_bad_files(content: bytes, kind: type[SluiceError], problem: str) -> Non
 
 def test_the_version_may_be_in_another_record() -> None:
     assert index_of(torch_archive(W, DATA, records={"version": None, ".data/version": b"3\n"}))
-
-
-class Subclass(torch.Tensor):
-    """A tensor subclass."""
-
-
-def kinds() -> Mapping[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nested tensors are announced as a prototype
-        nested = torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)
-    return {
-        "meta": torch.empty(3, device="meta"),
-        "subclass": torch.eye(3).as_subclass(Subclass),
-        "nested": nested,
-    }
-
-
-@pytest.mark.parametrize("kind", kinds())
-@PROTOCOLS
-def test_other_kinds_of_tensor_are_named(kind: str, protocol: int) -> None:
-    content = saved({"plain": torch.ones(2), "list": [kinds()[kind]]}, protocol)
-    tree: Any = index_of(content).tree
-    assert isinstance(tree["plain"], Entry)
-    leaf = tree["list"][0]
-    assert isinstance(leaf, UnsupportedValue)
-    assert kind in leaf.reason
-    assert ("Subclass" if kind == "subclass" else kind) in leaf.qualified_name
 
 
 def test_a_subclass_that_wraps_tensors_is_named() -> None:
