@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import sluice
@@ -20,9 +18,7 @@ from support import fresh_process
 from support.directories import (
     SAFETENSORS_INDEX,
     Net,
-    Tensors,
     assert_same,
-    notes,
     read_with_their_library,
     save,
     save_sharded,
@@ -104,29 +100,6 @@ def test_legacy_names_and_dots_become_names_of_parameters(tmp_path: Path) -> Non
             name: tensor.tolist() for name, tensor in expected.items()
         }
     assert isinstance(sluice.load_state_dict(tmp_path)["scale"], nn.Parameter)
-
-
-@given(
-    st.dictionaries(
-        st.text("abc.", min_size=1, max_size=6),
-        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 3), max_size=2), st.booleans()),
-        min_size=1,
-        max_size=12,
-    )
-)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_any_distribution_over_shards(
-    tmp_path_factory: pytest.TempPathFactory, placed: dict[str, tuple[int, list[int], bool]]
-) -> None:
-    directory = tmp_path_factory.mktemp("shards")
-    shards: dict[str, Tensors] = {}
-    for number, (name, (shard, shape, half)) in enumerate(placed.items()):
-        tensor = torch.full(shape, float(number), dtype=torch.float16 if half else torch.float32)
-        shards.setdefault(f"{shard}.safetensors", {})[name] = tensor
-    save_sharded(directory, SAFETENSORS_INDEX, shards)
-    expected = {name: tensor for content in shards.values() for name, tensor in content.items()}
-    assert_same(sluice.load_state_dict(directory), expected)
-    assert notes(directory) == ""
 
 
 # Resources

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -125,45 +124,15 @@ def test_an_early_end_of_an_unchanged_file_is_truncation(source: LocalFile, monk
     assert caught.value.found == "9 bytes"
 
 
-def rewrite_and_restore_times(path: Path) -> None:
+def test_a_rewritten_file_whose_times_were_restored_has_changed(source: LocalFile, path: Path) -> None:
+    """``tests/contracts/faults/test_changing_files`` has the other changes."""
     status = path.stat()
     while path.stat().st_ctime_ns == status.st_ctime_ns:  # which alone shows the change, in steps of the clock
         path.write_bytes(CONTENT[::-1])
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-CHANGES: dict[str, Callable[[Path], object]] = {
-    "rewritten": lambda path: path.write_bytes(CONTENT[::-1]),
-    "rewritten with its times": rewrite_and_restore_times,
-    "replaced": lambda path: shutil.copy(path, path.with_name("other")) and path.with_name("other").replace(path),
-    "truncated": lambda path: os.truncate(path, 100),
-    "extended": lambda path: path.write_bytes(CONTENT + b"more"),
-    "removed": Path.unlink,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("opened", [False, True], ids=["closed", "open"])
-def test_a_changed_file_is_noticed(
-    source: LocalFile, path: Path, opened: bool, change: Callable[[Path], object]
-) -> None:
-    source.check_unchanged()
-    if opened:
-        source.read_at(0, 10)
-    change(path)
     with pytest.raises(SourceChangedError) as caught:
         source.check_unchanged()
     assert caught.value.file == str(path)
-    source.close()
-    with pytest.raises((SourceChangedError, ReadError)):
-        source.read_at(0, 10)
-
-
-def test_a_file_cut_while_it_is_read_has_changed(source: LocalFile, path: Path) -> None:
-    source.read_at(0, 10)
-    os.truncate(path, 100)
-    with pytest.raises(SourceChangedError):
-        source.read_at(50, 1000)
 
 
 def test_the_identity_is_that_of_the_system(source: LocalFile, path: Path) -> None:

@@ -176,21 +176,13 @@ def test_bytes_that_change_while_they_are_open() -> None:
         sluice.open(io.BytesIO())
 
 
-def test_objects_that_decode_or_cannot_be_positioned(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    torch.save({"a": torch.ones(3)}, path)
-    (tmp_path / "gz").write_bytes(gzip.compress(path.read_bytes()))
-    (tmp_path / "bz").write_bytes(bz2.compress(path.read_bytes()))
+def test_objects_that_decode_or_cannot_be_positioned() -> None:
+    decoding = (gzip.GzipFile(fileobj=io.BytesIO()), bz2.BZ2File(io.BytesIO()), io.TextIOWrapper(io.BytesIO()))
+    for stream in (*decoding, 5, None, object()):
+        with pytest.raises(TypeError, match=r"io\.BytesIO\(stream\.read\(\)\)"):
+            sluice.open(stream)  # type: ignore[arg-type]
     reader, writer = os.pipe()
     os.close(writer)
-    with (
-        gzip.open(tmp_path / "gz", "rb") as zipped,
-        bz2.open(tmp_path / "bz", "rb") as packed,
-        path.open("rt") as text,
-    ):
-        for stream in (zipped, packed, text, 5, None, object()):
-            with pytest.raises(TypeError, match=r"io\.BytesIO\(stream\.read\(\)\)"):
-                sluice.open(stream)  # type: ignore[arg-type]
     with open(reader, "rb") as pipe, pytest.raises(UnsupportedError, match="this is a FIFO"):
         sluice.open(pipe)
 

@@ -206,7 +206,6 @@ def torch_archive(
     storages: Mapping[str, bytes] | None = None,
     *,
     records: Mapping[str, bytes | None] | None = None,
-    archive: str = "archive",
 ) -> bytes:
     """Return a ``torch.save`` file of a value, or of a complete pickle as bytes.
 
@@ -219,7 +218,7 @@ def torch_archive(
         "version": b"3\n",
         **(records or {}),
     }
-    present = ((f"{archive}/{name}".encode(), data) for name, data in contents.items() if data is not None)
+    present = ((f"archive/{name}".encode(), data) for name, data in contents.items() if data is not None)
     return build_archive(ArchiveRecord(name=name, data=data) for name, data in present)
 
 

@@ -204,35 +204,24 @@ http {{
   fastcgi_temp_path {folder}/temporary;
   uwsgi_temp_path {folder}/temporary;
   scgi_temp_path {folder}/temporary;
-  {http}
   server {{
-    listen 127.0.0.1:{port} {listen};
+    listen 127.0.0.1:{port};
     root {root};
-    {directives}
   }}
 }}
 """
 
 
 @contextmanager
-def nginx(folder: Path, root: Path, directives: str = "", *, http: str = "", listen: str = "") -> Iterator[str]:
-    """Lend the authority of a new server; skip the test if nginx is not installed.
-
-    Args:
-        folder: For its own files.
-        root: The files that it serves.
-        directives: Directives of its ``server`` block.
-        http: Directives of its ``http`` block.
-        listen: Words after the address that it listens to, such as ``ssl``.
-    """
+def nginx(folder: Path, root: Path) -> Iterator[str]:
+    """Lend the authority of a new server of ``root``, with a folder for itself; skip the test without nginx."""
     program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         pytest.skip("nginx is not installed: apt install nginx-light")
     folder.mkdir(exist_ok=True)
     port = free_port()
     configuration = folder / "nginx.conf"
-    text = _SERVER.format(folder=folder, root=root, port=port, listen=listen, directives=directives, http=http)
-    configuration.write_text(text, encoding="utf-8")
+    configuration.write_text(_SERVER.format(folder=folder, root=root, port=port), encoding="utf-8")
     alone = "daemon off; master_process off;"  # one process, which the test ends
     with running([program, "-p", str(folder), "-e", "error.log", "-c", str(configuration), "-g", alone], port, folder):
         yield f"127.0.0.1:{port}"

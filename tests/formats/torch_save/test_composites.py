@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from sluice._errors import FormatError
-from sluice.records import NO_STORAGE, Quantized, Sparse
 from support.hostile_archives import Call, Global, storage, tensor_call
 from support.pickles import load
 
@@ -51,31 +50,6 @@ def channels(scales: object, zero_points: object, axis: object = 0, *, kind: str
 
 
 DOUBLES = tensor_call(storage("d", 3, kind="DoubleStorage"), shape=(3,))
-
-
-@pytest.mark.parametrize(
-    ("value", "shape", "components"),
-    [
-        (sparse("sparse_coo", longs(2, 5), floats(5), size(3, 4), True), (3, 4), 2),
-        (sparse("sparse_coo", longs(1, 5), floats(5, 4), size(3, 4)), (3, 4), 2),
-        (sparse("sparse_coo", longs(0, 1), floats(1), size(), None), (), 2),
-        (sparse("sparse_csr", longs(4), longs(5), floats(5), size(3, 4)), (3, 4), 3),
-        (sparse("sparse_csc", longs(5), longs(5), floats(5), size(3, 4)), (3, 4), 3),
-        (sparse("sparse_bsr", longs(3), longs(5), floats(5, 2, 3), size(4, 6)), (4, 6), 3),
-        (sparse("sparse_bsc", longs(3), longs(5), floats(5, 2, 3), size(4, 6)), (4, 6), 3),
-        (sparse("sparse_csr", longs(2, 4), longs(2, 5), floats(2, 5, 7), size(2, 3, 4, 7)), (2, 3, 4, 7), 3),
-        (quantized(AFFINE), (3, 4), 1),
-        (quantized(channels(DOUBLES, longs(3))), (3, 4), 3),
-        (quantized(channels([0.1, 0.2, 0.3], [0, 1, 2])), (3, 4), 1),
-    ],
-)
-def test_fields_of_an_entry(value: Call, shape: tuple[int, ...], components: int) -> None:
-    entry = load([value])[0]
-    assert (entry.shape, entry.storage) == (shape, NO_STORAGE)
-    assert isinstance(entry.composite, (Sparse, Quantized))
-    assert len(entry.pieces) == components
-    assert entry.nbytes == sum(piece.nbytes for piece in entry.pieces)
-    assert entry.layout in {"quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"}
 
 
 def test_components_have_no_attributes() -> None:

@@ -162,14 +162,12 @@ def test_unknown_schemes_and_settings_are_refused(filesystem: Any) -> None:
 @contextmanager
 def _failing(filesystem: Any, error: Exception, times: int = 1 << 30) -> Iterator[list[str]]:
     calls: list[str] = []
-    cat_file = filesystem.cat_file
 
-    def failing(path: str, start: int, end: int) -> Any:
+    def fail(path: str, **_: object) -> None:
         calls.append(path)
         if len(calls) <= times:
             raise error
-        return cat_file(path, start=start, end=end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filesystem, "cat_file", failing)
+        watch(patch, filesystem, "cat_file", fail)
         yield calls

@@ -1,4 +1,4 @@
-"""Files that nginx serves: ranges, TLS, passwords, redirects, compression, and its limits."""
+"""Files and directories that nginx serves."""
 
 from __future__ import annotations
 
