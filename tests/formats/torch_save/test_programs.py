@@ -79,19 +79,8 @@ def test_the_state_dict_of_a_script_is_that_of_torch_and_fills_the_eager_class(t
     assert checked.ok
     left_out = "Tensors of the program that are neither parameters nor buffers, left out (1): state."
     assert (left_out in checked.notes) is not traced  # a trace keeps it as a constant
-
-
-def test_every_verb_takes_an_archive(tmp_path: Path) -> None:
-    expected = script(tmp_path / "m.pt")
     sluice.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     assert sluice.diff(tmp_path / "m.pt", tmp_path / "m.safetensors").same
-    assert sluice.plan(Net(), tmp_path / "m.pt").format == "torch-script"
-    model = Net().eval()
-    with torch.no_grad(), sluice.stream(model, tmp_path / "m.pt", memory="32MiB"):
-        result = model(torch.ones(1, 3, 4, 4))
-    eager = Net().eval()
-    eager.load_state_dict(expected)
-    assert torch.equal(result, eager(torch.ones(1, 3, 4, 4)))
 
 
 def test_frozen_programs_are_refused_by_name(tmp_path: Path) -> None:
