@@ -1,10 +1,8 @@
-"""The zip directory: valid archives as ``zipfile`` reads them, and a typed error for every other file."""
+"""The zip directory: unusual archives that are valid, and a typed error for every other file."""
 
 from __future__ import annotations
 
-import io
 import struct
-import zipfile
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from sluice._options import Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, read_directory
 from sluice.formats.archives.zip_records import locate_records, read_record
 from sluice.sources.local import LocalFile
-from support.hostile_archives import ArchiveRecord, Stream, build_archive
+from support.hostile_archives import ArchiveRecord, build_archive
 from support.sources import MemorySource, RecordingSource
 
 HONEST = (
@@ -34,61 +32,19 @@ def directory_of(content: bytes, limits: Limits | None = None) -> CentralDirecto
     return read_directory(MemorySource(content), limits or Limits())
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "archive.zip"
+# Valid archives; ``test_zip_records`` has more
 
 
-def check_against_zipfile(path: Path, *, data: bool = True) -> None:
-    """Compare names, offsets, sizes and checksums with ``zipfile``, and the data of every record."""
-    with closing(LocalFile(path)) as source, zipfile.ZipFile(path) as oracle:
-        directory = read_directory(source, Limits())
-        assert len(directory.positions) == len(oracle.infolist())
-        for info in oracle.infolist():
-            record = directory.record(info.filename.partition("/")[2])
-            assert record is not None
-            assert (record.name, record.header, record.nbytes) == (info.filename, info.header_offset, info.file_size)
-            assert record.crc == info.CRC
-            if data:
-                offset, found = read_record(source, record, 1 << 20)
-                assert found == oracle.read(info)
-                assert source.read_at(offset, len(found)) == found
-
-
-# Valid archives
-
-
-@pytest.mark.parametrize("alignment", [1, 64, 4096])
-def test_what_torch_writes(path: Path, alignment: int) -> None:
-    settings: Any = pytest.importorskip("torch.utils.serialization").config  # from torch 2.7 on
-    with settings.patch("save.storage_alignment", alignment):
-        torch.save({"a": torch.arange(5), "b": torch.empty(0), "c": torch.ones(300, 7)}, path)
-    check_against_zipfile(path)
-
-
-def test_what_torch_writes_beyond_4_gib(path: Path) -> None:
+def test_what_torch_writes_beyond_4_gib(tmp_path: Path) -> None:
     with torch.serialization.skip_data():  # a sparse file of a few KiB
-        torch.save({"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.zeros(3)}, path)
-    with closing(LocalFile(path)) as source:
+        torch.save({"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.zeros(3)}, tmp_path / "f.pt")
+    with closing(LocalFile(tmp_path / "f.pt")) as source:
         directory = read_directory(source, Limits())
         records = [directory.record("data/0"), directory.record("data/1")]
         assert [record.nbytes for record in records if record] == [5 << 30, 12]
         first, second = locate_records(source, [record for record in records if record])
     assert first % 64 == second % 64 == 0
     assert second > first + (5 << 30)
-    check_against_zipfile(path, data=False)  # whose CRC was not computed
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("zip64", [False, True])
-def test_what_zipfile_writes(path: Path, stream: bool, zip64: bool) -> None:
-    buffer = Stream() if stream else io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for number in range(3):
-            with archive.open(f"größe/data/{number}", "w", force_zip64=zip64) as record:
-                record.write(bytes(number * 100))
-    path.write_bytes(buffer.getvalue())
-    check_against_zipfile(path)
 
 
 def test_more_records_than_16_bits_can_count() -> None:
@@ -186,9 +142,9 @@ def test_a_directory_whose_name_is_not_text() -> None:
 
 
 def test_names_that_only_look_odd() -> None:
-    names = [b"a/..x", b"a/x..", b"a/...", b"a/.hidden", b"a/ ", "a/ü".encode(), b"a/C:x"]
-    directory = directory_of(build_archive([ArchiveRecord(name=name) for name in names]))
-    assert len(directory.positions) == len(names)
+    names = ["ü/..x", "ü/x..", "ü/...", "ü/.hidden", "ü/ ", "ü/ü", "ü/C:x"]
+    directory = directory_of(build_archive([ArchiveRecord(name=name.encode()) for name in names]))
+    assert [record.name for record in directory.records()] == names
 
 
 def test_long_names() -> None:

@@ -57,11 +57,18 @@ def described(after: Callable[[bytes], bytes]) -> bytes:
     return built(flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: after(record.data))
 
 
-def repacked(target: io.BytesIO) -> bytes:
+def repacked(target: io.BytesIO, *, zip64: bool = False) -> bytes:
     with zipfile.ZipFile(io.BytesIO(saved(STATE))) as source, zipfile.ZipFile(target, "w") as archive:
         for name in source.namelist():
-            archive.writestr(name, source.read(name))
+            with archive.open(name, "w", force_zip64=zip64) as record:
+                record.write(source.read(name))
     return target.getvalue()
+
+
+def aligned(nbytes: int) -> bytes:
+    settings: Any = pytest.importorskip("torch.utils.serialization").config  # from torch 2.7 on
+    with settings.patch("save.storage_alignment", nbytes):
+        return saved(STATE)
 
 
 def without_checksums() -> bytes:
@@ -75,8 +82,12 @@ def without_checksums() -> bytes:
 HEALTHY: dict[str, Callable[[], bytes]] = {
     "torch": lambda: saved(STATE),
     "torch, no checksums": without_checksums,
+    "torch, not aligned": lambda: aligned(1),
+    "torch, in pages": lambda: aligned(4096),
     "zipfile": lambda: repacked(io.BytesIO()),
+    "zipfile, zip64": lambda: repacked(io.BytesIO(), zip64=True),
     "zipfile, to a stream": lambda: repacked(Stream()),
+    "zipfile, zip64, to a stream": lambda: repacked(Stream(), zip64=True),
     "zeros before the data": lambda: built(local_extra=lambda record: bytes(len(record.name) % 4)),
     "padding after the data": lambda: built(after=lambda record: bytes(-len(record.data) % 16)),
     "descriptor": lambda: described(descriptor),
