@@ -165,30 +165,11 @@ def snapshot(tmp_path: Path) -> Path:
     return directory
 
 
-def test_snapshots_are_links_to_blobs(tmp_path: Path) -> None:
+def test_snapshots_are_links_to_blobs_which_can_be_refused(tmp_path: Path) -> None:
     directory = snapshot(tmp_path)
     assert set(sluice.load_state_dict(directory)) == {"a.w", "a.b", "c", "b.w"}
     assert set(sluice.load_state_dict(directory / SAFETENSORS_INDEX)) == {"a.w", "a.b", "c", "b.w"}
-
-
-def test_links_that_lead_outside_can_be_refused(tmp_path: Path) -> None:
-    strict = sluice.Limits(symlinks_outside=False)
-    directory = snapshot(tmp_path)
-    refusal(directory, sluice.PathEscapeError, limits=strict)
-    index = directory / SAFETENSORS_INDEX
-    index.write_bytes(index.read_bytes())  # through the link
-    target = index.resolve()
-    index.unlink()
-    index.write_bytes(target.read_bytes())
-    error = refusal(directory, sluice.PathEscapeError, limits=strict)
-    assert "model-0000" in str(error.file)
-    for link in directory.glob("*.safetensors"):
-        kept = link.resolve()
-        link.unlink()
-        kept.rename(directory / f"kept-{link.name}")
-        link.symlink_to(f"kept-{link.name}")
-    with sluice.open(directory, limits=strict) as checkpoint:
-        assert len(checkpoint) == 4
+    refusal(directory, sluice.PathEscapeError, limits=sluice.Limits(symlinks_outside=False))
 
 
 def test_a_directory_may_be_a_link_itself(tmp_path: Path) -> None:

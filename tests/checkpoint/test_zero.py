@@ -17,7 +17,7 @@ from torch import nn
 
 import sluice
 from sluice import FormatError, IncompleteCheckpointError, MismatchError, UnsupportedError
-from support.directories import assert_same
+from support.directories import assert_same, refusal
 from support.oracles import bits
 from support.range_server import RangeServer
 from support.zero_files import WRITTEN, Change, Training, example, unpacked, write_zero
@@ -82,8 +82,7 @@ def test_universal_checkpoints(tmp_path: Path, name: str) -> None:
     with pytest.raises(FormatError, match="do not have the vectors of the model states"):
         sluice.load_optimizer(torch.optim.AdamW(DeepSpeedNet().parameters()), place)
     (place / "zero" / "scale" / "fp32.pt").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"zero/scale/fp32\.pt"):
-        sluice.open(place)
+    assert "zero/scale/fp32.pt" in str(refusal(place, IncompleteCheckpointError))
 
 
 # Written by other code than sluice's to the public layout

@@ -49,7 +49,7 @@ def test_a_total_size_may_be_absent_or_a_float(tmp_path: Path, metadata: str) ->
     "file",
     [
         *("../x", "a/../x", "a/../../x", "..", ".", "./x", "", "a//x", "a/", "/x", "//server/share/x", "C:x", "C:/x"),
-        *("C:\\x", "\\x", "a\\x", "..\\x", "\\\\server\\share\\x", "x:stream", ".. /x", "... /x", "a\0b"),
+        *("C:\\x", "\\x", "a\\x", "..\\x", "\\\\server\\share\\x", "x:stream", "http://x", ".. /x", "... /x", "a\0b"),
     ],
 )
 def test_names_that_lead_elsewhere(tmp_path: Path, file: str) -> None:

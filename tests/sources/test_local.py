@@ -21,7 +21,6 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
-from sluice.records import FileIdentity
 from sluice.sources import local
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import DirectIOUnavailable
@@ -133,17 +132,6 @@ def test_a_rewritten_file_whose_times_were_restored_has_changed(source: LocalFil
     with pytest.raises(SourceChangedError) as caught:
         source.check_unchanged()
     assert caught.value.file == str(path)
-
-
-def test_the_identity_is_that_of_the_system(source: LocalFile, path: Path) -> None:
-    status = path.stat()
-    assert source.identity == FileIdentity(
-        device=status.st_dev,
-        inode=status.st_ino,
-        nbytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        ctime_ns=status.st_ctime_ns,
-    )
 
 
 @pytest.fixture

@@ -11,14 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice._defaults import HEADER_PIECE_BYTES
 from sluice._errors import TruncatedError
-from sluice._options import Limits
-from sluice.formats.detection import detect
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from sluice.sources.ranges import MemoryFile
@@ -26,7 +23,6 @@ from sluice.sources.wrappers import ReadAhead, Section
 from support.source_conformance import check_source
 from support.sources import MemorySource, RecordedRead, RecordingSource
 from support.system_calls import Injection, failing
-from support.torch_files import saved
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)
 
@@ -117,13 +113,3 @@ def test_little_is_kept() -> None:
     assert len(source._pieces) == 4
     source.forget(0, 1)
     assert not source._pieces
-
-
-@pytest.mark.parametrize(("tensors", "nbytes", "reads"), [(1, 100, 1), (9, 100_000, 3), (150, 400, 2)])
-def test_a_shard_is_indexed_in_few_reads(tensors: int, nbytes: int, reads: int) -> None:
-    state = {f"layers.{number}.weight": torch.zeros(nbytes, dtype=torch.uint8) for number in range(tensors)}
-    recording = RecordingSource(MemorySource(saved(state)))
-    source = ReadAhead(recording)
-    index = detect(source).read_index(source, Limits())
-    assert len(index.storages) == tensors
-    assert len(recording.reads) <= reads

@@ -16,8 +16,9 @@ LIMITS = Limits()
 MISSING = Global("sluice_no_such_module", "run")
 
 
-def machine(data: bytes, limits: Limits = LIMITS) -> Unpickler:
-    return Unpickler(data, TorchAllowlist(limits, len(data)), limits=limits, file="file", offset=1000)
+def machine(data: bytes, limits: Limits = LIMITS, *, encoding: str = "utf-8") -> Unpickler:
+    allowlist = TorchAllowlist(limits, len(data))
+    return Unpickler(data, allowlist, limits=limits, file="file", offset=1000, encoding=encoding)
 
 
 def load(value: object, limits: Limits = LIMITS) -> Any:

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from sluice._options import Limits
-from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import UnsupportedValue
 from support import torch_files
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, Raw, encode, legacy_file, legacy_storage, tensor_call
 from support.oracles import loaded, same, save_and_compare, state_dict_of_views
-from support.sources import MemorySource, RecordingSource
+from support.sources import MemorySource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader reads its own files
 
@@ -141,13 +139,7 @@ def test_views_of_storages_are_refused_by_name() -> None:
     assert tree["whole"].shape == (6,)
 
 
-# Bytes that are read
-
-
-def test_counts_of_small_storages_are_read_together() -> None:
-    source = RecordingSource(MemorySource(saved({f"w{number}": torch.zeros(100) for number in range(1000)})))
-    TorchLegacyFormat().read_index(source, Limits())
-    assert len(source.reads) < 20
+# Pickles in windows
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import sluice
 from sluice._errors import UnsupportedError
 from support import old_files
+from support.directories import refusal
 from support.oracles import same
 
 FILES = {path.stem: path for path in sorted(Path(old_files.__path__[0]).glob("*.pth"))}
@@ -34,23 +35,12 @@ def load_with_torch(name: str, encoding: str) -> Any:
         return torch.load(FILES[name], weights_only=restricted, mmap=False, encoding=encoding)
 
 
-def mapped(value: Any, kind: type, leaf: Callable[[Any], object]) -> Any:
-    """Return a nested object of plain containers in which leaves of a kind are replaced."""
-    if isinstance(value, kind):
-        return leaf(value)
-    if isinstance(value, dict):
-        return type(value)((key, mapped(child, kind, leaf)) for key, child in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(mapped(child, kind, leaf) for child in value)
-    return value
-
-
 @pytest.mark.parametrize("name", READ)
 def test_the_whole_object_is_that_of_torch(name: str) -> None:
     encoding = ENCODINGS.get(name, "utf-8")
-    theirs = mapped(load_with_torch(name, encoding), torch.Tensor, torch.Tensor.detach)
+    theirs = tree_map_only(torch.Tensor, torch.Tensor.detach, load_with_torch(name, encoding))
     with sluice.open(FILES[name], encoding=encoding) as checkpoint:
-        ours = mapped(checkpoint.tree, sluice.LazyTensor, sluice.LazyTensor.read)
+        ours = tree_map_only(sluice.LazyTensor, sluice.LazyTensor.read, checkpoint.tree)
     if isinstance(theirs, dict):
         for key in ("size", "device"):  # a torch.Size equals a tuple, a torch.device its text
             if key in theirs:
@@ -109,5 +99,4 @@ def test_an_unknown_encoding() -> None:
 
 def test_the_experimental_zip_files_are_named() -> None:
     """No other torch reads them."""
-    with pytest.raises(UnsupportedError, match="an experimental zip file of torch"):
-        sluice.open(FILES["torch-1.4.0-zip"])
+    refusal(FILES["torch-1.4.0-zip"], UnsupportedError, "an experimental zip file of torch")

@@ -11,7 +11,6 @@ import fsspec
 import pytest
 
 import sluice
-from sluice.records import AccessFacts
 from sluice.sources.remote.location import remote_location
 
 
@@ -60,13 +59,6 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exce
 def test_a_store_has_its_own_settings(filesystem: Any) -> None:
     with pytest.raises(ValueError, match="timeout= has no effect with store="):
         sluice.Remote("/f", store=filesystem, timeout=3)
-
-
-def test_requests_that_the_user_chose_win() -> None:
-    access = AccessFacts(request_bytes=8 << 20, gap_bytes=1 << 20, parallel_requests=16)
-    assert sluice.Remote("s3://b/k").tuned(access) == access
-    chosen = sluice.Remote("s3://b/k", connections=2).tuned(access)
-    assert chosen == AccessFacts(request_bytes=8 << 20, gap_bytes=1 << 20, parallel_requests=2)
 
 
 def test_objects_of_fsspec_are_addresses(filesystem: Any) -> None:
