@@ -1,11 +1,10 @@
-"""Checkpoints opened through ``Directory`` (in memory, nothing touches the file system) and from lists of files."""
+"""Checkpoints opened through a directory, also of an object store, and from lists of files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,59 +14,13 @@ from safetensors.torch import save_file
 import sluice
 from sluice._options import Limits
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.checkpoint.opening import _parts, open_layout
-from sluice.checkpoint.survey import survey
-from sluice.entries import tree as trees
-from sluice.formats.divided import divided_directory
-from sluice.sources.protocol import Source
+from sluice.checkpoint.opening import _parts
+from sluice.sources.directory import LocalDirectory
 from support import distributed
 from support.directories import Tensors, refusal, tensors, two_shards, write_model, write_parameters, write_shards
 from support.gguf_files import packed, plain, write
-from support.sources import MemorySource
-
-
-class MemoryDirectory:
-    """A prefix of an object store in memory; records which of its methods are called."""
-
-    def __init__(self, contents: dict[str, bytes], *, escaping: frozenset[str] = frozenset()) -> None:
-        self.path = "store://bucket/model"
-        self.contents = contents
-        self.escaping = escaping
-        self.calls: list[tuple[str, str]] = []
-
-    def entries(self) -> Iterator[Any]:
-        yield from (SimpleNamespace(name=name, kind="file") for name in sorted(self.contents))
-
-    def open(self, name: str) -> Source:
-        self.calls.append(("open", name))
-        path = f"{self.path}/{name}"
-        try:
-            content = self.contents[name]
-        except KeyError:
-            missing = FileNotFoundError(name)
-            raise sluice.CheckpointError("the object does not exist", file=path) from missing
-        return MemorySource(content, path=path)
-
-    def check_inside(self, name: str) -> None:
-        self.calls.append(("check_inside", name))
-        if name in self.escaping:
-            raise sluice.PathEscapeError("the object lies elsewhere", file=f"{self.path}/{name}")
-
-
-def in_memory(directory: Path) -> MemoryDirectory:
-    """Move a local directory into memory and delete its files, so that only the copy can be read."""
-    made = MemoryDirectory({file.name: file.read_bytes() for file in directory.iterdir()})
-    for file in directory.iterdir():
-        file.unlink()
-    return made
-
-
-def names(directory: MemoryDirectory, limits: Limits | None = None) -> set[str]:
-    limits = limits or Limits()
-    index, files = open_layout(survey(directory, limits), limits)
-    assert all(record.path.startswith("store://bucket/model/") for record in index.files)
-    assert {file.source.path for file in files} == {record.path for record in index.files}
-    return set(trees.flatten(index.tree, limits))
+from support.object_stores import put
+from support.watching import watch
 
 
 def write_chunks(path: Path, content: Tensors) -> None:
@@ -75,43 +28,40 @@ def write_chunks(path: Path, content: Tensors) -> None:
 
 
 @pytest.mark.parametrize("write", [write_shards, write_parameters, write_model, write_chunks])
-def test_containment_is_checked_before_each_file_is_opened(
-    tmp_path: Path, write: Callable[[Path, Tensors], object]
+def test_links_that_lead_out_are_followed_unless_the_limits_forbid_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Tensors], object]
 ) -> None:
-    content, strict = tensors("a.w", "a.b", "c", "b.w"), Limits(symlinks_outside=False)
-    write(tmp_path, content)
-    directory = in_memory(tmp_path)
-    assert names(directory) == content.keys()
-    assert "check_inside" not in dict(directory.calls)  # links are allowed by default
-    directory.calls.clear()
-    names(directory, strict)
-    opened = [name for call, name in directory.calls if call == "open"]
-    for name in opened:
-        assert directory.calls.index(("check_inside", name)) < directory.calls.index(("open", name))
-        refusing = MemoryDirectory(directory.contents, escaping=frozenset({name}))
-        with pytest.raises(sluice.PathEscapeError) as caught:
-            names(refusing, strict)
-        assert caught.value.file == f"store://bucket/model/{name}"
-        assert ("open", name) not in refusing.calls
+    content, strict, outside = tensors("a.w", "a.b", "c", "b.w"), Limits(symlinks_outside=False), tmp_path / "outside"
+    directory = tmp_path / "d"
+    directory.mkdir()
+    write(directory, content)
+    opened: list[str] = []
+    watch(monkeypatch, LocalDirectory, "open", lambda _, name: opened.append(name))
+    sluice.open(directory, limits=strict).close()
+    for name in opened.copy():
+        (directory / name).rename(outside)
+        (directory / name).symlink_to(outside)
+        with sluice.open(directory) as checkpoint:
+            assert checkpoint.keys() == content.keys()
+        opened.clear()
+        assert refusal(directory, sluice.PathEscapeError, limits=strict).file == str(directory / name)
+        assert name not in opened
+        outside.replace(directory / name)
 
 
-def test_a_missing_object_is_reported_as_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_object_is_reported_as_a_missing_file(filesystem: Any, tmp_path: Path) -> None:
     first, second = two_shards(tmp_path)
-    directory = in_memory(tmp_path)
-    del directory.contents[second.name]
-    with pytest.raises(sluice.IncompleteCheckpointError, match=f"'{second.name}'") as caught:
-        names(directory)
-    assert caught.value.file == "store://bucket/model/model.safetensors.index.json"
-    assert f"'{first.name}'" not in caught.value.problem
+    second.unlink()
+    url = put(filesystem, tmp_path, "/d")
+    error = refusal(url, sluice.IncompleteCheckpointError, f"'{second.name}'")
+    assert error.file == f"{url}/model.safetensors.index.json"
+    assert f"'{first.name}'" not in error.problem
 
 
-def test_divided_states_are_recognized_in_any_directory() -> None:
-    assert divided_directory(MemoryDirectory({"model.bin": b""})) is None
-    found = divided_directory(MemoryDirectory({"distrib_optim.pt": b""}))
-    assert found is not None
-    assert "Megatron" in found.what
-    with pytest.raises(sluice.FormatError, match="such as 'global_step7'"):
-        survey(MemoryDirectory({"latest": b"", "global_step7": b""}), Limits())
+def test_divided_states_are_recognized_in_any_directory(filesystem: Any) -> None:
+    filesystem.pipe({"/d/distrib_optim.pt": b"x", "/e/latest": b"x", "/e/global_step7/f": b"x"})
+    assert "Megatron" in str(refusal("memory://d", sluice.UnsupportedError))
+    assert "such as 'global_step7'" in str(refusal("memory://e", sluice.FormatError))
 
 
 @pytest.fixture

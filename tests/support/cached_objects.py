@@ -100,11 +100,6 @@ def loaded(source: Source) -> bytes:
     return found
 
 
-def cached_bytes(cache: Path) -> int:
-    """Return the bytes of the files of a cache."""
-    return sum(path.stat().st_size for path in entries(cache) + parts(cache))
-
-
 def entries(cache: Path) -> list[Path]:
     """Return the complete files of a cache."""
     return sorted(path for path in cache.iterdir() if "-" in path.name and not path.suffix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakSet
@@ -16,7 +15,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.remote import cache_directory
 from sluice.sources.remote.cache_directory import CacheEntry
 from sluice.sources.remote.caching import CompleteFile
-from support.cached_objects import PIECE, VersionedObject, cached_bytes, content, entries, loaded, opened, parts
+from support.cached_objects import PIECE, VersionedObject, content, entries, loaded, opened, parts
 
 CONTENT = content()
 
@@ -52,7 +51,7 @@ def test_the_least_recently_used_is_removed(tmp_path: Path) -> None:
     load(1, tmp_path)
     load(3, tmp_path, BOUND)
     assert [is_complete(number, tmp_path) for number in (1, 2, 3)] == [True, False, True]
-    assert cached_bytes(tmp_path) <= BOUND
+    assert sum(path.stat().st_size for path in entries(tmp_path) + parts(tmp_path)) <= BOUND
 
 
 def test_what_is_in_use_is_not_removed(tmp_path: Path) -> None:
@@ -218,25 +217,3 @@ def test_another_version_is_another_entry(tmp_path: Path) -> None:
     assert loaded(opened(remote, tmp_path)) == CONTENT
     assert len(entries(tmp_path)) == 2
     assert is_complete(1, tmp_path)
-
-
-def test_who_waited_for_a_part_uses_what_was_published(tmp_path: Path) -> None:
-    """The publisher still holds the file, whose time of change is then that of right files."""
-    entry = CacheEntry(tmp_path, bound=1 << 30, key="0" * 64, nbytes=10)
-    writer = entry.writing(lambda: None)
-    part = writer.__enter__()
-    assert part is not None
-
-    def publish() -> None:
-        if os.path.exists(entry.part_path):
-            os.pwrite(part.file.fileno(), bytes(10), 0)
-            part.arrived(0, zlib.crc32(bytes(10)))
-            part.publish()
-
-    with entry.writing(publish) as none:
-        assert none is None
-    found = entry.complete()
-    assert found is not None
-    assert found.right() == {0}
-    writer.__exit__(None, None, None)
-    found.file.close()
