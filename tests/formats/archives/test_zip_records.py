@@ -20,11 +20,7 @@ from torch.serialization import set_crc32_options
 
 import sluice
 from sluice._errors import FormatError
-from sluice._options import Limits
-from sluice.formats.archives.zip_directory import read_directory
-from sluice.formats.archives.zip_records import ZipRecord, expect_records, locate_records
 from support.hostile_archives import ArchiveRecord, Stream, build_archive
-from support.sources import MemorySource
 from support.torch_files import saved
 
 STATE = {
@@ -163,41 +159,3 @@ def test_shifted_data_with_padding_is_refused_unless_it_is_equal(data: bytes, sh
     except FormatError:
         return
     assert shift == padding or torch.equal(found["w"], storage)
-
-
-class Expecting(MemorySource):
-    """A source that keeps what is expected of it."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(content)
-        self.expected: list[tuple[int, int, int, Callable[[bytes], None]]] = []
-
-    def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
-        self.expected.append((offset, nbytes, data_bytes, check))
-
-
-@pytest.mark.parametrize("descriptor_bytes", [16, 24])
-def test_headers_of_packed_records_are_checked_with_the_data(descriptor_bytes: int) -> None:
-    """Records in files beyond 4 GiB have descriptors with wide sizes."""
-    content = saved(STATE)
-    header = next(storage_headers(content))
-    (length,) = struct.unpack_from("<H", content, header + 28)
-    name = content[header + 30 :][: struct.unpack_from("<H", content, header + 26)[0]]
-    data = header + 30 + len(name) + length
-    limit = data + STATE["a"].nbytes + descriptor_bytes
-    record = ZipRecord(name=name.decode(), header=header, nbytes=STATE["a"].nbytes, limit=limit)
-    source = Expecting(content)
-    assert expect_records(source, [record]) == [data]
-    ((offset, nbytes, data_bytes, check),) = source.expected
-    assert (offset, offset + nbytes, data_bytes) == (header, data, STATE["a"].nbytes)
-    check(content[header:data])
-    for damage in (b"PK\3\5", b"PK\3\4\0\0\1"):
-        with pytest.raises(FormatError, match="local header"):
-            check(damage + content[header + len(damage) : data])
-
-
-def test_headers_of_other_records_are_read_at_once() -> None:
-    source = Expecting(repacked(io.BytesIO()))
-    records = [one for one in read_directory(source, Limits()).records() if "/data/" in one.name and one.nbytes]
-    assert expect_records(source, records) == locate_records(source, records)
-    assert not source.expected
