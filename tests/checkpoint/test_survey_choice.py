@@ -154,19 +154,14 @@ def test_training_states_next_to_a_model_are_named(tmp_path: Path) -> None:
         )
 
 
-def snapshot(tmp_path: Path) -> Path:
-    """Lay out a sharded model as the cache of huggingface_hub does; return its snapshot."""
+def test_snapshots_are_links_to_blobs_which_can_be_refused(tmp_path: Path) -> None:
+    """As the cache of huggingface_hub has a sharded model."""
     two_shards(tmp_path / "blobs")
     directory = tmp_path / "snapshots" / "0123abcd"
     directory.mkdir(parents=True)
     for number, file in enumerate(sorted((tmp_path / "blobs").iterdir())):
         blob = file.rename(file.with_name(f"{number:040x}"))
         (directory / file.name).symlink_to(os.path.join("..", "..", "blobs", blob.name))
-    return directory
-
-
-def test_snapshots_are_links_to_blobs_which_can_be_refused(tmp_path: Path) -> None:
-    directory = snapshot(tmp_path)
     assert set(sluice.load_state_dict(directory)) == {"a.w", "a.b", "c", "b.w"}
     assert set(sluice.load_state_dict(directory / SAFETENSORS_INDEX)) == {"a.w", "a.b", "c", "b.w"}
     refusal(directory, sluice.PathEscapeError, limits=sluice.Limits(symlinks_outside=False))

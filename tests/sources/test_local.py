@@ -165,12 +165,6 @@ def test_at_most_two_descriptors_none_before_the_first_read_and_none_after_close
     assert source.read_at(0, 10) == CONTENT[:10]
 
 
-@pytest.fixture
-def direct_in_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore the direct I/O flag when opening, so that every file system behaves the same."""
-    monkeypatch.setattr(os, "O_DIRECT", 0)
-
-
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=["EINVAL", "EOPNOTSUPP"])
 @pytest.mark.parametrize("when", ["opening", "reading"])
 def test_direct_io_that_is_refused(
@@ -191,11 +185,11 @@ def test_direct_io_that_is_refused(
     assert source.read_at(0, 4) == CONTENT[:4]
 
 
-@pytest.mark.usefixtures("direct_in_name_only")
 @pytest.mark.parametrize(("most", "usable"), [(4096, True), (8192, True), (4000, False), (1, False)])
 def test_short_direct_reads_continue_on_blocks_only(
     source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch, most: int, usable: bool
 ) -> None:
+    monkeypatch.setattr(os, "O_DIRECT", 0)  # every file system behaves the same
     Injection(monkeypatch, short(most))
     if usable:
         assert source.read_into(0, aligned, direct=True) == len(CONTENT)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sluice._errors import TruncatedError
 from sluice.sources.ranges import read_ranges
 from support.sources import MemorySource, RecordingSource
+from support.watching import watch
 
 CONTENT = random.Random(0).randbytes(100_000)
 
@@ -54,18 +55,6 @@ def test_the_end_of_the_file(distance: int) -> None:
         read_ranges(MemorySource(CONTENT), starts, [8] * 20, gap_bytes=100)
 
 
-class Readers(MemorySource):
-    """Records the name of the thread of each read."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(content)
-        self.names: list[str] = []
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        self.names.append(threading.current_thread().name)
-        return super().read_at(offset, nbytes)
-
-
 @pytest.fixture
 def address_space() -> Iterator[None]:
     """A high limit on virtual memory."""
@@ -75,7 +64,14 @@ def address_space() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-FAR = list(range(0, 90_000, 3_000))
+def readers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Read ranges that are far apart; return the name of the thread of each read."""
+    names: list[str] = []
+    watch(monkeypatch, MemorySource, "read_at", lambda *_: names.append(threading.current_thread().name))
+    starts = list(range(0, 90_000, 3_000))
+    found = read_ranges(MemorySource(CONTENT), starts, [8] * 30, gap_bytes=100)
+    assert found == [CONTENT[start : start + 8] for start in starts]
+    return names
 
 
 @pytest.fixture
@@ -86,25 +82,19 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_clock")
-def test_several_threads_read_what_is_far_apart_after_the_caller_has_waited_for_the_first_reads() -> None:
-    source = Readers(CONTENT)
-    assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
-    assert source.names.pop(0) == threading.current_thread().name
-    assert source.names.count(threading.current_thread().name) == 0
-    assert all(name.startswith("sluice-headers") for name in source.names)
-    assert len(source.names) == 29
+def test_several_threads_read_after_the_caller_has_waited_for_the_first_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = readers(monkeypatch)
+    assert first == threading.current_thread().name
+    assert all(name.startswith("sluice-headers") for name in others)
+    assert len(others) == 29
 
 
 def test_only_the_caller_reads_what_arrives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    source = Readers(CONTENT)
-    assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
-    assert set(source.names) == {threading.current_thread().name}
+    assert set(readers(monkeypatch)) == {threading.current_thread().name}
 
 
 @pytest.mark.usefixtures("address_space", "slow_clock")
-def test_under_a_limit_on_virtual_memory_only_the_caller_reads() -> None:
+def test_under_a_limit_on_virtual_memory_only_the_caller_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread's stack and malloc arena count against the limit, and the weights need that memory."""
-    source = Readers(CONTENT)
-    assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
-    assert set(source.names) == {threading.current_thread().name}
+    assert set(readers(monkeypatch)) == {threading.current_thread().name}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tarfile
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -30,18 +29,13 @@ STATE = {"a": torch.arange(300_000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
 FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 
-def packed(path: Path, files: Iterable[Path], form: int = tarfile.PAX_FORMAT, prefix: str = "./") -> Path:
-    with tarfile.open(path, "w", format=form) as archive:
-        for file in files:
-            archive.add(file, prefix + file.name)
-    return path
-
-
 def nemo(tmp_path: Path, form: int = tarfile.PAX_FORMAT, prefix: str = "./") -> Path:
     torch.save(STATE, tmp_path / "model_weights.ckpt")
     (tmp_path / "model_config.yaml").write_text("x: 1\n", encoding="utf-8")
-    members = (tmp_path / "model_config.yaml", tmp_path / "model_weights.ckpt")
-    return packed(tmp_path / "m.nemo", members, form, prefix)
+    with tarfile.open(tmp_path / "m.nemo", "w", format=form) as archive:
+        for name in ("model_config.yaml", "model_weights.ckpt"):
+            archive.add(tmp_path / name, prefix + name)
+    return tmp_path / "m.nemo"
 
 
 @pytest.mark.parametrize("prefix", ["", "./", "one/directory/", "long" * 40 + "/"], ids=["", "dot", "below", "long"])

@@ -66,12 +66,8 @@ def test_verify_load_convert_and_diff(tmp_path: Path, name: str) -> None:
         assert sluice.diff(checkpoint, tmp_path / "x.safetensors").same
 
 
-def network() -> torch.nn.Sequential:
-    return torch.nn.Sequential(OrderedDict(conv=torch.nn.Conv2d(2, 3, 2), bn=torch.nn.BatchNorm2d(3)))
-
-
 def test_an_optimizer_is_filled() -> None:
-    model = network()
+    model = torch.nn.Sequential(OrderedDict(conv=torch.nn.Conv2d(2, 3, 2), bn=torch.nn.BatchNorm2d(3)))
     optimizer = torch.optim.Adam(model.parameters())
     sluice.load_optimizer(optimizer, FILES["torch-1.4.0-training"])
     saved = load_with_torch("torch-1.4.0-training", "utf-8")["optimizer"]
