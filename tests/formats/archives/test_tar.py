@@ -51,8 +51,10 @@ def test_nemo_archives(tmp_path: Path, form: int, prefix: str) -> None:
         assert checkpoint["a"][7:9].read().tolist() == [7.0, 8.0]
 
 
-def test_weights_are_mapped_and_damage_is_found(tmp_path: Path) -> None:
+def test_weights_are_converted_and_mapped_and_damage_is_found(tmp_path: Path) -> None:
     path = nemo(tmp_path)
+    sluice.convert(path, tmp_path / "m.safetensors")
+    assert sluice.diff(path, tmp_path / "m.safetensors").same
     model = torch.nn.ParameterDict(STATE).to("meta")
     sluice.load_into(model, path, place="map")
     assert same({name: tensor.detach() for name, tensor in model.items()}, STATE)
