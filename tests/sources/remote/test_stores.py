@@ -94,7 +94,7 @@ def test_a_change_is_found_if_the_server_ignores_conditions(bucket: Bucket, monk
 
 
 def test_a_small_object_with_a_literal_key_and_an_empty_one(bucket: Bucket) -> None:
-    """Percent signs and spaces are no escapes."""
+    """Percent signs and spaces do not escape anything."""
     bucket.put("a %41.bin", b"abc")
     bucket.put("empty.bin", b"")
     assert opened(bucket, "a %41.bin").read_at(0, 3) == b"abc"
