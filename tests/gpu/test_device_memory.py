@@ -136,7 +136,7 @@ def test_out_of_memory_at_any_tensor_leaves_everything_as_it_was(
         room / torch.get_device_module().mem_get_info(device)[1], device
     )
     # Free memory is tested elsewhere: here the allocator itself must refuse.
-    monkeypatch.setattr("sluice.planning.alternatives.shortages", lambda *_: ())
+    monkeypatch.setattr("sluice.planning.budget.shortages", lambda *_: ())
     model = Weights(shapes)
     with pytest.raises(sluice.BudgetError, match=rf"{device} is out of memory: 16\.0 MiB more were needed"):
         sluice.load_into(model, tmp_path / "f.pth", device=device)

@@ -14,8 +14,7 @@ from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest, figures
 from sluice.loading.module_job import ModuleJob
-from sluice.planning.alternatives import Change, find_alternatives
-from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
+from sluice.planning.budget import HOST, Change, MemoryLimit, find_alternatives, find_limits, shortages
 from sluice.planning.other_methods import (
     COPY,
     MAP,

@@ -28,8 +28,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult, Surprise
 from sluice.engine.targets import Targets
 from sluice.entries.patterns import Placement
-from sluice.planning.alternatives import Change, check_budget
-from sluice.planning.budget import for_whole_host
+from sluice.planning.budget import Change, check_budget, for_whole_host
 from sluice.reading import transfer
 from sluice.reading.reader import fill_caches
 from sluice.reading.transfer import Prepared

@@ -35,7 +35,7 @@ from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
 from sluice.modules.following import base_names, base_outline, follow_loading, through_wrappers
 from sluice.modules.refused_models import advice_for, is_assembled_model, refuse_flattened
-from sluice.planning.alternatives import Change
+from sluice.planning.budget import Change
 from sluice.records import Entry, UnsupportedValue
 from sluice.sharding.dtensors import local_of, reshard
 

@@ -20,7 +20,7 @@ from sluice.entries.rules import Rule, apply_rules
 from sluice.loading.devices import other_devices
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.matching.selection import only_state_dict
-from sluice.planning.alternatives import Change
+from sluice.planning.budget import Change
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import plan_transfer
 from sluice.records import Entry

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from msgspec.structs import replace
@@ -49,7 +49,7 @@ _UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=defau
 
 
 def machine_facts(
-    sources: Sequence[Source | None], devices: tuple[DeviceFacts, ...] = (), *, host_ranks: int = 1
+    sources: Iterable[Source | None], devices: tuple[DeviceFacts, ...] = (), *, host_ranks: int = 1
 ) -> MachineFacts:
     """Return the facts of this machine and of the files of ``sources``, in their order.
 

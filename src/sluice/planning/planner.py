@@ -83,6 +83,7 @@ def plan_load(
     most_unfinished = 2 * max(1, readers) if finishers else 0
     unfinished = _most_unfinished(reads, targets, most_unfinished, lambda each: each.nbytes * (each.device == "cpu"))
     predicted = _predict(targets, blocks, arenas, staging_bytes=buffers * buffer_bytes, unfinished=unfinished)
+    drops_pages, joins_readers = _page_cache_use(reads, facts, predicted, page_cache)
     return LoadPlan(
         files=files,
         facts=facts,
@@ -101,8 +102,8 @@ def plan_load(
         device_scratch_bytes=scratch_bytes(buffer_bytes),
         reasons=(*mapped.reasons, *_read_reasons(reads, files, facts, page_cache)),
         most_unfinished_reads=most_unfinished,
-        drop_behind=_drops_pages(reads, facts, predicted, page_cache),
-        joins_readers=_joins_readers(reads, facts, predicted, page_cache),
+        drop_behind=drops_pages,
+        joins_readers=joins_readers,
         mapped_ranges=mapped.ranges,
         huge_staging=facts.huge_pages and any(read.nbytes >= defaults.HUGE_PAGE_BYTES for read in reads),
     )
@@ -135,32 +136,26 @@ def _plan_reads(
     return reads, leads
 
 
-def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
-    """Return whether to drop the pages of buffered reads from the page cache after use.
+def _page_cache_use(
+    reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache
+) -> tuple[bool, bool]:
+    """Return whether pages of buffered reads are dropped after use, and whether reads join those of other processes.
 
-    With ``page_cache="auto"`` they are dropped if they would not fit the control group together with the weights. The
+    With ``page_cache="auto"`` pages are dropped if they would not fit the control group together with the weights. The
     kernel reclaims such pages before it kills the process, but late, page by page, and in the way of the load. Pages
-    that are already cached are charged to the control group that read them first, and are not counted.
+    that are already cached are charged to the control group that read them first, and are not counted. What other
+    processes read at the same time is read through the page cache only if all of the reads fit: otherwise its pages are
+    dropped before the other processes come to them.
     """
     if page_cache != "auto" or facts.memory_limit_bytes is None:
-        return page_cache == "bypass"
+        return page_cache == "bypass", page_cache == "auto"
+    room = facts.memory_limit_bytes - predicted.total_bytes
     new_pages = sum(
         read.nbytes * (1 - cached_share(facts.files[read.file], read.offset, read.nbytes))
         for read in reads
         if read.methods[0] == "buffered"
     )
-    return predicted.total_bytes + new_pages > facts.memory_limit_bytes
-
-
-def _joins_readers(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
-    """Return whether to read through the page cache what other processes read at the same time.
-
-    Only if the file fits the control group together with the weights: otherwise its pages are dropped before the other
-    processes come to them.
-    """
-    if page_cache != "auto" or facts.memory_limit_bytes is None:
-        return page_cache == "auto"
-    return predicted.total_bytes + sum(read.nbytes for read in reads) <= facts.memory_limit_bytes
+    return new_pages > room, sum(read.nbytes for read in reads) <= room
 
 
 def _most_unfinished(

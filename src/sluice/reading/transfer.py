@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._defaults import SERIAL_BYTES, SMALLEST_STAGING_BYTES
-from sluice._options import NO_LIMITS, MemoryLimits, TransferOptions
+from sluice._options import NO_LIMITS, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
@@ -19,8 +19,7 @@ from sluice.engine.running_plan import RunResult
 from sluice.engine.session import is_small, run_small
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
-from sluice.planning.alternatives import Change, check_budget
-from sluice.planning.budget import growth_of_copies
+from sluice.planning.budget import Change, check_budget, growth_of_copies
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
@@ -68,7 +67,7 @@ def plan_transfer(
         CheckpointError: A header of the requested data is damaged.
     """
     options = options or TransferOptions()
-    memory = options.memory or NO_LIMITS
+    staging, ranks = parse_bytes((options.memory or NO_LIMITS).staging), options.host_ranks or 1
     offsets = checkpoint.locate(
         {storage for request in requests if request.entry.numel for storage in request.entry.storages}
     )
@@ -87,11 +86,12 @@ def plan_transfer(
         replace(options.facts, devices=devices)
         if options.facts
         else machine_facts(
-            [source if i in read else None for i, source in enumerate(checkpoint.sources)],
+            (source if i in read else None for i, source in enumerate(checkpoint.sources)),
             devices,
-            host_ranks=options.host_ranks or 1,
+            host_ranks=ranks,
         ),
-        staging_bytes=_staging_share(memory, options.host_ranks or 1),
+        # One of the ranks of a host gets a share of it, but not less than a load needs.
+        staging_bytes=max(staging // ranks, min(staging, SMALLEST_STAGING_BYTES)),
         page_cache=options.page_cache,
         mapped=mapped,
         serial_bytes=serial_bytes,
@@ -112,12 +112,6 @@ def with_more(prepared: Prepared, more: Mapping[str, int]) -> Prepared:
     host, peaks = more.get("cpu", 0), plan.predicted
     peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
     return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
-
-
-def _staging_share(memory: MemoryLimits, host_ranks: int) -> int:
-    """Return the staging of one of the ranks of a host, in bytes, but not less than a load needs."""
-    whole = parse_bytes(memory.staging)
-    return whole if host_ranks == 1 else max(whole // host_ranks, min(whole, SMALLEST_STAGING_BYTES))
 
 
 def prepare(
