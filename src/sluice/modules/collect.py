@@ -30,7 +30,6 @@ from sluice.sharding.dtensors import (
     ShardMemory,
     UndescribedError,
     home,
-    is_dtensor,
     local_of,
     region_held,
     reshard,
@@ -100,8 +99,8 @@ class _Collected(Struct, kw_only=True, eq=False):
     #: Name under which it was found first.
     path: str
     parameter: bool
-    #: Whether the memory is strided memory of torch's own; see ``is_plain``.
-    plain: bool
+    #: Address of its storage; None unless the memory is strided memory of torch's own, see ``is_plain``.
+    address: int | None
     #: Region of a DTensor that this rank holds.
     region: Region | None = None
     #: Why this region is not known.
@@ -115,7 +114,7 @@ class _Collected(Struct, kw_only=True, eq=False):
 
     @property
     def can_be_loaded(self) -> bool:
-        if not self.plain:
+        if self.address is None:
             return is_lazy(self.tensor)
         return self.undescribed is None and dtype_name(self.tensor.dtype) in ITEM_BYTES
 
@@ -129,8 +128,7 @@ def collect(module: nn.Module) -> ModuleState:
 
     Tensors that cannot be loaded into are described in ``outline.problems``, to be reported with all other problems.
     """
-    reshard(module)
-    memories = shard_memories(module)
+    memories = shard_memories(reshard(module))
     collected: dict[int, _Collected] = {}
     extra_state: list[str] = []
     visited: set[int] = set()
@@ -142,14 +140,16 @@ def collect(module: nn.Module) -> ModuleState:
     slots: list[_Collected] = []
     refused: list[_Collected] = []
     unsaved: list[_Collected] = []
-    shared = _shared_addresses(collected.values())
+    # Storages that several tensors view; nearly all tensors have their own.
+    addresses = Counter(held.address for held in collected.values() if held.address is not None)
+    shared = {address for address, count in addresses.items() if count > 1}
     for held in _join_aliases(collected.values(), shared) if shared else collected.values():
         (unsaved if not held.names else slots if held.can_be_loaded else refused).append(held)
     on_meta = {id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners}
-    leftovers = find_leftovers(module, [(held.path, held.memory) for held in unsaved], collected)
+    leftovers = find_leftovers(module, ((held.path, held.memory) for held in unsaved), collected)
     geometries: dict[tuple[int, ...], tuple[int, ...]] = {}
     shards = {slot: memories[id(held.tensor)] for slot, held in enumerate(slots) if id(held.tensor) in memories}
-    resettable = {key for key, owner in on_meta.items() if reset_of(owner)}
+    resettable = set(map(id, filter(reset_of, on_meta.values())))
     return ModuleState(
         module=module,
         outline=Outline(
@@ -202,21 +202,14 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
 
 def _found(tensor: torch.Tensor, path: str, *, parameter: bool) -> _Collected:
     """Return a tensor that was found first under a path."""
-    if type(tensor) is nn.Parameter or not is_dtensor(tensor):
-        return _Collected(tensor=tensor, memory=tensor, path=path, parameter=parameter, plain=is_plain(tensor))
-    memory = local_of(tensor)
-    held = _Collected(tensor=tensor, memory=memory, path=path, parameter=parameter, plain=is_plain(memory))
+    memory = tensor if type(tensor) is nn.Parameter else local_of(tensor)
+    address = storage_address(memory) if is_plain(memory) else None
+    held = _Collected(tensor=tensor, memory=memory, path=path, parameter=parameter, address=address)
     try:
-        held.region = region_held(tensor)
+        held.region = None if memory is tensor else region_held(tensor)
     except UndescribedError as error:
         held.undescribed = str(error)
     return held
-
-
-def _shared_addresses(collected: Collection[_Collected]) -> set[int]:
-    """Return the addresses of the storages that several tensors view; nearly all tensors have their own."""
-    addresses = Counter(storage_address(held.memory) for held in collected if held.plain)
-    return {address for address, count in addresses.items() if count > 1}
 
 
 def _join_aliases(collected: Collection[_Collected], shared: Container[int]) -> list[_Collected]:
@@ -224,7 +217,7 @@ def _join_aliases(collected: Collection[_Collected], shared: Container[int]) -> 
     joined: list[_Collected] = []
     first_of: dict[object, _Collected] = {}
     for held in collected:
-        tensor, address = held.memory, storage_address(held.memory) if held.plain else None
+        tensor, address = held.memory, held.address
         if address is None or address not in shared or tensor.numel() == 0:
             joined.append(held)
             continue
@@ -246,13 +239,12 @@ def _overlaps(slots: Sequence[_Collected], shared: Container[int]) -> Iterator[s
     """
     places: dict[int, list[tuple[int, int, _Collected]]] = {}
     for held in slots:
-        storage = storage_address(held.memory) if held.plain else None
-        if storage is not None and storage in shared and held.memory.numel():
+        if held.address is not None and held.address in shared and held.memory.numel():
             memory, shape, stride = held.memory, tuple(held.memory.shape), held.memory.stride()
             if memory.is_meta or is_dense(shape, stride):
                 start = int(memory.storage_offset()) * memory.itemsize
                 stop = start + span_elements(shape, stride) * memory.itemsize
-                places.setdefault(storage, []).append((start, stop, held))
+                places.setdefault(held.address, []).append((start, stop, held))
     for group in places.values():
         group.sort(key=lambda place: place[:2])
         for number, (_, stop, held) in enumerate(group):
@@ -277,7 +269,7 @@ def _slot(
         shard: The memory in which fully_shard keeps it.
     """
     tensor = held.tensor
-    lazy = not held.plain and is_lazy(tensor)  # without a shape yet
+    lazy = held.address is None and is_lazy(tensor)  # without a shape yet
     shape, stride = ((), ()) if lazy else (tuple(tensor.shape), held.memory.stride())
     if len(stride) != len(shape):  # outside of the mesh: a local tensor of shape (0,)
         stride = contiguous_stride(shape)

@@ -10,7 +10,7 @@ share the memory of a parameter that ``empty_init`` dropped: no load could fill 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -173,7 +173,7 @@ def _is_available(device: torch.device) -> bool:
 
 
 def find_leftovers(
-    module: nn.Module, buffers: Sequence[tuple[str, torch.Tensor]], registered: Container[int]
+    module: nn.Module, buffers: Iterable[tuple[str, torch.Tensor]], registered: Container[int]
 ) -> Iterator[str]:
     """Yield a sentence for each tensor that a load could not fill.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -152,30 +152,29 @@ class ShardMemory(Struct, frozen=True, kw_only=True):
     pinned: bool
 
 
-def reshard(module: nn.Module) -> None:
-    """Free parameters that are gathered for a forward pass: what is loaded into them would be lost."""
-    for part in _sharded_parts(module):
+def reshard(module: nn.Module) -> list[Any]:
+    """Return the parts that fully_shard divided; free parameters gathered for a forward pass: a load would be lost."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not torch.distributed.is_initialized():  # nothing is looked at in the usual case
+        return []
+    parts = [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+    for part in parts:
         part.reshard()
+    return parts
 
 
-def shard_memories(module: nn.Module) -> Mapping[int, ShardMemory]:
-    """Return the memory of each parameter that fully_shard divided, by the id of the parameter."""
+def shard_memories(parts: Iterable[Any]) -> Mapping[int, ShardMemory]:
+    """Return the memory of each parameter of the parts that ``reshard`` returns, by the id of the parameter."""
     return {
         id(parameter.sharded_param): ShardMemory(
             elements=prod(parameter.padded_sharded_param_size),
             offloaded=bool(getattr(parameter, "offload_to_cpu", False)),
             pinned=bool(getattr(parameter, "pin_memory", False)),
         )
-        for part in _sharded_parts(module)
+        for part in parts
         for parameter in _parameters(part)
         if hasattr(parameter, "sharded_param") and hasattr(parameter, "padded_sharded_param_size")
     }
-
-
-def _sharded_parts(module: nn.Module) -> Iterator[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and torch.distributed.is_initialized():  # nothing is looked at in the usual case
-        yield from (part for part in module.modules() if isinstance(part, fsdp.FSDPModule))
 
 
 def _parameters(part: Any) -> Iterator[Any]:
