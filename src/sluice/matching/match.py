@@ -176,8 +176,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
     needs_some = matcher.required or (matcher.optional and not takes_others)
     if needs_some and not (allow_empty or matcher.present):
         matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates
-    matcher.add_extra_state(outline.extra_state, extra_state)
-    matcher.add_unexpected(outline)
+    matcher.add_unmatched(outline, extra_state)
     matcher.findings.others.extend((*outline.problems, *problems))
     matcher.findings.raise_if_any()
     return matcher.result(outline)
@@ -215,8 +214,6 @@ class _Matcher(Struct, kw_only=True):
     initialised: list[int] = []
     kept: list[int] = []
     initial_dtypes: dict[int, str] = {}
-    missing: list[str] = []
-    unexpected: list[str] = []
     mismatched: dict[str, tuple[Shape, Shape]] = {}
 
     def add(self, position: int, slot: Slot, *, optional: bool = False) -> None:
@@ -293,7 +290,6 @@ class _Matcher(Struct, kw_only=True):
             self.optional += optional
             has_value = not slot.on_meta or slot.lazy
             if not (optional and has_value):
-                self.missing.extend(slot.names)
                 self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
                 if self.strict or (optional and self.needs_values):
                     self.findings.report_names = True
@@ -324,29 +320,22 @@ class _Matcher(Struct, kw_only=True):
         if slot.on_meta:
             self.initial_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self.dtype)
 
-    def add_extra_state(self, own: Sequence[str], saved: Collection[str]) -> None:
-        """Note extra state that only the module or only the state dict has."""
-        missing = [name for name in own if name not in saved]
-        self.missing += missing
-        self.findings.missing += [((name,), None) for name in missing]
-        unexpected = [name for name in saved if name not in own]
-        self.unexpected += unexpected
-        self.findings.unexpected += [(name, None) for name in unexpected]
-
-    def add_unexpected(self, outline: Outline) -> None:
-        """Note the entries whose names the module does not have."""
+    def add_unmatched(self, outline: Outline, extra_state: Collection[str]) -> None:
+        """Note names that only the module or only the state dict has; slots are added before."""
+        found = self.findings
+        found.missing += [((name,), None) for name in outline.extra_state if name not in extra_state]
+        found.unexpected += [(name, None) for name in extra_state if name not in outline.extra_state]
         known = {name for slot in outline.slots for name in slot.names} | set(outline.refused)
-        for name, entry in self.entries.items():
-            if name not in known:
-                self.unexpected.append(name)
-                self.findings.unexpected.append((name, entry.shape))
+        found.unexpected += [(name, entry.shape) for name, entry in self.entries.items() if name not in known]
 
     def result(self, outline: Outline) -> Match:
         """Return the match."""
-        lists = ("requests", "slots", "comparisons", "zeroed", "initialised", "kept", "missing", "unexpected")
+        lists = ("requests", "slots", "comparisons", "zeroed", "initialised", "kept")
         return Match(
             **{name: tuple(getattr(self, name)) for name in lists},
             initial_dtypes=self.initial_dtypes,
+            missing=tuple(name for names, _ in self.findings.missing for name in names),
+            unexpected=tuple(name for name, _ in self.findings.unexpected),
             mismatched=self.mismatched,
             tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
         )
