@@ -199,7 +199,7 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
         complete = module_fill.ModuleData
         patch.setattr(module_fill, "ModuleData", lambda **values: fail() or complete(**values))
     else:
-        patch.setattr(module_job, "install_module", fail)
+        patch.setattr(module_job, "install_tensors", fail)
 
 
 def raise_fault(fault: str) -> None:

@@ -252,7 +252,7 @@ def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | 
 def figures(job: LoadJob) -> dict[str, Any]:
     """Return the fields of ``LoadFigures`` that a decision determines, for the reports of loads and of dry runs."""
     checkpoint, plan = job.checkpoint, job.plan
-    recast = [request for request in job.requests if request.entry.dtype != request.dtype]
+    casts = Counter(f"{each.entry.dtype}->{each.dtype}" for each in job.requests if each.entry.dtype != each.dtype)
     return {
         "source": checkpoint.path,
         "format": checkpoint.format,
@@ -263,7 +263,7 @@ def figures(job: LoadJob) -> dict[str, Any]:
         "read_bytes": plan.read_bytes,
         "mapped_bytes": plan.mapped_bytes,
         "predicted": plan.predicted,
-        "cast": dict(Counter(f"{request.entry.dtype}->{request.dtype}" for request in recast)),
+        "cast": dict(casts),
         **{name: getattr(job, name) for name in _OF_JOB},
     }
 

@@ -21,7 +21,6 @@ from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import every_entry
-from sluice.loading.job import Loaded
 from sluice.modules.initial_values import initial_values
 from sluice.modules.install import finish_loading, install, install_one
 from sluice.reading.composites import component_requests, with_tensors
@@ -38,7 +37,6 @@ __all__ = [
     "compare_tied",
     "fetch_module",
     "finish_module",
-    "install_module",
     "install_tensors",
     "naming_partial",
     "partial_load",
@@ -139,13 +137,6 @@ def _reserved(targets: Targets) -> Iterator[None]:
     except BaseException:
         targets.discard()
         raise
-
-
-def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
-    """Install what was read, then run the load hooks of modules."""
-    replaced = install_tensors(job, data)
-    missing, unexpected = finish_module(job, data)
-    return Loaded(result=data.result, missing=missing, unexpected=unexpected, replaced=replaced, notes=data.notes)
 
 
 def install_tensors(job: ModuleJob, data: ModuleData) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from sluice.entries.patterns import Placement, device_of
 from sluice.entries.tree import every_entry
 from sluice.loading.devices import Device, check_prefixes, choose_placement, parse_placement
 from sluice.loading.job import Loaded, LoadJob
-from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
+from sluice.loading.module_fill import ModuleData, fetch_module, finish_module, install_tensors, partial_load
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
 from sluice.modules.refused_models import refuse_quantized
@@ -96,8 +96,12 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         return fetch_module(self, progress)
 
     def install(self, fetched: ModuleData) -> Loaded:
-        """See ``LoadJob.install``."""
-        return install_module(self, fetched)
+        """See ``LoadJob.install``; the load hooks of modules run last."""
+        replaced = install_tensors(self, fetched)
+        missing, unexpected = finish_module(self, fetched)
+        return Loaded(
+            result=fetched.result, missing=missing, unexpected=unexpected, replaced=replaced, notes=fetched.notes
+        )
 
     def changed_by(self, fetched: ModuleData | None) -> PartialLoadError | None:
         """See ``LoadJob.changed_by``."""
