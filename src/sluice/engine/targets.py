@@ -114,7 +114,11 @@ class Targets:
                 link.begin(self._plan.device_scratch_bytes)
             self.reserve()
             self._allocate_lasting()
-        self._map_targets()
+        # Large targets, before readers start: a mapping waits for all page faults under way, and new faults wait for a
+        # mapping. Finishers free theirs early.
+        for position, (target, block) in enumerate(zip(self._plan.targets, self._plan.blocks, strict=True)):
+            if block.kind == "mapping" and target.finisher is None:
+                self._mapping(position)
         unread = [i for i, target in enumerate(self._plan.targets) if target.constants and not target.fills]
         if unread:  # no read allocates them
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -130,15 +134,6 @@ class Targets:
         for position, target in enumerate(self._plan.targets if devices else ()):
             if target.device in devices and target.finisher is None:
                 self._flat(position)
-
-    def _map_targets(self) -> None:
-        """Map the memory of large targets before the readers start, except for finishers, which free it early.
-
-        A mapping waits for all page faults under way, and new faults wait for the mapping.
-        """
-        for position, (target, block) in enumerate(zip(self._plan.targets, self._plan.blocks, strict=True)):
-            if block.kind == "mapping" and target.finisher is None:
-                self._mapping(position)
 
     def reserve(self) -> None:
         """Reserve the memory of accelerators, once, before the first tensor of the plan is allocated."""
