@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -169,10 +170,11 @@ def _planned(
         _check_devices(state, matched)
         options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         later_copies = list(_padding_copies(state, matched))
-    refuse_quantized(
-        (slots[slot].names[0], state.tensors[slot], each.entry.dtype)
-        for slot, each in zip(matched.slots, matched.requests, strict=True)
-    )
+    if "bitsandbytes" in sys.modules:  # nothing is looked at in the usual case
+        refuse_quantized(
+            (slots[slot].names[0], state.tensors[slot], each.entry.dtype)
+            for slot, each in zip(matched.slots, matched.requests, strict=True)
+        )
     return plan_transfer(
         checkpoint,
         matched.requests,

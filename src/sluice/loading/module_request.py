@@ -34,10 +34,10 @@ from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
 from sluice.modules.following import base_names, base_outline, follow_loading, through_wrappers
-from sluice.modules.refused_models import advice_for, is_assembled_model, refuse_flattened
+from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.budget import Change
 from sluice.records import Entry, UnsupportedValue
-from sluice.sharding.dtensors import local_of, reshard
+from sluice.sharding.dtensors import is_dtensor, local_of, reshard
 
 if TYPE_CHECKING:
     from sluice.quantizing.saved import OpenedWeight
@@ -69,7 +69,9 @@ class IntoModule(LoadRequest, frozen=True, kw_only=True):
 
         See ``sluice.quantizing.saved.opened_model``. Other models are unchanged, and so are their checkpoints.
         """
-        if not is_assembled_model(self.model):
+        kinds = set(map(type, self.model.parameters())) - {nn.Parameter}
+        assembled = bool(kinds) and any(hasattr(kind, "__tensor_flatten__") for kind in kinds)  # DTensors, too
+        if not assembled or any(map(is_dtensor, self.model.parameters())):
             return nullcontext((opening, ()))
         from sluice.quantizing.saved import opened_model  # here, not above: few models are quantized
 

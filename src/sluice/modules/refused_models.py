@@ -14,9 +14,8 @@ from torch import nn
 
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
-from sluice.sharding.dtensors import is_dtensor
 
-__all__ = ["advice_for", "is_assembled_model", "refuse_flattened", "refuse_quantized"]
+__all__ = ["advice_for", "refuse_flattened", "refuse_quantized"]
 
 _FSDP1 = (
     "The model is wrapped in FullyShardedDataParallel, which flattens and divides its parameters: load into the model "
@@ -49,13 +48,6 @@ _PACKAGES = {
     "torch.ao.nn.quantized": _QUANTIZED,
     "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
 }
-
-
-def is_assembled_model(module: nn.Module) -> bool:
-    """Return whether a module without DTensors has parameters that consist of other tensors."""
-    kinds = {*map(type, module.parameters())} - {nn.Parameter}
-    assembled = bool(kinds) and any(hasattr(kind, "__tensor_flatten__") for kind in kinds)
-    return assembled and not any(map(is_dtensor, module.parameters()))
 
 
 def advice_for(module: nn.Module) -> str | None:
@@ -105,8 +97,6 @@ def refuse_quantized(tensors: Iterable[tuple[str, torch.Tensor, str]]) -> None:
     Raises:
         MismatchError: There are such parameters.
     """
-    if "bitsandbytes" not in sys.modules:
-        return  # nothing is looked at in the usual case
     wrong = [
         f"{name!r} is {tensor.dtype} in the module, {dtype} in the checkpoint"
         for name, tensor, dtype in tensors
