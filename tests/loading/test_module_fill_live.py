@@ -160,8 +160,8 @@ def test_whatever_fails_meta_models_stay_on_meta_and_live_ones_are_described(
 
 def test_when_memory_for_staging_is_refused_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(many(1).state_dict(), tmp_path / "f.pth")
-    monkeypatch.setattr("sluice.engine.session.HostMemory", FailAt(1))
-    monkeypatch.setattr("sluice.engine.session._HEAP_BYTES", 0)
+    monkeypatch.setattr("sluice.engine.running_plan.HostMemory", FailAt(1))
+    monkeypatch.setattr("sluice.engine.running_plan._HEAP_BYTES", 0)
     model = many(1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(sluice.BudgetError):

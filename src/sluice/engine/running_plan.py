@@ -1,4 +1,4 @@
-"""A plan that a session is running: what its threads and the caller exchange, and the methods of its reads."""
+"""Plans that are run: by a session, with what its threads and the caller exchange, and small ones by the caller."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
+from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.engine.targets import Targets
 from sluice.records import LoadPlan, Method, Read, requests_of
-from sluice.sources.pages import FileWatch
-from sluice.sources.protocol import Source, WatchableSource
+from sluice.sources.protocol import Source
+from sluice.sources.ranges import ended_early
 
 if TYPE_CHECKING:
     from sluice.engine.session import Session
 
 __all__ = [
     "FinishedRead",
-    "Pending",
-    "ReadMethods",
     "RunResult",
     "RunningPlan",
     "SessionEndedError",
     "Surprise",
     "TargetMemory",
-    "check_process",
-    "check_unchanged",
+    "is_small",
+    "run_small",
 ]
+
+#: Most bytes of a buffer in the heap; malloc maps larger ones.
+_HEAP_BYTES = 64 << 10
 
 #: Reason for a buffered read where the plan prefers a direct one: another process reads the file, or the range was
 #: cached meanwhile; empty if there is none.
@@ -149,7 +152,7 @@ class RunningPlan:
             SourceChangedError: A file is no longer the one that was indexed.
             SessionEndedError: The session has ended.
         """
-        pending = Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
+        pending = _Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
         read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
         surprises: dict[Surprise, int] = {}
         stepped_down = total = 0
@@ -172,7 +175,7 @@ class RunningPlan:
                 self.targets.complete(position)
             self.targets.finish()
             self._session.finished(self)
-            check_unchanged(self.plan, self._session.sources)
+            _check_unchanged(self.plan, self._session.sources)
         except BaseException:
             self._session.close()
             raise
@@ -190,7 +193,7 @@ class RunningPlan:
     def _results(self) -> Iterator[FinishedRead]:
         """Yield the finished reads in the order in which they finish; raise the first failure instead."""
         for _ in self.plan.reads:
-            check_process(self._process)
+            _check_process(self._process)
             # An interrupt after a read was finished is a second result: its buffer may never have been returned.
             if not self.has_reader and self.results.empty():
                 self._session.read_next(self)
@@ -205,7 +208,7 @@ class RunningPlan:
         return result
 
 
-class Pending:
+class _Pending:
     """Counts the reads that each target still waits for."""
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -225,62 +228,64 @@ class Pending:
                 yield position
 
 
-def check_process(process: int) -> None:
+def _check_process(process: int) -> None:
     """Raise in the child of a fork, which has none of the threads."""
     if os.getpid() != process:
         raise ReadError("the process was forked during the load; only the parent can finish it")
 
 
-def check_unchanged(plan: LoadPlan, sources: Sequence[Source]) -> None:
+def _check_unchanged(plan: LoadPlan, sources: Sequence[Source]) -> None:
     """Raise if a file that a plan read or mapped has changed."""
     # Only those files: a slice needs none of the other shards, and checking one can take a round trip.
     for number in sorted({read.file for read in plan.reads} | {each.file for each in plan.mapped_ranges}):
         sources[number].check_unchanged()
 
 
-class ReadMethods:
-    """The choice between direct and buffered when a read starts, from what changed since the plan.
+def is_small(plan: LoadPlan) -> bool:
+    """Return whether ``run_small`` can run a plan: it reads through the page cache, in the thread of the caller."""
+    others = plan.readers or plan.devices or plan.mapped_ranges or plan.most_unfinished_reads or plan.drop_behind
+    return not others and all(read.methods == ("buffered",) and not read.continues for read in plan.reads)
 
-    A plan permits methods; this only steps down. A direct read leaves nothing in the page cache, so that of several
-    processes each fetches the file from the disk; buffered reads fetch it once for all. And a range that another
-    process has read into the cache meanwhile is copied from there. Files are marked while plans of a session read them.
 
-    Plans of one session share the marks: with marks of their own, they would take each other for other processes.
-    """
+def run_small(
+    plan: LoadPlan,
+    sources: Sequence[Source],
+    targets: Targets,
+    *,
+    progress: Callable[[int], None] | None = None,
+    completed: Callable[[int], None] | None = None,
+) -> RunResult:
+    """Fill every target of a small plan; see ``RunningPlan.wait``."""
+    total, process = 0, os.getpid()
+    pending = _Pending(plan) if completed else None
+    targets.begin()
+    staging = _staging(plan)
+    for read in plan.reads:
+        source, first = sources[read.file], read.offset % defaults.BLOCK_BYTES
+        if read.into is not None or not targets.read_straight(source, read):
+            view = staging.view[first : first + read.nbytes]
+            if read.into is not None:
+                view = targets.window(read.into, read.into_offset, read.nbytes)
+            found = source.read_into(read.offset, view)
+            if found < read.nbytes:
+                raise ended_early(source, read.offset, read.nbytes, found)
+            if read.into is None:
+                targets.copy_out(read, staging, first)
+        total += read.nbytes
+        if progress:
+            progress(total)
+            _check_process(process)
+        if completed and pending:
+            for position in pending.finished_by(read):
+                completed(position)
+    _check_unchanged(plan, sources)
+    return RunResult(read_bytes={"direct": 0, "buffered": total}, stepped_down=0, surprises={})
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self._lock = threading.Lock()
-        #: Marks by file, None for one that cannot be watched. Reads go through the files in order.
-        self._watches: dict[int, FileWatch | None] = {}
 
-    def of(self, plan: LoadPlan, read: Read) -> tuple[tuple[Method, ...], Surprise]:
-        """Return the methods to try for a read of a plan, in order, and the reason if the preferred one is left out."""
-        if not plan.joins_readers or read.methods != ("direct", "buffered"):
-            return read.methods, ""
-        with self._lock:
-            watch = self._watch(read.file)
-            if watch is not None and watch.cached_share(read.offset, read.nbytes) >= defaults.CACHED_SHARE:
-                return ("buffered",), "cached"
-            if watch is not None and watch.others_read():
-                return ("buffered",), "shared"
-        return read.methods, ""
-
-    def close(self) -> None:
-        """Remove the marks; called when no plan is running."""
-        with self._lock:
-            while self._watches:
-                self._close_first()
-
-    def _watch(self, file: int) -> FileWatch | None:
-        if file not in self._watches:
-            source = self._sources[file]
-            if len(self._watches) >= defaults.MOST_WAITING_READERS:  # more files than readers
-                self._close_first()
-            self._watches[file] = source.watch() if isinstance(source, WatchableSource) else None
-        return self._watches[file]
-
-    def _close_first(self) -> None:
-        watch = self._watches.pop(next(iter(self._watches)))
-        if watch is not None:
-            watch.close()
+def _staging(plan: LoadPlan) -> StagingBuffer:
+    """Return a buffer for the largest staged read."""
+    room = max((read.nbytes for read in plan.reads if read.into is None), default=0) + defaults.BLOCK_BYTES
+    if room <= _HEAP_BYTES:  # its pages are resident: their first touch takes longer than a small read
+        return StagingBuffer(bytearray(room), 0, room)
+    memory = HostMemory(room, huge_pages=plan.huge_staging)
+    return StagingBuffer(memory.mapping, memory.start, room)

@@ -12,8 +12,8 @@ are joined, and every plan that was started fails.
 
 from __future__ import annotations
 
-import os
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeAlias
@@ -21,30 +21,16 @@ from typing import TypeAlias
 from sluice import _defaults as defaults
 from sluice._errors import ReadError
 from sluice._threads import Worker, join_threads, start_threads, stops_when
-from sluice.engine.host_memory import HostMemory
-from sluice.engine.running_plan import (
-    FinishedRead,
-    Pending,
-    ReadMethods,
-    RunningPlan,
-    RunResult,
-    SessionEndedError,
-    TargetMemory,
-    check_process,
-    check_unchanged,
-)
+from sluice.engine.running_plan import FinishedRead, RunningPlan, SessionEndedError, Surprise, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import Targets
-from sluice.records import LoadPlan, Read
+from sluice.records import LoadPlan, Method, Read
 from sluice.records.geometry import round_down, round_up
-from sluice.sources.protocol import DirectIOUnavailable, Source, joins_reads
+from sluice.sources.pages import FileWatch
+from sluice.sources.protocol import DirectIOUnavailable, Source, WatchableSource, joins_reads
 from sluice.sources.ranges import ended_early
 
-__all__ = ["Session", "is_small", "run_small"]
-
-#: Most bytes of a buffer in the heap; malloc maps larger ones.
-_HEAP_BYTES = 64 << 10
-
+__all__ = ["ReadMethods", "Session"]
 
 #: A staging buffer that a reader has filled, for a copier.
 _Filled: TypeAlias = tuple[RunningPlan, FinishedRead, StagingBuffer]
@@ -262,51 +248,49 @@ class Session:
         raise ReadError("no permitted method can read this range", file=source.path, offset=read.offset)
 
 
-def is_small(plan: LoadPlan) -> bool:
-    """Return whether ``run_small`` can run a plan: it reads through the page cache, in the thread of the caller."""
-    others = plan.readers or plan.devices or plan.mapped_ranges or plan.most_unfinished_reads or plan.drop_behind
-    return not others and all(read.methods == ("buffered",) and not read.continues for read in plan.reads)
+class ReadMethods:
+    """The choice between direct and buffered when a read starts, from what changed since the plan.
 
+    A plan permits methods; this only steps down. A direct read leaves nothing in the page cache, so that of several
+    processes each fetches the file from the disk; buffered reads fetch it once for all. And a range that another
+    process has read into the cache meanwhile is copied from there. Files are marked while plans of a session read them.
 
-def run_small(
-    plan: LoadPlan,
-    sources: Sequence[Source],
-    targets: Targets,
-    *,
-    progress: Callable[[int], None] | None = None,
-    completed: Callable[[int], None] | None = None,
-) -> RunResult:
-    """Fill every target of a small plan; see ``RunningPlan.wait``."""
-    total, process = 0, os.getpid()
-    pending = Pending(plan) if completed else None
-    targets.begin()
-    staging = _staging(plan)
-    for read in plan.reads:
-        source, first = sources[read.file], read.offset % defaults.BLOCK_BYTES
-        if read.into is not None or not targets.read_straight(source, read):
-            view = staging.view[first : first + read.nbytes]
-            if read.into is not None:
-                view = targets.window(read.into, read.into_offset, read.nbytes)
-            found = source.read_into(read.offset, view)
-            if found < read.nbytes:
-                raise ended_early(source, read.offset, read.nbytes, found)
-            if read.into is None:
-                targets.copy_out(read, staging, first)
-        total += read.nbytes
-        if progress:
-            progress(total)
-            check_process(process)
-        if completed and pending:
-            for position in pending.finished_by(read):
-                completed(position)
-    check_unchanged(plan, sources)
-    return RunResult(read_bytes={"direct": 0, "buffered": total}, stepped_down=0, surprises={})
+    Plans of one session share the marks: with marks of their own, they would take each other for other processes.
+    """
 
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._lock = threading.Lock()
+        #: Marks by file, None for one that cannot be watched. Reads go through the files in order.
+        self._watches: dict[int, FileWatch | None] = {}
 
-def _staging(plan: LoadPlan) -> StagingBuffer:
-    """Return a buffer for the largest staged read."""
-    room = max((read.nbytes for read in plan.reads if read.into is None), default=0) + defaults.BLOCK_BYTES
-    if room <= _HEAP_BYTES:  # its pages are resident: their first touch takes longer than a small read
-        return StagingBuffer(bytearray(room), 0, room)
-    memory = HostMemory(room, huge_pages=plan.huge_staging)
-    return StagingBuffer(memory.mapping, memory.start, room)
+    def of(self, plan: LoadPlan, read: Read) -> tuple[tuple[Method, ...], Surprise]:
+        """Return the methods to try for a read of a plan, in order, and the reason if the preferred one is left out."""
+        if not plan.joins_readers or read.methods != ("direct", "buffered"):
+            return read.methods, ""
+        with self._lock:
+            watch = self._watch(read.file)
+            if watch is not None and watch.cached_share(read.offset, read.nbytes) >= defaults.CACHED_SHARE:
+                return ("buffered",), "cached"
+            if watch is not None and watch.others_read():
+                return ("buffered",), "shared"
+        return read.methods, ""
+
+    def close(self) -> None:
+        """Remove the marks; called when no plan is running."""
+        with self._lock:
+            while self._watches:
+                self._close_first()
+
+    def _watch(self, file: int) -> FileWatch | None:
+        if file not in self._watches:
+            source = self._sources[file]
+            if len(self._watches) >= defaults.MOST_WAITING_READERS:  # more files than readers
+                self._close_first()
+            self._watches[file] = source.watch() if isinstance(source, WatchableSource) else None
+        return self._watches[file]
+
+    def _close_first(self) -> None:
+        watch = self._watches.pop(next(iter(self._watches)))
+        if watch is not None:
+            watch.close()

@@ -15,8 +15,7 @@ from sluice._options import NO_LIMITS, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
-from sluice.engine.running_plan import RunResult
-from sluice.engine.session import is_small, run_small
+from sluice.engine.running_plan import RunResult, is_small, run_small
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.budget import Change, check_budget, growth_of_copies

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from sluice._defaults import CACHED_SHARE
 from sluice._options import PageCache as PageCacheOption
-from sluice.engine.running_plan import ReadMethods
+from sluice.engine.session import ReadMethods
 from sluice.engine.targets import Targets
 from sluice.records import Method
 from sluice.sources.pages import FileWatch
