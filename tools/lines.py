@@ -39,7 +39,7 @@ FEATURES = {
     "rules": ("rules/*", "entries/rules.py", "entries/patterns.py"),
     "measuring": ("measuring/*",),
     "streaming": (
-        *("streaming/*", "planning/streaming.py", "*/stream.py", "engine/recycled_memory.py"),
+        *("streaming/*", "planning/streaming.py", "*/stream.py"),
         *("modules/unloaded.py", "modules/blocks.py"),
     ),
     "testing, shipped": ("testing/*",),

@@ -21,7 +21,7 @@ from sluice._progress import Progress
 from sluice._public import public
 from sluice._threads import Worker
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.recycled_memory import RecycledMemory
+from sluice.engine.host_memory import RecycledMemory
 from sluice.loading.module_fill import compare_tied, finish_module, install_tensors
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold

@@ -10,8 +10,7 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from sluice.engine.host_memory import HostMemory
-from sluice.engine.recycled_memory import RecycledMemory
+from sluice.engine.host_memory import HostMemory, RecycledMemory
 from sluice.engine.running_plan import RunningPlan, SessionEndedError
 from sluice.engine.targets import Targets
 from sluice.modules.collect import Owner

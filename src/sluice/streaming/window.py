@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 
 from sluice._errors import SluiceError
-from sluice.engine.recycled_memory import RecycledMemory
+from sluice.engine.host_memory import RecycledMemory
 from sluice.engine.running_plan import SessionEndedError
 from sluice.streaming.units import Unit
 

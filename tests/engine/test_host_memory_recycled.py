@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sluice.engine.recycled_memory import RecycledMemory
+from sluice.engine.host_memory import RecycledMemory
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def test_memory_that_the_system_refuses_is_not_counted(monkeypatch: pytest.Monke
         raise MemoryError
 
     memory = RecycledMemory(8 * MIB, huge_pages=False)
-    monkeypatch.setattr("sluice.engine.recycled_memory.HostMemory", refuse)
+    monkeypatch.setattr("sluice.engine.host_memory.HostMemory", refuse)
     with pytest.raises(MemoryError):
         memory.take(MIB)
     assert memory.mapped_bytes == 0
