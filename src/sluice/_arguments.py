@@ -168,7 +168,7 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
     place: object = "copy",
     page_cache: object = "auto",
     share: object = "auto",
-    blocks: object = (),
+    blocks: object = None,
     progress: object = False,
     **_others: object,
 ) -> None:
@@ -191,7 +191,8 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
         raise ValueError("allow_empty=True needs strict=False: with strict=True every missing name is an error")
     if not (isinstance(progress, bool) or callable(progress)):
         raise TypeError(f"progress= is {type_of(progress)}, not True, False or a function of a ProgressEvent")
-    _check_rename(rename)
+    if not (rename is None or callable(rename)):
+        _check_rename(rename)
     if not isinstance(rules, Sequence) or isinstance(rules, (str, bytes)):
         raise TypeError(
             f"rules= is {type_of(rules)}; write a list, {_RENAMING_RULE}, or rename= for a mapping of names"
@@ -216,8 +217,6 @@ def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
 
 
 def _check_rename(rename: object) -> None:
-    if rename is None or callable(rename):
-        return
     if isinstance(rename, Mapping):
         fine = all(_is_pattern(old) and (new is None or isinstance(new, str)) for old, new in rename.items())
     else:
@@ -227,9 +226,12 @@ def _check_rename(rename: object) -> None:
             f"rename= is {type_of(rename)} in a wrong form; write {{'old': 'new'}}, "
             "[('regular expression', 'replacement')], or a function of a name"
         )
-    if not isinstance(rename, Mapping):
-        for pattern, _ in cast("Sequence[tuple[str | re.Pattern[str], str]]", rename):
-            _check_regex(pattern)
+    pairs = () if isinstance(rename, Mapping) else cast("Sequence[tuple[str | re.Pattern[str], str]]", rename)
+    for pattern, _ in pairs:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"rename=: {pattern!r} is not a regular expression: {error}") from None
 
 
 def _is_pair(pair: object) -> bool:
@@ -240,13 +242,6 @@ def _is_pair(pair: object) -> bool:
 
 def _is_pattern(value: object) -> bool:
     return isinstance(value.pattern if isinstance(value, re.Pattern) else value, str)
-
-
-def _check_regex(pattern: str | re.Pattern[str]) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"rename=: {pattern!r} is not a regular expression: {error}") from None
 
 
 def check_plan_without_model(
