@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from sluice import _defaults as defaults
 from sluice._errors import BudgetError
@@ -14,6 +15,7 @@ from sluice.records.geometry import round_down
 __all__ = ["buffer_count", "reader_count", "staging_buffer_bytes"]
 
 
+@lru_cache(maxsize=64)
 def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) -> int:
     """Return the size of one staging buffer, between one huge page and one full request.
 
