@@ -178,7 +178,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
         targets = Targets(plan) if targets is None else targets
         shown = nullcontext() if progress is False else byte_progress(progress, self.checkpoint.path, plan.read_bytes)
         with shown as report:
-            look = _with_look(report, self.look)
+            look = report if self.look is None else _with_look(report, self.look)
             return transfer.run(self.checkpoint, self.prepared, targets, progress=look, completed=completed)
 
     def state_maker(self) -> Callable[[], RefreshState] | None:
@@ -236,10 +236,8 @@ def run(job: LoadJob, *, progress: Progress) -> Loaded:
     return replace(loaded, device_memory=memory, remote=remote)
 
 
-def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | None) -> Callable[[int], None] | None:
+def _with_look(report: Callable[[int], None] | None, look: Callable[[], None]) -> Callable[[int], None]:
     """Return a callback that also looks."""
-    if look is None:
-        return report
 
     def both(nbytes: int) -> None:
         look()

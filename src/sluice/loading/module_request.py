@@ -191,7 +191,7 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
             has_attributes=bool(followed.attributes),
         )
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
-        skipped = [name for name, value in own.items() if trees.opaques(value)]
+        skipped = tuple(name for name, value in own.items() if trees.opaques(value))
         moved = self.device is None and any(slot.on_meta for slot in state.outline.slots)
         job = module_job(checkpoint, state, match_on, self, strict=self.strict)
         decided = replace(
