@@ -126,11 +126,14 @@ def finish_loading(
 
 def _run_post_hooks_at(module: nn.Module, path: str, missing: list[str], unexpected: list[str]) -> None:
     """Run the post-hooks of one part, with the names that it knows; the lists get back what the hooks leave."""
-    prefix = f"{path}." if path else ""
+    if not path:  # not below: ScriptModules have no get_submodule
+        _run_post_hooks(module, missing, unexpected)
+        return
+    prefix = f"{path}."
     below = [
         [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for names in (missing, unexpected)
     ]
-    _run_post_hooks(module.get_submodule(path) if path else module, *below)  # ScriptModules have no such method
+    _run_post_hooks(module.get_submodule(path), *below)
     for names, left in zip((missing, unexpected), below, strict=True):
         names[:] = [*(name for name in names if not name.startswith(prefix)), *(prefix + name for name in left)]
 
