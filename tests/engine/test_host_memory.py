@@ -14,7 +14,7 @@ import torch
 from sluice._errors import BudgetError
 from sluice.engine.host_memory import HostMemory, PageSizes
 from sluice.engine.staging import StagingPool
-from sluice.machine.peaks import read_memory
+from sluice.machine.processes import read_memory
 
 MIB = 1 << 20
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -57,7 +57,7 @@ def test_pieces_in_another_order(gguf: Any, name: str) -> None:
 _GROWTH = """
 import threading, torch
 from sluice.engine.packs import decode_packs
-from sluice.machine.peaks import read_memory
+from sluice.machine.processes import read_memory
 from sluice.records import Packing
 
 packing = Packing(name={name!r}, elements={elements}, nbytes={nbytes})

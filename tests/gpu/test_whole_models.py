@@ -19,7 +19,7 @@ MIB = 1 << 20
 #: Loads a file onto the device and prints the memory; ``build()`` makes the model on meta.
 _LOAD = """
 import json, sys, torch, sluice
-import sluice.machine.peaks
+import sluice.machine.processes
 from torch import nn
 from support.simulated_device import plugged_in
 from sluice.benchmark.gpt2 import GPTModel, config
@@ -39,7 +39,7 @@ with plugged_in() as sim:
     torch.accelerator.reset_peak_memory_stats()
     with sluice.empty_init():
         model = build()
-    with sluice.machine.peaks.PeakMeter() as meter:
+    with sluice.machine.processes.PeakMeter() as meter:
         report = sluice.load_into(model, path, device="sim", dtype=dtype)
     (memory,) = report.device_memory
     peaks = torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()

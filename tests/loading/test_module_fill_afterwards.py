@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.machine.peaks import read_memory
+from sluice.machine.processes import read_memory
 from support import fresh_process
 from support.oracles import bits
 from support.trained_net import TOKENS, Net, empty

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import sluice
-from sluice.machine.peaks import PeakMeter
+from sluice.machine.processes import PeakMeter
 from sluice.measuring import _meter, _sampler
 from support.waiting import wait_until
 

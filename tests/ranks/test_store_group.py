@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from sluice import _defaults as defaults
-from sluice.machine.system_files import RunningProcess
+from sluice.machine.processes import RunningProcess
 from sluice.ranks.judgement import StepOutcome
 from sluice.ranks.store_group import StoreGroup, _Contribution
 from support.waiting import SkippedTime

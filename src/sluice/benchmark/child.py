@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from sluice.benchmark.machine import free_memory_bytes
-from sluice.machine.peaks import restart_peak
+from sluice.machine.processes import restart_peak
 
 __all__ = ["main", "touch_free_memory"]
 

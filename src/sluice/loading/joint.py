@@ -18,8 +18,7 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load_report
-from sluice.machine.peaks import PeakMeter
-from sluice.machine.system_files import this_process
+from sluice.machine.processes import PeakMeter, this_process
 from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.judgement import Proposal, StepOutcome, judge_proposals

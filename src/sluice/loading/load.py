@@ -11,7 +11,7 @@ import torch
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadRequest, decide, load_report, run
-from sluice.machine.peaks import PeakMeter
+from sluice.machine.processes import PeakMeter
 from sluice.ranks.membership import group_of
 from sluice.reports.load import LoadReport
 

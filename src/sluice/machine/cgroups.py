@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from sluice.machine.system_files import read_system_file
+from sluice.machine.processes import read_system_file
 
 __all__ = ["MemoryGroup", "cgroup_headroom", "memory_groups", "tightest"]
 

@@ -21,7 +21,7 @@ from sluice._errors import ReadError
 from sluice._threads import spare_threads
 from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.filesystems import filesystem_type
-from sluice.machine.system_files import read_system_file
+from sluice.machine.processes import read_system_file
 from sluice.records import REMOTE_FILESYSTEM, DeviceFacts, FileFacts, MachineFacts
 from sluice.records.geometry import round_up
 from sluice.sources.local import LocalFile

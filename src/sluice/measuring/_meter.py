@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from sluice._public import public
 from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.cgroups import MemoryGroup, memory_groups, tightest
-from sluice.machine.peaks import NO_MEMORY, MemorySample, read_memory, restart_peak
+from sluice.machine.processes import NO_MEMORY, MemorySample, read_memory, restart_peak
 from sluice.measuring import _sampler
 from sluice.measuring._report import CgroupReport, DeviceReport, Mark, MemoryReport, Timeline
 from sluice.records import Peaks

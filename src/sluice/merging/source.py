@@ -17,7 +17,7 @@ from sluice._defaults import SCAN_STAGING_BYTES
 from sluice._dtypes import ITEM_BYTES
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.slicing import slice_entry
-from sluice.machine.peaks import trim_heap
+from sluice.machine.processes import trim_heap
 from sluice.merging.kernels import MergedTensor, compute, survey, whole_tensors
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Entry

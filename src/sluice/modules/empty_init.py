@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sluice._public import public
-from sluice.machine.peaks import trim_heap
+from sluice.machine.processes import trim_heap
 from sluice.modules.constructor_calls import ConstructorCalls, refusal
 from sluice.modules.emptied import tensors_in
 from sluice.modules.swap import is_plain, swap_data

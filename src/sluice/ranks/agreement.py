@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from sluice._errors import PartialLoadError, RankError
 from sluice._messages import SHOWN, section
-from sluice.machine.system_files import this_process
+from sluice.machine.processes import this_process
 from sluice.ranks.judgement import Judge, State, StepOutcome
 from sluice.ranks.store_group import StoreGroup
 

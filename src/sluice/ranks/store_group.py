@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from sluice import _defaults as defaults
-from sluice.machine.system_files import RunningProcess, state_of, this_process
+from sluice.machine.processes import RunningProcess, state_of, this_process
 from sluice.ranks.judgement import Judge, State, StepOutcome
 
 __all__ = ["StoreGroup"]

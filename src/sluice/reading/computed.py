@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.checkpoint.open_file import OpenFile
 from sluice.formats.protocol import LocatedByIndex
-from sluice.machine.peaks import trim_heap
+from sluice.machine.processes import trim_heap
 from sluice.records import Entry, FileRecord, Storage, elements_of
 from sluice.records.geometry import contiguous_stride, round_up
 from sluice.sources.ranges import ComputedSource

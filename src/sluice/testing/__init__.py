@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from sluice._public import public
 from sluice._units import format_bytes
-from sluice.machine.peaks import PeakMeter
+from sluice.machine.processes import PeakMeter
 from sluice.measuring import memory_limit_refusal, run_limited
 
 __all__ = [

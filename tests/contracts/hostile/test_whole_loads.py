@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sluice
-from sluice.machine.peaks import read_memory
+from sluice.machine.processes import read_memory
 from sluice.testing import assert_peak
 from support.hostile_archives import Global, Raw, encode, legacy_file, torch_archive
 from support.hostile_files import CASES, DATA, LEGACY_W, SIX, W

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice.machine.system_files import this_process
+from sluice.machine.processes import this_process
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.membership import group_of
 from sluice.sharding.regions import shape_of

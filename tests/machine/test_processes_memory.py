@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.machine.peaks import PeakMeter, read_memory, restart_peak
+from sluice.machine.processes import PeakMeter, read_memory, restart_peak
 from support.waiting import wait_until
 
 MIB = 1 << 20

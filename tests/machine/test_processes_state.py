@@ -10,7 +10,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from sluice.machine.system_files import _state_and_start, state_of, this_process
+from sluice.machine.processes import _state_and_start, state_of, this_process
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")

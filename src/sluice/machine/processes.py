@@ -1,29 +1,59 @@
-"""Host memory of a process by kind, and its growth during a block. Linux reports the split and an exact peak.
+"""Processes as the system shows them: their memory by kind, its growth during a block, and whether they run.
 
-``VmHWM`` is the kernel's record of the largest resident size. Writing 5 to ``clear_refs`` resets it (proc(5)), so the
-peak of a block is exact and no sample can miss it. Samples only split it by kind.
+Linux splits the memory and reports an exact peak. ``VmHWM`` is the kernel's record of the largest resident size.
+Writing 5 to ``clear_refs`` resets it (proc(5)), so the peak of a block is exact and no sample can miss it. Samples only
+split it by kind.
+
+Small files below ``/proc`` and ``/sys`` are read with three system calls each.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
+import os
 import re
 import sys
 import threading
-from typing import Self
+from typing import Literal, Self
 
 from msgspec import Struct
 
 from sluice import _defaults as defaults
 from sluice._threads import Worker, join_threads, start_threads
-from sluice.machine.system_files import read_system_file, write_system_file
 from sluice.records import Peaks
 
-__all__ = ["NO_MEMORY", "MemorySample", "PeakMeter", "read_memory", "restart_peak", "trim_heap"]
+__all__ = [
+    "NO_MEMORY",
+    "MemorySample",
+    "PeakMeter",
+    "ProcessState",
+    "RunningProcess",
+    "read_memory",
+    "read_system_file",
+    "restart_peak",
+    "state_of",
+    "this_process",
+    "trim_heap",
+]
+
+#: Most bytes of such a file. The kernel writes one page for most of them.
+_MOST_BYTES = 1 << 16
 
 #: Fields of ``/proc/PID/status`` that a sample has, in KiB and in the kernel's order.
 _FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 _STATUS = re.compile("".join(rf"^{name}:\s+(\d+) kB\n(?:.*\n)*?" for name in _FIELDS).encode(), re.MULTILINE)
+
+
+# Files are opened as objects, not descriptors: an interrupt right after a file was opened closes it, too. An opener in
+# Python would be interrupted before it returns the descriptor. These file systems create and truncate nothing.
+def read_system_file(path: str) -> bytes | None:
+    """Return the first 64 KiB of a file; None if it does not exist or cannot be read."""
+    try:
+        with io.FileIO(path, opener=os.open) as file:
+            return file.read(_MOST_BYTES)
+    except OSError:  # also if the file is of a process that has ended
+        return None
 
 
 class MemorySample(Struct, frozen=True, kw_only=True):
@@ -71,7 +101,11 @@ def read_memory() -> MemorySample:
 
 def restart_peak() -> bool:
     """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
-    return write_system_file("/proc/self/clear_refs", b"5")
+    try:
+        with io.FileIO("/proc/self/clear_refs", "w", opener=os.open) as file:
+            return file.write(b"5") == 1
+    except OSError:
+        return False
 
 
 def trim_heap() -> None:
@@ -134,3 +168,58 @@ class PeakMeter:
             shmem_bytes=max(now.shmem_bytes, high.shmem_bytes),
             peak_bytes=now.peak_bytes if self._exact else max(now.total_bytes, high.peak_bytes),
         )
+
+
+#: ``unknown``: on another host, in another namespace of process ids, or not on Linux.
+ProcessState = Literal["running", "stopped", "gone", "unknown"]
+
+
+class RunningProcess(Struct, frozen=True, kw_only=True):
+    """A process and its host."""
+
+    #: Identity of the host, the same for all processes that share its memory: boot id and name.
+    host: str
+    #: Name of the host, for messages.
+    hostname: str
+    #: Namespace of ``pid``; empty if unknown.
+    namespace: str
+    #: Number of the process.
+    pid: int
+    #: Start of the process in ticks since the boot, which distinguishes it from a later one with the same number.
+    started: int
+
+
+def this_process() -> RunningProcess:
+    """Return the identity of this process. Linux; outside of it, whether another one runs is unknown."""
+    import socket  # here, not above: only processes that wait for each other need it
+
+    hostname = socket.gethostname()
+    boot = (read_system_file("/proc/sys/kernel/random/boot_id") or b"").decode().strip()
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return RunningProcess(
+        host=f"{boot} {hostname}",
+        hostname=hostname,
+        namespace=namespace and f"{boot} {namespace}",
+        pid=os.getpid(),
+        started=_state_and_start(os.getpid())[1],
+    )
+
+
+def state_of(process: RunningProcess, seen_by: RunningProcess) -> ProcessState:
+    """Return the state of a process, if it is visible to the process ``seen_by``, which is this one."""
+    if not process.namespace or process.namespace != seen_by.namespace:
+        return "unknown"
+    state, started = _state_and_start(process.pid)
+    if state in {"", "Z", "X"} or started != process.started:
+        return "gone"
+    return "stopped" if state == "T" else "running"
+
+
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state letter and the start of a process; an empty letter if there is none."""
+    text = (read_system_file(f"/proc/{pid}/stat") or b"").decode(errors="replace")
+    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
+    return (fields[0], int(fields[19])) if len(fields) > 19 else ("", 0)
