@@ -7,7 +7,7 @@ tensors change while they are read; an error in that time names them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,10 +45,6 @@ __all__ = [
 ]
 
 
-#: Functions that quantize weights, by the names of these.
-_Finishers = dict[str, Callable[[torch.Tensor], torch.Tensor]]
-
-
 class ModuleData(Struct, frozen=True, kw_only=True):
     """Everything that a module gets, read and computed; of the module only live tensors have changed."""
 
@@ -76,34 +72,16 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
         MismatchError: Tied names have different bytes; nothing was touched.
         PartialLoadError: A failure after live tensors began to change; its cause is the failure.
     """
-    if not job.quantized:
-        return _fetch(job, progress, dict)
-    from sluice.quantizing.weights import quantizing_threads  # rarely needed
-
-    cores = job.plan.facts.cores
-    with quantizing_threads(cores) as workers:
-
-        def make_finishers() -> _Finishers:
-            return {job.requests[i].name: weight.finisher(workers, cores) for i, weight in job.quantized.items()}
-
-        return _fetch(job, progress, make_finishers)
-
-
-def _fetch(job: ModuleJob, progress: Progress, make_finishers: Callable[[], _Finishers]) -> ModuleData:
-    """Read the data; see ``fetch_module``."""
     notes = compare_tied(job) if job.match.comparisons else ()
     extra_state = {name: read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     attributes = {name: read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
-    finishers: _Finishers = {}
+    finishers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # quantize weights, by the names of these
     live = {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing}
     if any(slot.region is not None for slot in job.state.outline.slots):
         live = {i: local_of(tensor) for i, tensor in live.items()}
     targets = Targets(job.plan, live, finishers=finishers)
     finished: set[int] = set()  # of the live tensors
     initial = _compute_initial(job, targets) if job.match.zeroed or job.match.initialised else {}
-    if job.quantized:
-        with _reserved(targets):  # the results get memory that was reserved on accelerators
-            finishers.update(make_finishers())
 
     def completed(position: int) -> None:
         slot = job.match.slots[position]
@@ -114,8 +92,17 @@ def _fetch(job: ModuleJob, progress: Progress, make_finishers: Callable[[], _Fin
             install_one(job.state, slot, *targets.tensors([job.prepared.views[position]]))
         finished.add(position)
 
-    with naming_partial(lambda: partial_load(job, targets.touched, finished)):
-        tensors, result = job.read(progress, targets, completed=completed)
+    with ExitStack() as stack:
+        if job.quantized:
+            from sluice.quantizing.weights import quantizing_threads  # rarely needed
+
+            cores = job.plan.facts.cores
+            with _reserved(targets):  # the results get memory that was reserved on accelerators
+                workers = stack.enter_context(quantizing_threads(cores))
+                for position, weight in job.quantized.items():
+                    finishers[job.requests[position].name] = weight.finisher(workers, cores)
+        with naming_partial(lambda: partial_load(job, targets.touched, finished)):
+            tensors, result = job.read(progress, targets, completed=completed)
     return ModuleData(
         tensors=tensors,
         result=result,
