@@ -119,7 +119,7 @@ class StreamAccelerator(Accelerator):
         with self._lock, self._on(self._stream):  # one copy at a time: the scratch is used in stream order
             same = (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous()
             if same and not source.elements.computed:
-                self._send(_bytes_of(target), source)
+                self._send(target.view(-1).view(torch.uint8), source)  # a scalar needs the first view
                 return
             if self._scratch is None:
                 self._scratch = allocate_on(self._device, self._scratch_bytes, torch.uint8)
@@ -254,8 +254,3 @@ def allocate_on(device: torch.device, count: int, dtype: torch.dtype) -> torch.T
             f"{device} is out of memory: {format_bytes(count * dtype.itemsize)} more were needed, {free} are free and "
             f"{format_bytes(facts.cached_bytes)} are cached by torch in pieces",
         ) from error
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as one dimension of bytes. ``view`` alone does not accept a scalar."""
-    return tensor.view(-1).view(torch.uint8)

@@ -66,7 +66,7 @@ def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Ten
         for slot, tensor in memory.items()
     }
     for place in places.values():
-        _bytes_of(place).fill_(_UNTOUCHED)
+        place.as_strided((place.numel(),), (1,)).view(torch.uint8).fill_(_UNTOUCHED)  # all of its memory
     live = {name: buffer for name, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
     try:
         for slot, place in places.items():
@@ -99,11 +99,6 @@ def _run(reset: Callable[[], object], owner: str, dtypes: Iterable[torch.dtype])
     except Exception as error:
         names = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
         raise MismatchError(f"reset_parameters() of {owner} failed on {names} tensors: {error}") from error
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor as one dimension of bytes."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_untouched(tensor: torch.Tensor) -> bool:
