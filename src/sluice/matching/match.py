@@ -172,7 +172,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
         matcher.add(
             position, slot, optional=bool(optional_names) and any(name in optional_names for name in slot.names)
         )
-    takes_others = has_attributes or any(name in extra_state for name in outline.extra_state)
+    takes_others = has_attributes or not set(extra_state).isdisjoint(outline.extra_state)
     needs_some = matcher.required or (matcher.optional and not takes_others)
     if needs_some and not (allow_empty or matcher.present):
         matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates

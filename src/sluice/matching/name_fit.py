@@ -95,12 +95,10 @@ def name_fits(candidate: Candidate, outline: Outline) -> list[NameFit]:
 
 
 def _spellings(candidate: Candidate, outline: Outline) -> Iterator[Spelling]:
-    own = {
-        name: name
-        for name in (*(name for slot in outline.slots for name in slot.names), *outline.extra_state, *outline.refused)
-    }
-    entries = candidate.entries
-    yield Spelling(candidate=candidate, unwrapped=False, in_candidate={name: name for name in entries}, in_module=own)
+    names = (*(name for slot in outline.slots for name in slot.names), *outline.extra_state, *outline.refused)
+    own, entries = dict(zip(names, names, strict=True)), candidate.entries
+    same = dict(zip(entries, entries, strict=True))
+    yield Spelling(candidate=candidate, unwrapped=False, in_candidate=same, in_module=own)
     if not any(map(_may_be_wrapped, chain(entries, own))):
         return
     bare_entries, bare_own = ({unwrap(name): name for name in names} for names in (entries, own))
