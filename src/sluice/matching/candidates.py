@@ -66,8 +66,8 @@ def state_dict_candidates(tree: object) -> dict[str, object]:
     not candidates.
     """
     if isinstance(tree, dict) and not any(issubclass(kind, CONTAINERS) for kind in set(map(type, tree.values()))):
-        named = any(isinstance(child, Entry) and isinstance(name, str) for name, child in tree.items())
-        return {"": tree} if named else {}  # a flat state dict, as most are
+        has_tensors = any(isinstance(child, Entry) and isinstance(name, str) for name, child in tree.items())
+        return {"": tree} if has_tensors else {}  # a flat state dict, as most are
     below = sizes(tree)
     candidates: dict[str, object] = {}
     seen: set[int] = set()
