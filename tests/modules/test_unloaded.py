@@ -325,12 +325,26 @@ def test_operations_borrow_the_weights() -> None:
         lambda parked: parked.__iadd__(1),
         lambda parked: setattr(parked, "data", torch.ones(3, 2)),
         lambda parked: torch.add(1, 1, out=parked),
+        lambda parked: torch.max(torch.ones(3, 2), 0, out=(torch.ones(2), parked)),
+        nn.init.zeros_,
+        lambda parked: nn.init.zeros_(tensor=parked),
+        lambda parked: torch._foreach_add_([torch.ones(3, 2), parked], 1),
     ],
 )
 def test_it_cannot_be_changed(change: object) -> None:
     parked = _parked()
     with pytest.raises(StreamError, match="change its weights"):
         change(parked)  # type: ignore[operator]
+
+
+def test_operations_change_other_tensors_by_its_weights() -> None:
+    parked, weights = _parked(), torch.ones(3, 2, dtype=torch.bfloat16)
+    parked.lend = lambda: nullcontext(weights)
+    x = torch.zeros(3, 2, dtype=torch.bfloat16)
+    x += parked
+    x[1:] = parked[1:] + torch.add(x, parked, out=torch.empty_like(x))[1:]
+    x.mul_(parked).copy_(x + parked, non_blocking=True)
+    assert torch.equal(x, weights * torch.tensor([[2], [4], [4]]))
 
 
 def test_it_is_neither_copied_nor_pickled_nor_used_later() -> None:

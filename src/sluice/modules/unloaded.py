@@ -109,10 +109,12 @@ class ParkedParameter(nn.Parameter):
         if name in _DESCRIPTIONS or func in _SETTERS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
                 return func(*args, **(kwargs or {}))
-        own = next(each for each in tensors_in((args, kwargs), _NESTING) if isinstance(each, cls))
-        if writes(name) or (kwargs and kwargs.get("out") is not None):
-            own.refuse(f"change its weights, as {name} does")
+        changed = ((args[:1] or kwargs) if writes(name) else (), (kwargs or {}).get("out"))
+        for own in tensors_in(changed, _NESTING):
+            if isinstance(own, cls):
+                own.refuse(f"change its weights, as {name} does")
         if name in _STORAGES:  # as libraries that save tensors do
+            own = next(each for each in tensors_in((args, kwargs), _NESTING) if isinstance(each, cls))
             own.refuse("lend the storage of its weights")
         with ExitStack() as stack:
 
