@@ -41,25 +41,17 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "run.pt"
 
 
-def module_request(options: TransferOptions) -> LoadRequest:
-    return ModuleRequest(model=net(), key="model", options=options)
+Kind = Callable[[TransferOptions], LoadRequest]
+
+KINDS: dict[str, Kind] = {
+    "module": lambda options: ModuleRequest(model=net(), key="model", options=options),
+    "state dict": lambda options: StateDictRequest(device="cpu", key="model", options=options),
+    "optimizer": lambda options: OptimizerRequest(optimizer=torch.optim.AdamW(net().parameters()), options=options),
+}
 
 
-def state_dict_request(options: TransferOptions) -> LoadRequest:
-    return StateDictRequest(device="cpu", key="model", options=options)
-
-
-def optimizer_request(options: TransferOptions) -> LoadRequest:
-    return OptimizerRequest(optimizer=torch.optim.AdamW(net().parameters()), options=options)
-
-
-KINDS = [module_request, state_dict_request, optimizer_request]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_decision_reads_no_data_and_the_report_has_what_it_predicted(
-    kind: Callable[[TransferOptions], LoadRequest], file: Path
-) -> None:
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_decision_reads_no_data_and_the_report_has_what_it_predicted(kind: Kind, file: Path) -> None:
     with sluice.open(file) as checkpoint:
         (recording,) = record_reads(checkpoint)
         job = decide(kind(OPTIONS), checkpoint)
@@ -70,10 +62,8 @@ def test_a_decision_reads_no_data_and_the_report_has_what_it_predicted(
     assert {row.name for row in report.table()} == {request.name for request in job.requests}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_keeps_its_limits_and_offers_what_fits(
-    kind: Callable[[TransferOptions], LoadRequest], file: Path
-) -> None:
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_kind_keeps_its_limits_and_offers_what_fits(kind: Kind, file: Path) -> None:
     with sluice.open(file) as checkpoint:
         needed = kind(OPTIONS).job(checkpoint).plan.predicted.total_bytes
         decide(kind(TransferOptions(memory=sluice.MemoryLimits(host=needed))), checkpoint)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import sluice
 from sluice.machine import facts, filesystems
+from support.watching import watch
 from support.work import functions_entered
 
 MIB = 1 << 20
@@ -26,17 +27,8 @@ def test_a_second_small_load_opens_few_system_files_and_starts_no_thread(
     torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "f.pth")
     sluice.load_into(torch.nn.Linear(4, 4), tmp_path / "f.pth")
     opened: list[str] = []
-    open_file = os.open
-
-    def recorded(path: str, *arguments: int) -> int:
-        opened.append(str(path))
-        return open_file(path, *arguments)
-
-    def no_thread(self: threading.Thread) -> None:
-        raise AssertionError(f"{self.name} was started")
-
-    monkeypatch.setattr(os, "open", recorded)
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    watch(monkeypatch, os, "open", lambda path, *_: opened.append(str(path)))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} was started"))
     monkeypatch.setattr(filesystems, "_mounted_type", lambda _: pytest.fail("the mounts were searched again"))
     sluice.load_into(torch.nn.Linear(4, 4), tmp_path / "f.pth")
     system = [path for path in opened if path.startswith(("/proc/", "/sys/")) and "/cgroup" not in path]
@@ -68,12 +60,6 @@ def test_a_load_with_readers_is_sampled(tmp_path: Path, monkeypatch: pytest.Monk
     model = torch.nn.Linear(MIB, 9, bias=False)  # more than one thread reads if it is cached
     torch.save(model.state_dict(), tmp_path / "f.pth")
     started: list[str] = []
-    start = threading.Thread.start
-
-    def recorded(self: threading.Thread) -> None:
-        started.append(self.name)
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", recorded)
+    watch(monkeypatch, threading.Thread, "start", lambda thread: started.append(thread.name))
     sluice.load_into(model, tmp_path / "f.pth")
     assert {"sluice-sampler-0", "sluice-reader-0"} <= set(started)

@@ -18,7 +18,7 @@ from sluice.engine.host_memory import HostMemory
 from sluice.loading.module_fill import partial_load
 from support.oracles import bits
 from support.system_calls import Injection, failing
-from support.trained_net import empty
+from support.trained_net import empty, load, unchanged
 
 
 def holds(tensor: torch.Tensor) -> nn.Module:
@@ -45,48 +45,44 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_filled_in_place(layout: str, dtype: torch.dtype, inference: bool, tmp_path: Path) -> None:
+def test_every_layout_is_filled_in_place(layout: str, dtype: torch.dtype, inference: bool) -> None:
     with torch.inference_mode(inference):
         module = holds(LAYOUTS[layout]())
     weight = module.get_parameter("weight")
     before = (id(weight), weight.data_ptr(), weight.stride(), weight.is_inference())
     values = torch.randn(weight.shape)
     values = values.to(dtype) if weight.is_floating_point() else (values * 100).to(weight.dtype)
-    torch.save({"weight": values}, tmp_path / "f.pth")
-    sluice.load_into(module, tmp_path / "f.pth")
+    load(module, {"weight": values})
     weight = module.get_parameter("weight")
     assert (id(weight), weight.data_ptr(), weight.stride(), weight.is_inference()) == before
     assert bits(weight) == bits(values.to(weight.dtype))
 
 
-def test_bytes_next_to_a_view_are_not_changed(tmp_path: Path) -> None:
+def test_bytes_next_to_a_view_are_not_changed() -> None:
     base = torch.full((6, 8), 7.0)
-    torch.save({"weight": torch.randn(6, 4)}, tmp_path / "f.pth")
-    sluice.load_into(holds(base[:, ::2]), tmp_path / "f.pth")
+    load(holds(base[:, ::2]), {"weight": torch.randn(6, 4)})
     assert bool((base[:, 1::2] == 7).all())
     assert not bool((base[:, ::2] == 7).any())
 
 
-def test_a_parameter_of_a_different_dtype_trains_without_its_old_gradient(tmp_path: Path) -> None:
+def test_a_parameter_of_a_different_dtype_trains_without_its_old_gradient() -> None:
     model = nn.Linear(4, 4)
-    torch.save(model.state_dict(), tmp_path / "f.pth")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
-    sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+    load(model, model.state_dict(), dtype=torch.bfloat16)
     assert model.weight.grad is None
     model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     assert model.weight.dtype == torch.bfloat16
 
 
-def test_frozen_parameters_and_inference_tensors_of_a_different_dtype(tmp_path: Path) -> None:
+def test_frozen_parameters_and_inference_tensors_of_a_different_dtype() -> None:
     source = nn.Linear(4, 4)
-    torch.save(source.state_dict(), tmp_path / "f.pth")
     for inference in (False, True):
         with torch.inference_mode(inference):
             model = nn.Linear(4, 4).requires_grad_(False)
         weight = model.weight
-        sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+        load(model, source.state_dict(), dtype=torch.bfloat16)
         assert model.weight is weight
         assert not weight.requires_grad
         assert bits(weight) == bits(source.weight.bfloat16())
@@ -128,8 +124,7 @@ def test_whatever_fails_meta_models_stay_on_meta_and_live_ones_are_described(
     state = {name: tensor.bfloat16() for name, tensor in source.state_dict().items()}
     partial = 0
     for k in range(1, 100):
-        model = empty(many)
-        model = many() if live else model
+        model = many() if live else empty(many)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with monkeypatch.context() as patch:
             planted = plant(patch, fault, k)
@@ -158,15 +153,12 @@ def test_whatever_fails_meta_models_stay_on_meta_and_live_ones_are_described(
     pytest.fail("the load never succeeded")
 
 
-def test_when_memory_for_staging_is_refused_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save(many(1).state_dict(), tmp_path / "f.pth")
+def test_when_memory_for_staging_is_refused_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.engine.running_plan.HostMemory", FailAt(1))
     monkeypatch.setattr("sluice.engine.running_plan._HEAP_BYTES", 0)
     model = many(1)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(sluice.BudgetError):
-        sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with unchanged(model), pytest.raises(sluice.BudgetError):
+        load(model, many(1).state_dict(), dtype=torch.bfloat16)
 
 
 class _Name(str):
