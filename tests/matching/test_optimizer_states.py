@@ -92,13 +92,8 @@ def test_wrapped_and_tied_names(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 2)
     values = optimizer.state[model.wte.weight]
-    path = write(
-        tmp_path / "f.pt",
-        {
-            "state": {"module._orig_mod.head.weight": values},
-            "param_groups": [{**optimizer.defaults, "lr": 0.5, "params": ["module._orig_mod.head.weight"]}],
-        },
-    )
+    group = {**optimizer.defaults, "lr": 0.5, "params": ["module._orig_mod.head.weight"]}
+    path = write(tmp_path / "f.pt", {"state": {"module._orig_mod.head.weight": values}, "param_groups": [group]})
     again = tied()
     ours = torch.optim.AdamW(again.parameters())
     report = sluice.load_optimizer(ours, path, model=again)
@@ -256,11 +251,8 @@ def test_a_pre_hook_may_adapt_what_does_not_fit(tmp_path: Path, run: Run) -> Non
 
     def join(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         first, second = state["param_groups"]
-        order = [0, 3, 1, 4, 2, 5]
-        return {
-            **state,
-            "param_groups": [{**first, "params": [([*first["params"], *second["params"]])[i] for i in order]}],
-        }
+        both = [*first["params"], *second["params"]]
+        return {**state, "param_groups": [{**first, "params": [both[i] for i in (0, 3, 1, 4, 2, 5)]}]}
 
     handle = ours.register_load_state_dict_pre_hook(join)
     done: list[torch.optim.Optimizer] = []

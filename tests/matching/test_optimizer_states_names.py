@@ -40,16 +40,16 @@ def run() -> Run:
     return model, optimizer
 
 
-def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, *, prefix: str = "") -> dict[str, Any]:
+def under(prefix: str, module: nn.Module) -> nn.Module:
+    """Return a module that holds another one below a prefix of names."""
+    for name in reversed(prefix.split(".")[:-1]):
+        module = nn.ModuleDict({name: module})
+    return module
+
+
+def full_state_dict(run: Run, prefix: str = "") -> Any:
     """Return a state of FSDP's FULL_STATE_DICT: one entry per parameter name, and groups of names."""
-    names = {id(parameter): f"{prefix}{name}" for name, parameter in model.named_parameters()}
-    return {
-        "state": {names[id(parameter)]: value for parameter, value in optimizer.state.items()},
-        "param_groups": [
-            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ],
-    }
+    return get_optimizer_state_dict(under(prefix, run[0]), run[1])
 
 
 def fill(path: Path, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer, sluice.LoadReport]:
@@ -60,7 +60,7 @@ def fill(path: Path, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer, slui
 
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod."])
 def test_full_state_dicts_of_fsdp_also_under_wrappers(tmp_path: Path, run: Run, prefix: str) -> None:
-    torch.save({"optim": full_state_dict(*run, prefix=prefix)}, tmp_path / "f.pt")
+    torch.save({"optim": full_state_dict(run, prefix)}, tmp_path / "f.pt")
     again, ours, report = fill(tmp_path / "f.pt")
     assert report.key == "optim"
     assert not differences(states_by_name(again, ours), states_by_name(*run))
@@ -72,11 +72,10 @@ def test_full_state_dicts_of_fsdp_also_under_wrappers(tmp_path: Path, run: Run, 
 
 
 def test_a_wrapped_model_takes_plain_names(tmp_path: Path, run: Run) -> None:
-    torch.save(full_state_dict(*run), tmp_path / "f.pt")
+    torch.save(full_state_dict(run), tmp_path / "f.pt")
     again = net(seed=1)
     ours = torch.optim.AdamW(grouped(again))
-    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": again})})
-    sluice.load_optimizer(ours, tmp_path / "f.pt", model=wrapped)
+    sluice.load_optimizer(ours, tmp_path / "f.pt", model=under("module._orig_mod.", again))
     assert not differences(states_by_name(again, ours), states_by_name(*run))
 
 
@@ -84,7 +83,7 @@ def test_a_wrapped_model_takes_plain_names(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize("form", ["nested", "flat"])
 def test_rename(tmp_path: Path, run: Run, form: str, rename: Rename) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
-    state = get_optimizer_state_dict(nn.ModuleDict({"old": run[0]}), run[1], options=options)
+    state = get_optimizer_state_dict(under("old.", run[0]), run[1], options=options)
     path = save_distributed(tmp_path / "d", {"optim": state})
     with pytest.raises(MismatchError):
         fill(path)
@@ -94,7 +93,7 @@ def test_rename(tmp_path: Path, run: Run, form: str, rename: Rename) -> None:
 
 
 def test_dropped_names_are_not_unexpected(tmp_path: Path, run: Run) -> None:
-    state = full_state_dict(*run, prefix="old.")
+    state = full_state_dict(run, "old.")
     state["state"]["old.more"] = {"exp_avg": torch.ones(2)}
     torch.save(state, tmp_path / "f.pt")
     assert fill(tmp_path / "f.pt", rename=[("^old[.]", "")])[2].unexpected == ("old.more",)
@@ -108,7 +107,7 @@ def test_dropped_names_are_not_unexpected(tmp_path: Path, run: Run) -> None:
 
 
 def test_two_names_that_become_one_are_refused(tmp_path: Path, run: Run) -> None:
-    torch.save(full_state_dict(*run, prefix="old."), tmp_path / "f.pt")
+    torch.save(full_state_dict(run, "old."), tmp_path / "f.pt")
     with pytest.raises(MismatchError, match=r"rename gives 'old\.up\.weight' and 'old\.down\.weight' the same"):
         fill(tmp_path / "f.pt", rename={"old.up.weight": "up.weight", "old.down.weight": "up.weight"})
 
@@ -144,7 +143,7 @@ def test_numbers_have_nothing_to_rename(tmp_path: Path, run: Run) -> None:
         fill(tmp_path / "f.pt", rename={"a": "b"})
 
 
-@pytest.mark.parametrize("missing", [1, 2], ids=["one fits", "none fits"])
+@pytest.mark.parametrize("missing", [0, 1, 2], ids=["both fit", "one fits", "none fits"])
 def test_of_several_optimizers_the_one_that_fits(tmp_path: Path, run: Run, missing: int) -> None:
     other = torch.optim.SGD(run[0].up.parameters(), lr=0.1)
     for number, name in enumerate(("optimizer.bin", "optimizer_1.bin")):
@@ -154,7 +153,8 @@ def test_of_several_optimizers_the_one_that_fits(tmp_path: Path, run: Run, missi
         assert report.source == str(tmp_path / "optimizer_1.bin")
         assert not differences(states_by_name(again, ours), states_by_name(*run))
         return
-    with pytest.raises(MismatchError, match="more than one optimizer, and none of them fits") as caught:
+    fit = "none of them fits" if missing else "several of them fit"
+    with pytest.raises(MismatchError, match=f"more than one optimizer, and {fit}") as caught:
         fill(tmp_path)
     assert "optimizer_1.bin: " in str(caught.value)
 

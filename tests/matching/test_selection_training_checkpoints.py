@@ -15,6 +15,7 @@ from torch import nn
 
 import sluice
 from support.oracles import same
+from support.trained_net import empty
 
 
 def network() -> nn.Sequential:
@@ -97,11 +98,6 @@ def deepspeed(net: nn.Module) -> dict[str, Any]:
     }
 
 
-def fresh(build: Callable[[], nn.Module] = network) -> nn.Module:
-    with sluice.empty_init():
-        return build()
-
-
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.state_dict())
 
@@ -127,7 +123,7 @@ def test_the_state_dict_is_found_and_reported(
     content = build(module)
     path = write(tmp_path / "run.ckpt", content)
     assert same(dict(sluice.load_state_dict(path)), weights(module))
-    target = fresh(whole)
+    target = empty(whole)
     report = sluice.load_into(target, path)
     assert (report.key, report.prefix) == (key, "")
     assert f"key: {key!r}" in str(report) or repr(key) in str(report) or f", {key}" in str(report)
@@ -137,18 +133,19 @@ def test_the_state_dict_is_found_and_reported(
 def test_a_lightning_checkpoint_fills_the_model_inside(tmp_path: Path) -> None:
     lit = Lit()
     path = write(tmp_path / "epoch=1-step=20.ckpt", lightning(lit))
-    net = fresh()
+    net = empty(network)
     report = sluice.load_into(net, path)
     assert (report.key, report.prefix) == ("state_dict", "model.")
     assert any("1 tensors of the checkpoint outside 'model.'" in note for note in report.notes)
     assert same(weights(net), weights(lit.model))
+    assert sluice.load_optimizer(torch.optim.AdamW(lit.parameters()), path).key == "optimizer_states.0"
 
 
 def test_a_checkpoint_of_old_lightning_whose_callbacks_have_classes_as_keys(tmp_path: Path) -> None:
     net = network()
     callbacks = {nn.ConvTranspose3d: {"best": torch.ones(3)}, nn.LazyConvTranspose3d: {"best": torch.ones(3)}}
     path = write(tmp_path / "sd.ckpt", {"state_dict": net.state_dict(), "callbacks": callbacks})
-    target = fresh()
+    target = empty(network)
     assert sluice.load_into(target, path).key == "state_dict"
     assert same(weights(target), weights(net))
     with sluice.open(path) as checkpoint:  # the names of both classes end alike
@@ -159,7 +156,7 @@ def test_two_state_dicts_are_an_error_that_lists_them(tmp_path: Path) -> None:
     content = basic(network())
     content["average"] = {name: tensor + 1 for name, tensor in content["model"].items()}
     path = write(tmp_path / "run.pt", content)
-    target = fresh()
+    target = empty(network)
     with pytest.raises(sluice.MismatchError) as caught:
         sluice.load_into(target, path)
     assert listed(caught.value) == ["model", "average"]
@@ -185,9 +182,10 @@ def test_the_keys_that_an_error_offers_can_be_used(tmp_path: Path, wrapper: str)
     both = {**prefixed("teacher.", teacher), **prefixed("student.", student)}
     compiled = {wrapper + name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in both.items()}
     path = write(tmp_path / "f.ckpt", {"state_dict": compiled, "epoch": 1})
-    target = fresh()
+    target = empty(network)
     with pytest.raises(sluice.MismatchError, match="more than one part") as caught:
         sluice.load_into(target, path)
+    assert "choose one with key= (--key)" in str(caught.value)
     found = []
     for key in listed(caught.value):
         sluice.load_into(target, path, key=key)
@@ -204,26 +202,22 @@ def test_an_optimizer_alone_is_not_a_state_dict_of_a_model(tmp_path: Path) -> No
     with pytest.raises(sluice.MismatchError, match="no"):
         sluice.load_state_dict(path)
     with pytest.raises(sluice.MismatchError, match="no named tensors to load into a module"):
-        sluice.load_into(fresh(), path)
+        sluice.load_into(empty(network), path)
 
 
 def test_scalars_by_name_are_a_state_dict_if_there_is_no_other_or_a_module_of_them(tmp_path: Path) -> None:
     scale = write(tmp_path / "scale.pt", {"scales": {"a": torch.tensor(1.0)}, "epoch": 1})
     assert sluice.load_state_dict(scale)["a"].item() == 1.0
     path = write(tmp_path / "f.pt", {"net": network().state_dict(), "scale": {"log_scale": torch.tensor(0.25)}})
-    target = fresh(lambda: nn.ParameterDict({"log_scale": torch.tensor(0.5)}))
+    target = empty(lambda: nn.ParameterDict({"log_scale": torch.tensor(0.5)}))
     assert sluice.load_into(target, path).key == "scale"
     assert weights(target)["log_scale"].item() == 0.25
 
 
 def test_a_second_model_of_accelerate_is_reported_as_omitted(tmp_path: Path) -> None:
-    critic = nn.Linear(3, 2)
     write(tmp_path / "pytorch_model.bin", network().state_dict())
-    second = write(tmp_path / "pytorch_model_1.bin", critic.state_dict())
-    assert any(second.name in note for note in sluice.load_into(fresh(), tmp_path).notes)
-    target = fresh(lambda: nn.Linear(3, 2))
-    sluice.load_into(target, second)
-    assert same(weights(target), weights(critic))
+    write(tmp_path / "pytorch_model_1.bin", nn.Linear(3, 2).state_dict())
+    assert any("pytorch_model_1.bin" in note for note in sluice.load_into(empty(network), tmp_path).notes)
 
 
 @pytest.mark.parametrize("key", ["config", "hparams", "run.hyper_parameters"])
