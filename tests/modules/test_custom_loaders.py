@@ -13,6 +13,7 @@ from torch import nn
 
 import sluice
 from support.oracles import same
+from support.trained_net import empty, load, problem
 
 State = dict[str, Any]
 
@@ -117,9 +118,9 @@ def states() -> dict[str, tuple[type[nn.Module], State]]:
 
 
 @pytest.mark.parametrize("name", states())
-@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_what_a_loader_does_to_names_is_done(name: str, empty: bool, nested: bool, tmp_path: Path) -> None:
+def test_what_a_loader_does_to_names_is_done(name: str, meta: bool, nested: bool) -> None:
     kind, state = states()[name]
 
     def build() -> nn.Module:
@@ -130,13 +131,9 @@ def test_what_a_loader_does_to_names_is_done(name: str, empty: bool, nested: boo
             **{f"0.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()},
             **{f"1.{k}": v for k, v in state.items()},
         }
-    torch.save(state, tmp_path / "f.pth")
-    expected = build()
-    expected.load_state_dict(torch.load(tmp_path / "f.pth"))
-    with sluice.empty_init():
-        model = build()
-    model = model if empty else build()
-    report = sluice.load_into(model, tmp_path / "f.pth")
+    expected, model = build(), empty(build) if meta else build()
+    expected.load_state_dict(state)
+    report = load(model, state)
     assert same(dict(model.state_dict()), dict(expected.state_dict()))
     assert (report.missing, report.unexpected) == ((), ())
     for part, like in zip(model.modules(), expected.modules(), strict=True):
@@ -161,26 +158,22 @@ def test_the_version_in_the_file_reaches_modules_without_tensors(
         sluice.load_into(bare, tmp_path / "f.pth")
 
 
-def test_what_a_loader_does_not_miss_keeps_its_value_or_is_initialised(tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(3, 2)}, tmp_path / "f.pth")
-    live = MissesNoBias(2, 3)
+def test_what_a_loader_does_not_miss_keeps_its_value_or_is_initialised() -> None:
+    state = {"weight": torch.ones(3, 2)}
+    live, model = MissesNoBias(2, 3), empty(lambda: MissesNoBias(2, 3))
     kept = live.bias.clone()
-    sluice.load_into(live, tmp_path / "f.pth")
+    load(live, state)
     assert torch.equal(live.bias, kept)
-    with sluice.empty_init():
-        model = MissesNoBias(2, 3)
     with pytest.raises(sluice.MismatchError) as caught:
-        sluice.load_into(model, tmp_path / "f.pth")  # there is no value to keep
+        load(model, state)  # there is no value to keep
     assert caught.value.missing == ("bias",)
-    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    report = load(model, state, strict=False)
     assert (report.initialised, report.missing) == (("bias",), ("bias",))
     assert 0 < model.bias.abs().max() < 1
-    torch.save({"bias": torch.ones(3)}, tmp_path / "f.pth")
-    with pytest.raises(sluice.MismatchError, match="'weight'"):
-        sluice.load_into(live, tmp_path / "f.pth")
+    assert "'weight'" in problem(live, {"bias": torch.ones(3)})
 
 
-def test_a_loader_that_requires_no_tensor_may_set_an_attribute_alone(tmp_path: Path) -> None:
+def test_a_loader_that_requires_no_tensor_may_set_an_attribute_alone() -> None:
     class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -190,9 +183,8 @@ def test_a_loader_that_requires_no_tensor_may_set_an_attribute_alone(tmp_path: P
         def _load_from_state_dict(self, state_dict: State, prefix: str, *_: Any) -> None:
             self.total = state_dict.pop(prefix + "total")
 
-    torch.save({"total": torch.tensor(4.0)}, tmp_path / "f.pth")
     metric = Total()
-    sluice.load_into(metric, tmp_path / "f.pth")
+    load(metric, {"total": torch.tensor(4.0)})
     assert metric.total == 4
 
 
@@ -233,32 +225,24 @@ def complains(self: nn.Linear, state: State, prefix: str, *rest: Any) -> None:
     ],
 )
 def test_unsupported_loaders_are_refused_by_name_and_leave_the_module_unchanged(
-    loader: Callable[..., None], why: str, tmp_path: Path
+    loader: Callable[..., None], why: str
 ) -> None:
     kind = type("Own", (nn.Linear,), {"_load_from_state_dict": loader})
     model = nn.Sequential(nn.Linear(2, 2), kind(2, 2))
-    torch.save(model.state_dict(), tmp_path / "f.pth")
-    before = {name: (id(t), t.data_ptr(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     attributes = dict(vars(model[1]))
-    with pytest.raises(sluice.MismatchError, match=why) as caught:
-        sluice.load_into(model, tmp_path / "f.pth")
-    assert re.search(r"the _load_from_state_dict of 1 \(Own\)|the load_state_dict of .* of Own\n", str(caught.value))
-    after = {name: (id(t), t.data_ptr(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
-    assert after == before
+    text = problem(model, model.state_dict())
+    assert re.search(why, text)
+    assert re.search(r"the _load_from_state_dict of 1 \(Own\)|the load_state_dict of .* of Own\n", text)
     assert vars(model[1]) == attributes
 
 
 @pytest.mark.parametrize("name", ["_load_from_state_dict", "load_state_dict"])
-def test_a_loader_of_one_object_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_loader_of_one_object_is_refused(name: str) -> None:
     model = nn.Linear(2, 2)
-    torch.save(model.state_dict(), tmp_path / "f.pth")
     setattr(model, name, lambda *_: None)
-    with pytest.raises(sluice.MismatchError, match="is set on the instance, not the class"):
-        sluice.load_into(model, tmp_path / "f.pth")
+    assert "is set on the instance, not the class" in problem(model, model.state_dict())
 
 
-def test_the_line_of_a_loader_of_torch_is_its_own(tmp_path: Path) -> None:
+def test_the_line_of_a_loader_of_torch_is_its_own() -> None:
     model = torch.ao.quantization.PerChannelMinMaxObserver()
-    torch.save(model.state_dict(), tmp_path / "f.pth")
-    with pytest.raises(sluice.MismatchError, match=r"writes to tensors with resize_ \(observer.py, line \d+\)"):
-        sluice.load_into(model, tmp_path / "f.pth")
+    assert re.search(r"writes to tensors with resize_ \(observer.py, line \d+\)", problem(model, model.state_dict()))

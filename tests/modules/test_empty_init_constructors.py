@@ -17,6 +17,7 @@ from sluice.modules import emptied
 from sluice.modules.emptied import moved_to
 from sluice.records import Request
 from support.oracles import bits
+from support.trained_net import empty, load
 
 
 class Moved(nn.Module):
@@ -167,18 +168,14 @@ def describe(module: nn.Module) -> object:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_constructors_build_the_same_module_and_the_checkpoint_fills_it(
-    build: Callable[[], nn.Module], tmp_path: Path
-) -> None:
+def test_constructors_build_the_same_module_and_the_checkpoint_fills_it(build: Callable[[], nn.Module]) -> None:
     expected = build()
-    torch.save(expected.state_dict(), tmp_path / "f.pth")
     before = torch.get_rng_state()
-    with sluice.empty_init():
-        model = build()
+    model = empty(build)
     assert all(t.is_meta for t in model.parameters())
     assert describe(model) == describe(expected)
     assert build in {Tied, Initialised} or torch.equal(torch.get_rng_state(), before)
-    sluice.load_into(model, tmp_path / "f.pth")
+    load(model, expected.state_dict())
     assert describe(model) == describe(expected)
     for name, tensor in expected.state_dict().items():
         assert bits(model.state_dict()[name]) == bits(tensor), name  # some are uninitialized: NaN is not equal to NaN

@@ -25,6 +25,7 @@ from sluice.modules.unloaded import Guard, ParkedParameter
 from support.hf_architectures import CASES
 from support.module_zoo import ZOO, sample, trained
 from support.system_calls import Injection, failing
+from support.trained_net import load
 
 Build = Callable[[], nn.Module]
 Call = Callable[[nn.Module], list[torch.Tensor]]
@@ -155,12 +156,11 @@ class _Interrupt(Exception):
 
 
 @pytest.mark.parametrize("error", [_Interrupt, KeyboardInterrupt])
-def test_live_modules_are_refused_after_a_load_that_changed_a_part(tmp_path: Path, error: type[BaseException]) -> None:
+def test_live_modules_are_refused_after_a_load_that_changed_a_part(error: type[BaseException]) -> None:
     def make() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
 
     saved, model, x = make(), make(), torch.randn(2, 512)
-    torch.save(saved.state_dict(), tmp_path / "f.pth")
     before, seen = {name: tensor.clone() for name, tensor in model.state_dict().items()}, 0
 
     def stop(_: object) -> None:
@@ -170,14 +170,14 @@ def test_live_modules_are_refused_after_a_load_that_changed_a_part(tmp_path: Pat
             raise error
 
     with pytest.raises((PartialLoadError, error)):
-        sluice.load_into(model, tmp_path / "f.pth", progress=stop)
+        load(model, saved.state_dict(), progress=stop)
     for part in (model, model[0]):
         with pytest.raises(StreamError, match="not in memory"):
             part(x)
     lent = torch.func.functional_call(model, saved.state_dict(), (x,))
     assert torch.equal(lent, saved(x))
     if error is KeyboardInterrupt:
-        sluice.load_into(model, tmp_path / "f.pth")
+        load(model, saved.state_dict())
         assert torch.equal(model(x), saved(x))
         assert not model._forward_pre_hooks
     else:
@@ -198,9 +198,9 @@ def _lazy() -> nn.Sequential:
 _SCRIPT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # deprecated, or not supported on this Python
 
 
-def _torn(model: nn.Module, file: Path) -> None:
+def _torn(model: nn.Module, source: nn.Module) -> None:
     with pytest.raises(PartialLoadError):
-        sluice.load_into(model, file, progress=lambda _: _raise(_Interrupt)())
+        load(model, source.state_dict(), progress=lambda _: _raise(_Interrupt)())
 
 
 #: Modules that are loaded, and what calls them. The second is made before the load, the third afterwards.
@@ -218,48 +218,43 @@ _CALLS: dict[str, tuple[Build, Callable[[Any], Any], Callable[[Any], Any]]] = {
 @_SCRIPT
 @pytest.mark.parametrize("how", _CALLS)
 def test_every_way_to_call_a_module_that_was_loaded_in_part_is_refused(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", sys)  # if it is imported, its wrappers are looked for
     (build, before, after), x = _CALLS[how], torch.ones(2, 512)
     source, model = build(), build()
     want, called = source(x), before(model)
-    torch.save(source.state_dict(), tmp_path / "f.pth")
     if how != "lazy":  # it has its memory from the load
         called(x)
-    _torn(model, tmp_path / "f.pth")
+    _torn(model, source)
     refused = after(called)
     with pytest.raises(StreamError, match="not in memory"):
         refused(x)
-    sluice.load_into(model, tmp_path / "f.pth")
+    load(model, source.state_dict())
     assert torch.equal(called(x), want)
 
 
-def test_gradients_of_earlier_calls_are_refused_after_a_load_that_changed_a_part(tmp_path: Path) -> None:
-    torch.save(_layers().state_dict(), tmp_path / "f.pth")
+def test_gradients_of_earlier_calls_are_refused_after_a_load_that_changed_a_part() -> None:
     model = _layers()
     loss = model(torch.ones(2, 512)).sum()
-    _torn(model, tmp_path / "f.pth")
+    _torn(model, _layers())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 @_SCRIPT
-def test_restored_modules_are_ordinary_ones(tmp_path: Path) -> None:
+def test_restored_modules_are_ordinary_ones() -> None:
     source, x = _layers(), torch.ones(2, 512)
-    torch.save(source.state_dict(), tmp_path / "f.pth")
     outer = nn.Sequential(_layers())
-    torch.save(nn.Sequential(source).state_dict(), tmp_path / "outer.pth")
-    _torn(outer[0], tmp_path / "f.pth")
-    sluice.load_into(outer, tmp_path / "outer.pth", dtype="fp64")
+    _torn(outer[0], source)
+    load(outer, nn.Sequential(source).state_dict(), dtype="fp64")
     assert torch.equal(outer(x.double()), copy.deepcopy(source).double()(x.double()))
 
     with sluice.empty_init():
         model, hooked = _layers(), _layers()
-    torch.save({}, tmp_path / "empty.pth")
     for empty in (model, hooked):
         with pytest.raises(sluice.MismatchError):
-            sluice.load_into(empty, tmp_path / "empty.pth")
+            load(empty, {})
     hooked.register_load_state_dict_post_hook(lambda *_: None)  # type: ignore[no-untyped-call]
     for empty in (model, hooked):
         empty.load_state_dict(source.state_dict(), assign=True)
@@ -269,12 +264,11 @@ def test_restored_modules_are_ordinary_ones(tmp_path: Path) -> None:
         torch.jit.script(each)
 
 
-def test_weights_of_inference_mode_can_be_restored_and_a_part_has_no_others(tmp_path: Path) -> None:
+def test_weights_of_inference_mode_can_be_restored_and_a_part_has_no_others() -> None:
     source, x = _layers(), torch.ones(2, 512)
-    torch.save(source.state_dict(), tmp_path / "f.pth")
     with torch.inference_mode():
         model = _layers()
-        _torn(model, tmp_path / "f.pth")
+        _torn(model, source)
         assert len(pickle.dumps(model[0])) < 1.5 * 512 * 512 * 4
         model[0].load_state_dict(source[0].state_dict())
         with pytest.raises(StreamError, match="not in memory"):
