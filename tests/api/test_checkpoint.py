@@ -146,25 +146,6 @@ def test_shards_and_their_total_size(tmp_path: Path) -> None:
         assert isinstance(checkpoint.tree["odd"], sluice.UnsupportedValue)
 
 
-def six_bits(path: Path) -> Path:
-    """Write a safetensors file with one tensor of a dtype that torch lacks, and one of a dtype that it has."""
-    header = {
-        "odd": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
-        "w": {"dtype": "U8", "shape": [3], "data_offsets": [6, 9]},
-    }
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(9)))
-    return path
-
-
-def test_safetensors(tmp_path: Path) -> None:
-    with sluice.open(six_bits(tmp_path / "x.safetensors")) as checkpoint:
-        assert list(checkpoint) == ["w"]
-        assert checkpoint["w"].read().tolist() == [6, 7, 8]
-        with pytest.raises(sluice.UnsupportedError, match="no such dtype; found F6_E2M3"):
-            checkpoint["odd"]
-
-
 def test_inspect_lists_it(tmp_path: Path) -> None:
     value = {**state(nested()), "turned": torch.ones(2, dtype=torch.complex64).conj()}
     path = str(saved(tmp_path / "x.pt", value))
@@ -249,12 +230,6 @@ def test_the_tree_mirrors_the_file(tmp_path: Path) -> None:
         assert tree["model"]["w"].name == "model.w"
         assert tree["steps"][0] == 1
         assert tree["steps"][1].name == "steps.1"
-
-
-def test_metadata_is_that_of_the_file(file: Path) -> None:
-    with sluice.open(file) as checkpoint:
-        wanted = {"f.pth": ("byteorder", "little"), "f.safetensors": ("format", "pt")}[file.name]
-        assert checkpoint.metadata[wanted[0]] == wanted[1]
 
 
 def test_a_misspelt_name_is_a_key_error_that_names_a_similar_one(file: Path) -> None:

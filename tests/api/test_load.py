@@ -99,12 +99,6 @@ def test_views_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
     assert ours["expanded"].stride() == (0, 1)
 
 
-def test_module_versions_survive(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    ours = save_and_compare(tmp_path / "f.pth", model.state_dict())
-    assert ours._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
-
-
 def test_dtype_casts_real_floating_point_only(tmp_path: Path) -> None:
     state_dict = {"f": torch.randn(9), "i": torch.arange(3), "b": torch.tensor([True]), "c": torch.randn(2) * 1j}
     torch.save(state_dict, tmp_path / "f.pth")
@@ -128,8 +122,9 @@ def test_tensors_hidden_in_the_module_versions_are_loaded_as_torch_does(tmp_path
     state_dict = OrderedDict(w=torch.ones(2))
     state_dict._metadata = OrderedDict({"": {"version": 1, "extra": torch.arange(3)}})  # type: ignore[attr-defined]
     torch.save(state_dict, tmp_path / "f.pth")
-    ours = sluice.load_state_dict(tmp_path / "f.pth")
-    assert torch.equal(ours._metadata[""]["extra"], torch.arange(3))  # type: ignore[attr-defined]
+    ours: Any = sluice.load_state_dict(tmp_path / "f.pth")
+    assert ours._metadata[""]["version"] == 1
+    assert torch.equal(ours._metadata[""]["extra"], torch.arange(3))
     with sluice.open(tmp_path / "f.pth") as checkpoint:
         assert checkpoint.tree._metadata[""]["extra"].shape == (3,)
 

@@ -17,8 +17,11 @@ from torch import nn
 import sluice
 from sluice.merging import source as _source
 from support import gguf_files
+from support.directories import assert_same
 from support.range_server import RangeServer
 from support.system_calls import Injection, failing
+from support.trained_net import empty, unchanged
+from support.watching import watch
 
 State = dict[str, torch.Tensor]
 
@@ -58,10 +61,6 @@ def linear(found: list[State], weights: list[float]) -> State:
     return result
 
 
-def same(a: State, b: State) -> bool:
-    return list(map(str, sorted(a))) == sorted(b) and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("out", ["out.pth", "out.safetensors", "out"])
 def test_weights_by_path(tmp_path: Path, out: str) -> None:
     found = states(3)
@@ -69,7 +68,7 @@ def test_weights_by_path(tmp_path: Path, out: str) -> None:
     report = sluice.merge(weights, tmp_path / out)
     assert isinstance(report, sluice.SaveReport)
     assert report.tensors == len(found[0])
-    assert same(dict(sluice.load_state_dict(tmp_path / out)), linear(found, [0.2, 0.3, 0.9]))
+    assert_same(sluice.load_state_dict(tmp_path / out), linear(found, [0.2, 0.3, 0.9]))
     planned = sluice.merge(weights, tmp_path / "half.pth", dtype="bf16", dry_run=True)
     assert isinstance(planned, sluice.SaveReport)
     assert planned.casts == {"float32 -> bfloat16": 8}
@@ -84,8 +83,7 @@ def test_into_a_module(tmp_path: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(models[0])
     for model in models:
         average.update_parameters(model)
-    with sluice.empty_init():
-        merged = nn.Linear(7, 9)
+    merged = empty(lambda: nn.Linear(7, 9))
     report = sluice.merge(paths, merged, key="state_dict")
     assert isinstance(report, sluice.LoadReport)
     assert torch.allclose(merged.weight, average.module.get_parameter("weight"))
@@ -215,7 +213,7 @@ def test_inputs_are_sources_of_any_kind(tmp_path: Path) -> None:
     sluice.merge([a, b, c], tmp_path / "swa.safetensors")
     sluice.merge({a: 0.5, b: 1.0}, tmp_path / "task.safetensors", method="task_arithmetic", base=c)
     for name in ("swa", "task"):
-        assert same(torch.load(tmp_path / f"{name}.pth"), safetensors.torch.load_file(tmp_path / f"{name}.safetensors"))
+        assert_same(torch.load(tmp_path / f"{name}.pth"), safetensors.torch.load_file(tmp_path / f"{name}.safetensors"))
 
 
 def test_parts_of_one_file_are_different_inputs(tmp_path: Path) -> None:
@@ -386,17 +384,11 @@ def test_integers_that_differ_are_the_last_ones_of_an_average_and_refused_before
     paths = [str(tmp_path / name) for name in ("a.pth", "b.pth")]
     for network, path in zip(networks, paths, strict=False):
         torch.save(network.state_dict(), path)
-    before = {name: tensor.clone() for name, tensor in networks[2].state_dict().items()}
-    together, read = list[int](), _source._read
-
-    def counted(reader: Any, pieces: Any) -> Any:
-        together.append(len(pieces))
-        return read(reader, pieces)
-
-    monkeypatch.setattr(_source, "_read", counted)
-    with pytest.raises(sluice.MismatchError, match=r"1.num_batches_tracked.* different integers.* 'swa'"):
+    together = list[int]()
+    watch(monkeypatch, _source, "_read", lambda _, pieces: together.append(len(pieces)))
+    refused = r"1.num_batches_tracked.* different integers.* 'swa'"
+    with unchanged(networks[2]), pytest.raises(sluice.MismatchError, match=refused):
         sluice.merge(dict.fromkeys(paths, 1), networks[2])
     assert together == [1]  # there may be many
-    assert same(networks[2].state_dict(), before)
     sluice.merge(paths, networks[2], method="swa")
     assert networks[2].get_buffer("1.num_batches_tracked") == 7

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -32,11 +34,8 @@ def test_memory_that_a_tensor_views_is_not_used_again() -> None:
 
 
 def test_memory_that_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise MemoryError
-
     memory = RecycledMemory(8 * MIB, huge_pages=False)
-    monkeypatch.setattr("sluice.engine.host_memory.HostMemory", refuse)
+    monkeypatch.setattr("sluice.engine.host_memory.HostMemory", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         memory.take(MIB)
     assert memory.mapped_bytes == 0

@@ -17,6 +17,7 @@ import sluice
 from sluice._errors import TruncatedError
 from sluice.engine.targets import Targets
 from sluice.sources.local import LocalFile
+from support.oracles import same
 from support.plans import MIB, Stored, execute
 from support.watching import watch
 
@@ -85,11 +86,7 @@ def test_a_read_that_ends_early_is_an_error_though_the_file_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_into = LocalFile.read_into
-
-    def short(source: LocalFile, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        return read_into(source, offset, buffer, direct=direct) // 2
-
-    monkeypatch.setattr(LocalFile, "read_into", short)
+    monkeypatch.setattr(LocalFile, "read_into", lambda *a, **options: read_into(*a, **options) // 2)
     with pytest.raises(TruncatedError, match="ends too early") as raised:
         cast(tmp_path / "f", torch.randn(ELEMENTS))
     assert raised.value.file == str(tmp_path / "f")
@@ -106,17 +103,13 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[st
     return path, expected
 
 
-def _equal(module: nn.Module, expected: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
-
-
 def test_live_tensors_need_no_staging(
     saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Targets, "copy_out", lambda *_: pytest.fail("bytes were staged"))
     live = model()
     sluice.load_into(live, saved[0])
-    assert _equal(live, saved[1])
+    assert same(live.state_dict(), saved[1])
 
 
 def _partly(read: Callable[..., int], descriptor: int, buffers: Sequence[Any], offset: int) -> int:
@@ -137,5 +130,5 @@ def test_what_one_call_does_not_read_is_staged(
     monkeypatch.setattr(os, "preadv", lambda *arguments: fault(read, *arguments))
     live = model()
     report = sluice.load_into(live, saved[0])
-    assert _equal(live, saved[1])
+    assert same(live.state_dict(), saved[1])
     assert report.reads["buffered"] == report.read_bytes

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,10 +63,7 @@ def test_runs_may_be_awaited_in_any_order(weights: Weights) -> None:
 
 
 def test_a_failure_ends_the_session_and_every_plan_in_it(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> int:
-        raise ReadError("broken", file="f", offset=0)
-
-    monkeypatch.setattr(LocalFile, "read_into", fails)
+    monkeypatch.setattr(LocalFile, "read_into", mock.Mock(side_effect=ReadError("broken", file="f", offset=0)))
     finished: list[int] = []
     watch(monkeypatch, Targets, "finish", lambda targets: finished.append(id(targets)))
     with closing(Session([weights.source])) as session:
@@ -148,10 +146,7 @@ def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.Monkey
 def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
     finisher = Finisher(name="fails", shape=(MIB // 2,), finished_sizes=())
     plan, _ = weights.plan(0, 1, dtype="float32", finisher=finisher)
-
-    def fails(_: torch.Tensor) -> torch.Tensor:
-        raise ValueError("this weight cannot be quantized")
-
+    fails = mock.Mock(side_effect=ValueError("this weight cannot be quantized"))
     with pytest.raises(ValueError, match="cannot be quantized"):
         execute(plan, [weights.source], Targets(plan, finishers={"fails": fails}))
 

@@ -121,16 +121,10 @@ def test_missing_parts_keep_live_values_and_are_refused_on_meta(whole: Path, tmp
 
 
 def with_options(folder: Path) -> list[bool]:
-    model = divide("fsdp-tp", meta=True)
-    truth = divide("fsdp-tp", meta=True)
+    model, truth = divide("fsdp-tp", meta=True), divide("fsdp-tp", meta=True)
     sluice.load_into(truth, folder / "plain.pth")
-    sluice.load_into(
-        model,
-        folder / "trained.pth",
-        key="model",
-        rename={"rows": "row"},
-        rules=[sluice.rules.transpose("up.weight")],
-    )
+    turned = [sluice.rules.transpose("up.weight")]
+    sluice.load_into(model, folder / "trained.pth", key="model", rename={"rows": "row"}, rules=turned)
     loaded = locals_of(model)
     return [torch.equal(loaded[name], tensor) for name, tensor in locals_of(truth).items()]
 
@@ -153,7 +147,6 @@ def test_copies_of_tied_tensors_are_compared_where_a_rank_holds_them(
     state["head.weight"][4] += 1  # of the second rank
     torch.save(state, tmp_path / "different.pth")
     texts = four_ranks.run(load_fsdp, tmp_path / "different.pth")
-    assert [bool(text) for text in texts] == [True] * 4
     assert all("are tied in the model and differ" in text and "on 1 of 4 ranks" in text for text in texts)
 
 

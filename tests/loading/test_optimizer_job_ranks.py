@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sluice
 from support.divided_models import LAYOUTS, Net, divide, local, locals_of
@@ -25,14 +26,6 @@ def trained(kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> t
         model(torch.arange(6)).backward()
         optimizer.step()
     return model, optimizer
-
-
-def by_name(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state in the form of full state dicts of FSDP and torch.distributed.checkpoint."""
-    names = [name for name, _ in model.named_parameters()]
-    state = optimizer.state_dict()
-    groups = [{**group, "params": [names[at] for at in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[at]: held for at, held in state["state"].items()}, "param_groups": groups}
 
 
 def differences(layout: str, path: Path, by_name: Path) -> list[str]:
@@ -76,14 +69,14 @@ def save_zero(model: Net, optimizer: torch.optim.Optimizer, folder: Path) -> Non
     """Write the state as DeepSpeed's ZeRO 3 on three ranks does."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     training = Trained([weights], step=2, lr=0.01)
-    training.known = by_name(model, optimizer)["state"]
+    known: Any = get_optimizer_state_dict(model, optimizer)
+    training.known = known["state"]
     write_zero(folder, training, stage=3, world=3)
 
 
 def save_distributed(whole: Path, directory: Path) -> None:
     """Write the state as FSDP2 jobs do."""
     from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = divide("fsdp", meta=False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -96,7 +89,7 @@ def states(tmp_path_factory: pytest.TempPathFactory, four_ranks: Ranks) -> dict[
     folder = tmp_path_factory.mktemp("states")
     model, optimizer = trained()
     torch.save({"optimizer": optimizer.state_dict()}, folder / "by_number.pth")
-    torch.save(by_name(model, optimizer), folder / "by_name.pth")
+    torch.save(get_optimizer_state_dict(model, optimizer), folder / "by_name.pth")
     four_ranks.run(save_distributed, folder / "by_name.pth", folder / "dcp")
     save_zero(model, optimizer, folder / "zero")
     return {name: folder / name for name in ("by_number.pth", "by_name.pth", "dcp", "zero")}
@@ -123,7 +116,7 @@ def refusals(path: Path) -> list[str]:
 
 def test_what_cannot_be_divided_is_named(tmp_path: Path, four_ranks: Ranks) -> None:
     model, optimizer = trained(torch.optim.Adafactor)
-    torch.save(by_name(model, optimizer), tmp_path / "factors.pth")
+    torch.save(get_optimizer_state_dict(model, optimizer), tmp_path / "factors.pth")
     for meta, device, factors in four_ranks.run(refusals, tmp_path / "factors.pth"):
         assert "is on the meta device: load the model first" in meta
         assert "is on the meta device: load the model first" in device

@@ -28,14 +28,9 @@ def test_gpt2_xl_reserves_six_hundredths_more_apart() -> None:
     assert made.reserved_bytes - made.requested_bytes <= 8 * MIB
 
 
-def test_small_tensors_are_cut_out_of_small_segments() -> None:
+def test_small_tensors_are_cut_out_of_small_segments_and_a_small_block_is_kept_out_of_large_ones() -> None:
     made = plan_reservation([100] * 4096)
-    assert made.allocated_bytes == 4096 * 512
-    assert made.block_bytes == 0
-    assert made.reserved_bytes == 2 * MIB
-
-
-def test_a_small_block_is_kept_out_of_the_large_segments() -> None:
+    assert (made.allocated_bytes, made.block_bytes, made.reserved_bytes) == (4096 * 512, 0, 2 * MIB)
     assert plan_reservation([2 * MIB]).reserved_bytes == 10 * MIB
     assert plan_reservation([2 * MIB], one_block=False).reserved_bytes == 20 * MIB
 

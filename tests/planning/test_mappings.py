@@ -23,6 +23,7 @@ from sluice.planning.memory_layout import single_targets
 from sluice.records import Request
 from support.leaks import open_files
 from support.plans import MIB, entry, index_of, request
+from support.system_calls import failing
 from support.trained_net import assert_equal, empty
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -211,11 +212,7 @@ def test_a_file_that_was_replaced_is_not_mapped(file: Path) -> None:
 @pytest.mark.parametrize("number", [errno.ENODEV, errno.ENOMEM])
 def test_a_system_that_refuses(file: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     expected = saved(file)
-
-    def refuse(descriptor: int, offset: int, nbytes: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("sluice.sources.local.map_privately", refuse)
+    monkeypatch.setattr("sluice.sources.local.map_privately", failing(number))
     if number == errno.ENOMEM:
         with pytest.raises(sluice.BudgetError, match="overcommit"):
             mapped(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,29 +17,19 @@ def _decide(sizes: Sequence[int], memory: int, *, fixed: int = 0, steps: Sequenc
     return decide_streaming(sizes, own, fixed_bytes=fixed, memory_bytes=memory)
 
 
-def test_everything_stays_if_it_fits() -> None:
-    found = _decide([5, 5, 5], 18, fixed=3)
-    assert (found.resident, found.resident_bytes, found.window_bytes) == (frozenset({0, 1, 2}), 18, 0)
-
-
-def test_units_that_stay_are_spread_over_the_order() -> None:
-    found = _decide([10] * 8, 50)
-    assert found.reads_ahead
-    assert found.resident == {0, 4, 2}
-    assert (found.resident_bytes, found.window_bytes) == (30, 20)
-
-
-def test_one_large_unit_stays_instead_of_widening_the_window() -> None:
-    found = _decide([10, 10, 10, 10, 40], 70)
-    assert found.resident == {0, 4}
-    assert found.window_bytes == 20
-
-
-def test_nothing_is_read_ahead_if_only_one_unit_fits() -> None:
-    found = _decide([10, 10, 10], 15, fixed=2)
-    assert not found.reads_ahead
-    assert not found.resident
-    assert (found.smallest_bytes, found.window_bytes) == (12, 13)
+@pytest.mark.parametrize(
+    ("sizes", "memory", "fixed", "resident", "window", "ahead"),
+    [
+        pytest.param([5, 5, 5], 18, 3, {0, 1, 2}, 0, False, id="everything stays if it fits"),
+        pytest.param([10] * 8, 50, 0, {0, 4, 2}, 20, True, id="what stays is spread over the order"),
+        pytest.param([10, 10, 10, 10, 40], 70, 0, {0, 4}, 20, True, id="one large unit stays, for a narrow window"),
+        pytest.param([10, 10, 10], 15, 2, set(), 13, False, id="only one unit fits"),
+    ],
+)
+def test_what_stays(sizes: list[int], memory: int, fixed: int, resident: set[int], window: int, ahead: bool) -> None:
+    found = _decide(sizes, memory, fixed=fixed)
+    assert (found.resident, found.window_bytes, found.reads_ahead) == (resident, window, ahead)
+    assert found.resident_bytes == fixed + sum(sizes[number] for number in resident)
 
 
 def test_experts_stay_only_with_everything_else() -> None:

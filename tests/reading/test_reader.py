@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -123,11 +124,7 @@ def test_a_reader_goes_on_after_a_failed_read(tmp_path: Path, monkeypatch: pytes
         entry = checkpoint.entries["a"]
         checkpoint.locate(entry.storages)
         with monkeypatch.context() as patch:
-
-            def fails(*_: object, **__: object) -> int:
-                raise ReadError("broken", file="f", offset=0)
-
-            patch.setattr(LocalFile, "read_into", fails)
+            patch.setattr(LocalFile, "read_into", mock.Mock(side_effect=ReadError("broken", file="f", offset=0)))
             with pytest.raises(ReadError, match="broken"):
                 reader.read([entry])
         assert torch.equal(reader.read([entry])[0], tensor)
