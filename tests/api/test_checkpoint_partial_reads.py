@@ -32,6 +32,8 @@ from support.directories import (
     write_zip,
 )
 from support.sources import RecordingSource, record_reads
+from support.trained_net import empty
+from support.watching import watch
 
 #: File, first byte and size of a read.
 Range: TypeAlias = tuple[str, int, int]
@@ -199,8 +201,7 @@ def test_loading_a_part_reads_only_its_bytes(
 ) -> None:
     monkeypatch.setattr(defaults, "COALESCE_GAP_BYTES", 0)
     tensors = {f"{part}.{name}": tensor for part in "abc" for name, tensor in parameters(ord(part)).items()}
-    with sluice.empty_init():
-        module = nn.Linear(20, 30)
+    module = empty(lambda: nn.Linear(20, 30))
     with recorded(write(tmp_path, tensors)) as file:
         sluice.load_into(module, file.checkpoint, key="b")
         wanted = [file.needed(tensors[f"b.{name}"], gap_bytes=0)[0] for name in ("weight", "bias")]
@@ -254,14 +255,8 @@ def test_direct_reads_round_to_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         if not (known := machine_facts.file_facts(source)).direct_io:
             pytest.skip(f"no direct reads on {known.filesystem}")
     reads: list[tuple[int, int, bool]] = []
-    real = LocalFile.read_into
-
-    def record(self: LocalFile, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        reads.append((offset, len(buffer), direct))
-        return real(self, offset, buffer, direct=direct)
-
     with sluice.open(path) as checkpoint:
-        monkeypatch.setattr(LocalFile, "read_into", record)
+        watch(monkeypatch, LocalFile, "read_into", lambda _, at, into, direct: reads.append((at, len(into), direct)))
         assert not checkpoint["w"][3000:3100].read().any()
     wanted = 8 + len(header) + 3000 * columns * 4
     assert reads == [(wanted // 4096 * 4096, 100 * columns * 4 + 4096, True)]

@@ -13,8 +13,6 @@ import safetensors.torch
 import torch
 
 import sluice
-from sluice._dtypes import torch_dtype
-from support.dtypes import TORCH_DTYPES
 from support.oracles import save_and_compare, state_dict_of_views
 from support.trained_net import TOKENS, Net, assert_equal, empty, trained
 
@@ -68,21 +66,6 @@ def test_dtype_casts_loaded_tensors_but_not_computed_buffers(file: Path) -> None
     assert model.first.frequencies.dtype == torch.float32
     assert model.get_buffer("norm.num_batches_tracked").dtype == torch.int64
     assert torch.equal(model.embedding.weight, expected.embedding.weight.to(torch.bfloat16))
-
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),  # torch's own loader reads its own files
-]
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", [name for name in TORCH_DTYPES if name != "float4_e2m1fn_x2"])
-def test_every_dtype(tmp_path: Path, name: str, protocol: int) -> None:
-    raw = torch.randint(0, 256, (480,), dtype=torch.uint8)
-    state_dict = {"t": raw.view(torch_dtype(name)), "empty": torch.empty((0, 3), dtype=torch_dtype(name))}
-    state_dict["scalar"] = state_dict["t"][3]
-    save_and_compare(tmp_path / "f.pth", state_dict, pickle_protocol=protocol)
 
 
 def test_views_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sluice.writing.torch_tensors import dense, stored
 from sluice.writing.torch_zip import TorchZipWriter
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
+from support.watching import watch
 
 #: File name and arguments of each form.
 FORMS: dict[str, dict[str, Any]] = {
@@ -209,17 +210,15 @@ def test_an_exception_in_any_write_leaves_the_old_checkpoint(
 ) -> None:
     save(form, state(), tmp_path / form)
     before = content(tmp_path / form)
-    real = os.pwrite
     written, at = 0, 0
 
-    def interrupted(descriptor: int, data: memoryview, offset: int) -> int:
+    def interrupted(*_: object) -> None:
         nonlocal written
         written += 1
         if written == at:
             raise KeyboardInterrupt
-        return real(descriptor, data, offset)
 
-    monkeypatch.setattr(os, "pwrite", interrupted)
+    watch(monkeypatch, os, "pwrite", interrupted)
     while True:
         at, written = at + 1, 0
         try:

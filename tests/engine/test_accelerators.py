@@ -19,13 +19,14 @@ import sluice
 from sluice._dtypes import dtype_name
 from sluice.engine.accelerators import Accelerator
 from sluice.engine.host_copies import StridedBytes
-from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
 from sluice.planning.budget import shortages
 from sluice.records import DeviceFacts, Elements, LoadPlan, Request
 from support import fake_accelerator as _accelerator
 from support.fake_accelerator import FakeAccelerator
 from support.plans import MIB, Stored, entry_of, execute, facts, load, planned, request
+from support.watching import watch
 
 FAKE = "fake:0"
 
@@ -87,13 +88,7 @@ def test_any_sizes_through_any_gate(
 
 
 def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_back = StagingPool.give_back
-
-    def forgetful(self: StagingPool, buffer: StagingBuffer) -> None:
-        buffer.tickets.clear()
-        give_back(self, buffer)
-
-    monkeypatch.setattr(StagingPool, "give_back", forgetful)
+    watch(monkeypatch, StagingPool, "give_back", lambda _, buffer: buffer.tickets.clear())
     monkeypatch.setattr(_accelerator, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.02)))  # later than the reads
     with pytest.raises(AssertionError, match="staging buffer was overwritten before"):
         check_load(tmp_path / "f", [torch.randn(4 * MIB)])

@@ -84,20 +84,6 @@ def lightning(lit: nn.Module) -> dict[str, Any]:
     }
 
 
-def deepspeed(net: nn.Module) -> dict[str, Any]:
-    """Return the content of DeepSpeed's ``mp_rank_00_model_states.pt``."""
-    return {
-        "module": net.state_dict(),
-        "buffer_names": [name for name, _ in net.named_buffers()],
-        "optimizer": None,
-        "param_shapes": [OrderedDict((name, parameter.shape) for name, parameter in net.named_parameters())],
-        "lr_scheduler": {"last_batch_iteration": 20},
-        "sparse_tensor_module_names": set(),
-        "dp_world_size": 1,
-        "ds_config": {"train_batch_size": 8, "zero_optimization": {"stage": 0}},
-    }
-
-
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.state_dict())
 
@@ -107,15 +93,7 @@ def write(path: Path, content: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("build", "key", "whole"),
-    [
-        (basic, "model", network),
-        (lightning, "state_dict", Lit),
-        (deepspeed, "module", network),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize(("build", "key", "whole"), [(basic, "model", network), (lightning, "state_dict", Lit)])
 def test_the_state_dict_is_found_and_reported(
     tmp_path: Path, build: Callable[[nn.Module], dict[str, Any]], key: str, whole: Callable[[], nn.Module]
 ) -> None:
@@ -126,7 +104,7 @@ def test_the_state_dict_is_found_and_reported(
     target = empty(whole)
     report = sluice.load_into(target, path)
     assert (report.key, report.prefix) == (key, "")
-    assert f"key: {key!r}" in str(report) or repr(key) in str(report) or f", {key}" in str(report)
+    assert repr(key) in str(report)
     assert same(weights(target), weights(module))
 
 

@@ -210,19 +210,6 @@ def test_coalesced_tensors_that_are_not(indices: list[list[int]]) -> None:
     refused(coo(indices, (4, 5), coalesced=True), "not sorted or not distinct")
 
 
-def test_order_is_checked_across_pieces() -> None:
-    count = 40_000  # more than one piece
-    rows = list(range(count))
-    assert sluice.load_state_dict(io.BytesIO(coo([rows], (count,), coalesced=True)))["w"].is_coalesced()
-    for position in (0, 32_767, 32_768, count - 2):
-        swapped = [*rows]
-        swapped[position], swapped[position + 1] = swapped[position + 1], swapped[position]
-        refused(coo([swapped], (count,), coalesced=True), "not sorted")
-    lines = [min(number, 5) for number in range(count)]
-    lines[32_768] = 4
-    refused(compressed("sparse_csr", lines, [0, 1, 2, 3, 4], (count - 1, 9)), "not sorted")
-
-
 @pytest.mark.parametrize("layout", ["sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"])
 def test_compressed_indices_that_lie(layout: str) -> None:
     def refuse(lines: list[int], plain: list[int], problem: str, shape: tuple[int, int] = (3, 4)) -> None:

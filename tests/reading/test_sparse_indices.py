@@ -19,14 +19,16 @@ from support.plans import entry_of
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
-def agrees(layout: str, shape: tuple[int, ...], indices: list[torch.Tensor], values: torch.Tensor) -> None:
+def agrees(
+    layout: str, shape: tuple[int, ...], indices: list[torch.Tensor], values: torch.Tensor, *, coalesced: bool = False
+) -> None:
     """Assert that torch and sluice both accept or both refuse a tensor."""
     held = tuple(entry_of(each, 0) for each in indices)
-    made = Sparse(layout=layout, indices=held, values=entry_of(values, 0), coalesced=False)
+    made = Sparse(layout=layout, indices=held, values=entry_of(values, 0), coalesced=coalesced)
     entry = Entry(elements=elements_of("float32"), shape=shape, stride=(), storage=0, composite=made)
     try:
         if layout == "sparse_coo":
-            torch.sparse_coo_tensor(indices[0], values, shape, check_invariants=True)
+            torch.sparse_coo_tensor(indices[0], values, shape, is_coalesced=coalesced, check_invariants=True)
         else:
             how: Any = {"layout": getattr(torch, layout), "check_invariants": True}
             torch.sparse_compressed_tensor(indices[0], indices[1], values, shape, **how)
@@ -83,4 +85,4 @@ def test_coordinates(data: st.DataObject) -> None:
         for size in shape
     ]
     indices = torch.tensor(rows, dtype=torch.int64).reshape(len(shape), count)
-    agrees("sparse_coo", shape, [indices], torch.ones(count))
+    agrees("sparse_coo", shape, [indices], torch.ones(count), coalesced=data.draw(st.booleans()))
