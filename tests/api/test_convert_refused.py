@@ -17,13 +17,9 @@ from torch import nn
 import sluice
 from sluice import Limits, MemoryLimits
 from support import distributed
-from support.directories import write_parameters
+from support.directories import contents, write_parameters
 from support.oracles import same
 from support.system_calls import Injection, failing
-
-
-def listing(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -54,10 +50,10 @@ def test_what_cannot_be_written_is_refused_before_anything_is_made(
 ) -> None:
     torch.save(value, tmp_path / "in.pt")
     (tmp_path / "o.pt").write_bytes(b"old")
-    before = listing(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(error, match=problem):
         sluice.convert(tmp_path / "in.pt", tmp_path / name, overwrite=True)
-    assert listing(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_expanded_tensors_stay_small_in_a_torch_file(tmp_path: Path) -> None:
@@ -139,13 +135,13 @@ def test_a_destination_in_the_source_is_refused(
     tmp_path: Path, make: Callable[[Path], Path], inside: str, kind: Any, problem: str
 ) -> None:
     source = make(tmp_path)
-    before = listing(tmp_path)
+    before = contents(tmp_path)
     (tmp_path / "alias").symlink_to(source)
     for directory in (source, tmp_path / "alias"):
         with pytest.raises(sluice.SaveError, match=problem):
             sluice.convert(source, directory / inside, format=kind, overwrite=True)
     (tmp_path / "alias").unlink()
-    assert listing(tmp_path) == before
+    assert contents(tmp_path) == before
     sluice.convert(source, tmp_path / "in2")  # only the start of its name is that of the source
 
 
@@ -165,7 +161,7 @@ def test_a_failing_system_call_keeps_the_old_checkpoint(
     state = {"w": torch.randn(3, 5).t(), "v": torch.randn(9)}
     torch.save(state, tmp_path / "in.pt")
     sluice.convert(tmp_path / "in.pt", tmp_path / name)
-    before = listing(tmp_path)
+    before = contents(tmp_path)
     torch.save({key: tensor + 1 for key, tensor in state.items()}, tmp_path / "in.pt")
     before["in.pt"] = (tmp_path / "in.pt").read_bytes()
     with sluice.open(tmp_path / "in.pt") as checkpoint, monkeypatch.context() as patch:
@@ -175,7 +171,7 @@ def test_a_failing_system_call_keeps_the_old_checkpoint(
             patch.setattr(os, call, lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
         with pytest.raises(sluice.ReadError if call == "preadv" else sluice.SaveError):
             sluice.convert(checkpoint, tmp_path / name, overwrite=True)
-    assert listing(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_a_source_that_changes_fails_the_suite(tmp_path: Path) -> None:
@@ -201,14 +197,14 @@ def test_memory_limits(tmp_path: Path) -> None:
 def test_a_dry_run_reports_the_files_and_writes_nothing(tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(10, 10) for i in range(6)}
     torch.save(state, tmp_path / "in.pt")
-    before = listing(tmp_path)
+    before = contents(tmp_path)
     for name in ("o.pt", "o.safetensors", "model"):
         how: dict[str, Any] = {"max_shard_size": 900 if name == "model" else None}
         manifest = tmp_path / "manifest.json"
         dry = sluice.convert(
             tmp_path / "in.pt", tmp_path / name, dtype=torch.bfloat16, dry_run=True, manifest=manifest, **how
         )
-        assert listing(tmp_path) == before
+        assert contents(tmp_path) == before
         assert dry.dry_run
         assert str(dry).startswith("would write 6 of 6 tensors of ")
         wet = sluice.convert(tmp_path / "in.pt", tmp_path / name, dtype=torch.bfloat16, **how)
@@ -218,4 +214,4 @@ def test_a_dry_run_reports_the_files_and_writes_nothing(tmp_path: Path) -> None:
         assert again.replaced
         for file in wet.files:
             os.unlink(file)
-        before = listing(tmp_path)
+        before = contents(tmp_path)

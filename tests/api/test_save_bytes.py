@@ -22,6 +22,7 @@ from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import dense, stored
 from sluice.writing.torch_zip import TorchZipWriter
+from support.directories import contents
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
 from support.watching import watch
@@ -47,12 +48,6 @@ ABSENT = {"complex32", "complex128"}
 def any_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
     return raw.view(dtype)
-
-
-def content(path: Path) -> dict[str, bytes]:
-    """Return the bytes of a file, or of each file of a directory."""
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
-    return {file.name if file != path else "": file.read_bytes() for file in files}
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -97,8 +92,8 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path, form: str) -> None:
         torch.save(state(), tmp_path / "in.pt")
         sluice.convert(tmp_path / "in.pt", place / f"converted-{form}", **FORMS[form])
     for name in (form, f"converted-{form}"):
-        assert content(first / name) == content(second / name)
-        assert content(first / name)
+        assert contents(first / name) == contents(second / name)
+        assert contents(first / name)
 
 
 def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
@@ -190,17 +185,17 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: real(descriptor, memoryview(data)[:5], offset))
     save(form, state(), tmp_path / f"short-{form}")
-    assert content(tmp_path / f"short-{form}") == content(tmp_path / f"whole-{form}")
+    assert contents(tmp_path / f"short-{form}") == contents(tmp_path / f"whole-{form}")
 
 
 @EVERY_FORM
 def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     save(form, state(), tmp_path / form)
-    before = content(tmp_path / form)
+    before = contents(tmp_path / form)
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(sluice.SaveError, match="nothing was written"):
         save(form, state(), tmp_path / form, overwrite=True)
-    assert content(tmp_path / form) == before
+    assert contents(tmp_path / form) == before
     assert [path.name for path in tmp_path.iterdir()] == [form]
 
 
@@ -209,7 +204,7 @@ def test_an_exception_in_any_write_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     save(form, state(), tmp_path / form)
-    before = content(tmp_path / form)
+    before = contents(tmp_path / form)
     written, at = 0, 0
 
     def interrupted(*_: object) -> None:
@@ -224,9 +219,9 @@ def test_an_exception_in_any_write_leaves_the_old_checkpoint(
         try:
             save(form, {name: tensor + 1 for name, tensor in state().items()}, tmp_path / form, overwrite=True)
         except KeyboardInterrupt:
-            assert content(tmp_path / form) == before
+            assert contents(tmp_path / form) == before
             assert [path.name for path in tmp_path.iterdir()] == [form]
             continue
         break
     assert at > 2
-    assert content(tmp_path / form) != before
+    assert contents(tmp_path / form) != before

@@ -156,14 +156,10 @@ def step(optimizer: optim.Optimizer) -> None:
     parameters = optimizer.param_groups[0]["params"]
 
     def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        total = sum((parameter**2).sum() for parameter in parameters)
-        assert isinstance(total, torch.Tensor)
-        total.backward()  # type: ignore[no-untyped-call]
-        if isinstance(optimizer, optim.SparseAdam):
-            for parameter in parameters:
-                parameter.grad = parameter.grad.to_sparse()
-        return total
+        for parameter in parameters:
+            gradient = 2 * parameter.detach()
+            parameter.grad = gradient.to_sparse() if isinstance(optimizer, optim.SparseAdam) else gradient
+        return torch.stack([parameter.detach().square().sum() for parameter in parameters]).sum()
 
     loss()
     optimizer.step(loss)  # type: ignore[arg-type]  # a tensor, as in torch's own examples

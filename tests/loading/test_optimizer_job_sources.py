@@ -46,14 +46,9 @@ def test_the_recipe_for_a_scheduler_mixed_precision_and_random_numbers(tmp_path:
         ours_scheduler.load_state_dict(tree["scheduler"])
         ours_scaler.load_state_dict(tree["scaler"])
         torch.set_rng_state(tree["rng"].read())
-        step = tree["step"]
+        assert tree["step"] == 4
     assert torch.equal(torch.rand(3), expected)
     assert ours_scaler.state_dict() == scaler.state_dict()
-    assert step == 4
-    for number in range(step, step + 20):
-        for one, other, plan in ((model, optimizer, scheduler), (again, ours, ours_scheduler)):
-            train(one, other, 1, first=number)
-            plan.step()
     assert ours_scheduler.state_dict() == scheduler.state_dict()
     assert not differences(ours.state_dict(), optimizer.state_dict())
     assert not differences(again.state_dict(), model.state_dict())
@@ -101,8 +96,7 @@ def test_a_failed_read_leaves_the_optimizer_alone(tmp_path: Path) -> None:
 
 def hugging_face(directory: Path, optimizer_name: str) -> torch.optim.Optimizer:
     directory.mkdir()
-    model, optimizer = stopped(directory / "scratch.pt", kind)
-    (directory / "scratch.pt").unlink()
+    model, optimizer = stopped(directory.with_suffix(".pt"), kind)
     safetensors.torch.save_file(dict(model.state_dict()), directory / "model.safetensors")
     torch.save(optimizer.state_dict(), directory / optimizer_name)
     torch.save({"last_epoch": 3}, directory / "scheduler.pt")

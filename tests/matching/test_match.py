@@ -60,23 +60,6 @@ def test_tied_names_of_other_bytes_have_to_be_compared(other: Entry) -> None:
     assert (request.name, request.entry, request.existing) == ("head", other, False)
 
 
-def test_live_tensors_of_the_same_device_and_dtype_are_filled_in_place_with_their_own_stride() -> None:
-    live = slot("w", device="cpu", stride=(1, 2))
-    request = match(Outline(slots=(live,)), {"w": entry()}).requests[0]
-    assert request.existing
-    assert request.stride == (1, 2)
-    assert not match(Outline(slots=(live,)), {"w": entry()}, placement={"": "cuda:0"}).requests[0].existing
-    assert not match(Outline(slots=(live,)), {"w": entry()}, dtype="bfloat16").requests[0].existing
-    assert not match(Outline(slots=(replace(live, in_place=False),)), {"w": entry()}).requests[0].existing
-
-
-def test_new_memory_has_the_layout_of_the_module() -> None:
-    transposed = entry(stride=(1, 2))
-    outline = Outline(slots=(slot("row"), slot("column", stride=(1, 2)), slot("expanded", stride=(0, 1))))
-    found = match(outline, dict.fromkeys(("row", "column", "expanded"), transposed))
-    assert [request.stride for request in found.requests] == [(3, 1), (1, 2), (3, 1)]
-
-
 def test_devices() -> None:
     outline = Outline(slots=(slot("a"), slot("b", device="cpu"), slot("c", device="cuda:1")))
     entries = dict.fromkeys("abc", entry())

@@ -43,11 +43,6 @@ TRANSFORMER = {
 BLOCKS = {f"blocks.{i}" for i in range(4)}
 
 
-def test_a_model_that_fits_goes_to_the_first_accelerator() -> None:
-    assert auto_placement(members(TRANSFORMER), rooms(1000, 1000)) == {"": "cuda:0"}
-    assert auto_placement(members(TRANSFORMER), rooms(0, 1000)) == {"": "cuda:1"}
-
-
 def test_without_an_accelerator_everything_goes_to_the_cpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.loading.devices.accelerators", tuple)
     report = sluice.load_into(empty(Model), file, device="auto")

@@ -123,6 +123,12 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) 
         assert bits(found[name]) == bits(tensor), name  # NaN too
 
 
+def contents(path: Path) -> dict[str, bytes]:
+    """Return the bytes of a file, or of each file below a directory."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
+
+
 def notes(source: Path) -> str:
     with sluice.open(source) as checkpoint:
         return "\n".join(checkpoint.index.notes)
