@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,25 +95,17 @@ def many(count: int = 6) -> nn.Module:
     return nn.Sequential(*(nn.Linear(600, 600) for _ in range(count)))
 
 
-class FailAt:
-    """Fails the k-th allocation; ``hits`` counts it."""
-
-    def __init__(self, k: int) -> None:
-        self.k, self.calls, self.hits = k, 0, 0
-
-    def __call__(self, nbytes: int, *, huge_pages: bool) -> HostMemory:
-        self.calls += 1
-        if self.calls == self.k:
-            self.hits += 1
-            raise sluice.BudgetError("the operating system refuses memory", found=f"{nbytes} bytes")
-        return HostMemory(nbytes, huge_pages=huge_pages)
+REFUSED = sluice.BudgetError("the operating system refuses memory", found="1 GiB")
 
 
-def plant(patch: pytest.MonkeyPatch, fault: str, k: int) -> FailAt | Injection:
+def plant(patch: pytest.MonkeyPatch, fault: str, k: int) -> Callable[[], bool]:
+    """Let the k-th read or allocation fail; return what tells whether there was one."""
     if fault == "read":
-        return Injection(patch, failing(errno.EIO), k)
-    patch.setattr(engine_targets, "HostMemory", planted := FailAt(k))
-    return planted
+        injection = Injection(patch, failing(errno.EIO), k)
+        return lambda: injection.hits > 0
+    effects = chain(repeat(mock.DEFAULT, k - 1), [REFUSED], repeat(mock.DEFAULT))
+    patch.setattr(engine_targets, "HostMemory", planted := mock.Mock(wraps=HostMemory, side_effect=effects))
+    return lambda: planted.call_count >= k
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
@@ -145,7 +139,7 @@ def test_whatever_fails_meta_models_stay_on_meta_and_live_ones_are_described(
                 assert {*error.done, *error.untouched} == before.keys()
                 partial += 1
                 continue
-        assert not planted.hits
+        assert not planted()
         assert k > 6
         assert bool(partial) == live
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
@@ -154,7 +148,7 @@ def test_whatever_fails_meta_models_stay_on_meta_and_live_ones_are_described(
 
 
 def test_when_memory_for_staging_is_refused_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.engine.running_plan.HostMemory", FailAt(1))
+    monkeypatch.setattr("sluice.engine.running_plan.HostMemory", mock.Mock(side_effect=REFUSED))
     monkeypatch.setattr("sluice.engine.running_plan._HEAP_BYTES", 0)
     model = many(1)
     with unchanged(model), pytest.raises(sluice.BudgetError):

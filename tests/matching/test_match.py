@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._errors import MismatchError
 from sluice.entries.patterns import device_of
 from sluice.matching.match import Outline, Slot, finished_dtype, match
-from sluice.records import Entry, elements_of
+from sluice.records import Entry
 from sluice.records.geometry import contiguous_stride
+from support import plans
 from support.dtypes import TORCH_DTYPES
 
 CASTABLE = sorted(filter(is_castable, ITEM_BYTES))
@@ -35,11 +37,8 @@ def slot(*names: str, **changes: object) -> Slot:
     return Slot(names=names, **values)  # type: ignore[arg-type]
 
 
-def entry(storage: int = 0, **changes: object) -> Entry:
-    values: dict[str, object] = {"dtype": "float32", "shape": (2, 3), **changes}
-    values.setdefault("stride", contiguous_stride(values["shape"]))
-    elements = elements_of(str(values.pop("dtype")))
-    return Entry(storage=storage, elements=elements, **values)  # type: ignore[arg-type]
+def entry(storage: int = 0, *, shape: tuple[int, ...] = (2, 3), **changes: Any) -> Entry:
+    return plans.entry(shape, storage=storage, **changes)
 
 
 def message(outline: Outline, entries: Mapping[str, Entry], **options: object) -> str:
@@ -48,9 +47,7 @@ def message(outline: Outline, entries: Mapping[str, Entry], **options: object) -
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "other", [entry(1), entry(0, storage_offset=6), entry(0, dtype="float16"), entry(0, stride=(1, 2))]
-)
+@pytest.mark.parametrize("other", [entry(1), entry(0, start=6), entry(0, dtype="float16"), entry(0, stride=(1, 2))])
 def test_tied_names_of_other_bytes_have_to_be_compared(other: Entry) -> None:
     outline = Outline(slots=(slot("first"), slot("embedding", "head", device="cpu")))
     found = match(outline, {"first": entry(7), "embedding": entry(), "head": other})

@@ -16,7 +16,8 @@ from sluice._options import Limits
 from sluice.matching.match import Outline, Slot
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, only_state_dict, select
-from sluice.records import Entry, elements_of
+from sluice.records import Entry
+from support.plans import entry
 from support.work import at_most
 
 NAMES = ("embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight")
@@ -43,10 +44,7 @@ def outline(*groups: str | tuple[str, ...]) -> Outline:
 
 
 def entries(names: Iterable[str], start: int = 0) -> dict[str, Entry]:
-    return {
-        name: Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=start + i)
-        for i, name in enumerate(names)
-    }
+    return {name: entry((4,), storage=start + i) for i, name in enumerate(names)}
 
 
 MODULE = outline(*NAMES)
