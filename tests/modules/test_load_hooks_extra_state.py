@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,22 @@ from torch import nn
 import sluice
 from support.module_zoo import Extra
 from support.oracles import same
+from support.trained_net import empty, load, problem
 
 
 class Custom:
     """A value that can only be unpickled by running code."""
 
 
-def save(path: Path, value: Any, prefix: str = "") -> nn.Module:
-    model = nn.Sequential(Extra(), nn.Linear(4, 4))
-    part: Any = model[0]
-    part.extra = value
-    torch.save(OrderedDict((prefix + name, v) for name, v in model.state_dict().items()), path)
-    return model
+def build() -> Any:
+    return nn.Sequential(Extra(), nn.Linear(4, 4))
 
 
-def empty() -> Any:
-    with sluice.empty_init():
-        return nn.Sequential(Extra(), nn.Linear(4, 4))
+def state_of(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the state dict of the module with a value as its extra state."""
+    model = build()
+    model[0].extra = value
+    return {prefix + name: held for name, held in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(
@@ -50,18 +49,17 @@ def empty() -> Any:
 )
 @pytest.mark.parametrize("prefix", ["", "model.", "module."])
 def test_values_come_back_as_torch_loads_them(value: Any, prefix: str, tmp_path: Path) -> None:
-    save(tmp_path / "f.pth", value, prefix)
-    model = empty()
+    torch.save(state_of(value, prefix), tmp_path / "f.pth")
+    model = empty(build)
     report = sluice.load_into(model, tmp_path / "f.pth")
     assert (report.missing, report.unexpected) == ((), ())
     assert same(model[0].extra, torch.load(tmp_path / "f.pth")[f"{prefix}0._extra_state"])
 
 
-def test_shared_tensors_of_extra_state_stay_shared(tmp_path: Path) -> None:
+def test_shared_tensors_of_extra_state_stay_shared() -> None:
     table = torch.arange(6.0)
-    save(tmp_path / "f.pth", {"whole": table, "part": table[2:4]})
-    model = empty()
-    sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+    model = empty(build)
+    load(model, state_of({"whole": table, "part": table[2:4]}), dtype=torch.bfloat16)
     whole, part = model[0].extra["whole"], model[0].extra["part"]
     assert whole.dtype == torch.float32
     whole[2] = 9
@@ -69,8 +67,8 @@ def test_shared_tensors_of_extra_state_stay_shared(tmp_path: Path) -> None:
 
 
 def test_extra_state_and_attributes_count_towards_the_limits_of_memory(tmp_path: Path) -> None:
-    save(tmp_path / "f.pth", {"t": torch.ones(12 << 20)})
-    model = empty()
+    torch.save(state_of({"t": torch.ones(12 << 20)}), tmp_path / "f.pth")
+    model = empty(build)
     assert sluice.plan(model, tmp_path / "f.pth", memory="40MiB").shortages
     with pytest.raises(sluice.BudgetError, match="host memory"):
         sluice.load_into(model, tmp_path / "f.pth", memory="40MiB")
@@ -80,54 +78,44 @@ def test_extra_state_and_attributes_count_towards_the_limits_of_memory(tmp_path:
         sluice.refresh(model, tmp_path / "f.pth", memory="40MiB")
 
 
-def test_what_only_code_could_build_is_refused_by_name(tmp_path: Path) -> None:
-    save(tmp_path / "f.pth", {"config": Custom()})
-    model = empty()
+def test_what_only_code_could_build_is_refused_by_name() -> None:
+    state, model = state_of({"config": Custom()}), empty(build)
     with pytest.raises(sluice.UnsafeContentError, match=r"0\._extra_state"):
-        sluice.load_into(model, tmp_path / "f.pth")
+        load(model, state)
     assert model[0].weight.is_meta
-    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    report = load(model, state, strict=False)
     assert any("0._extra_state" in note for note in report.notes)
     assert not model[0].weight.is_meta
     assert model[0].extra["steps"] == 0
 
 
-def test_extra_state_is_missing_and_unexpected_like_a_tensor(tmp_path: Path) -> None:
-    torch.save(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict(), tmp_path / "without.pth")
-    save(tmp_path / "with.pth", {"a": 1})
-    with pytest.raises(sluice.MismatchError, match=r"not in the checkpoint \(1\):\n    '0\._extra_state'"):
-        sluice.load_into(empty(), tmp_path / "without.pth")
-    with pytest.raises(sluice.MismatchError, match=r"not in the module \(1\):\n    '0\._extra_state'"):
-        sluice.load_into(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tmp_path / "with.pth")
-    report = sluice.load_into(empty(), tmp_path / "without.pth", strict=False)
-    assert report.missing == ("0._extra_state",)
+def test_extra_state_is_missing_and_unexpected_like_a_tensor() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    without = plain.state_dict()
+    assert re.search(r"not in the checkpoint \(1\):\n    '0\._extra_state'", problem(empty(build), without))
+    assert re.search(r"not in the module \(1\):\n    '0\._extra_state'", problem(plain, state_of({"a": 1})))
+    assert load(empty(build), without, strict=False).missing == ("0._extra_state",)
 
 
-def test_a_key_and_new_names_apply_to_it(tmp_path: Path) -> None:
-    torch.save({"ema": save(tmp_path / "f.pth", {"a": 5}).state_dict()}, tmp_path / "f.pth")
-    model = empty()
-    sluice.load_into(model[0], tmp_path / "f.pth", key="ema.0")
+def test_a_key_and_new_names_apply_to_it() -> None:
+    model, nested = empty(build), dict[str, Any](ema=state_of({"a": 5}))
+    load(model[0], nested, key="ema.0")
     assert model[0].extra == {"a": 5}
-    torch.save(
-        {f"x{name}": value for name, value in save(tmp_path / "g", {"a": 6}).state_dict().items()}, tmp_path / "g"
-    )
-    sluice.load_into(model, tmp_path / "g", rename=[("^x", "")])
+    load(model, state_of({"a": 6}, "x"), rename=[("^x", "")])
     assert model[0].extra == {"a": 6}
 
 
-def test_a_failing_set_extra_state_leaves_a_complete_module_and_is_reported(tmp_path: Path) -> None:
+def test_a_failing_set_extra_state_leaves_a_complete_module_and_is_reported() -> None:
     class Failing(Extra):
         def set_extra_state(self, _: Any) -> None:
             raise ValueError("too old")
 
-    expected = save(tmp_path / "f.pth", {})
-    with sluice.empty_init():
-        model = nn.Sequential(Failing(), nn.Linear(4, 4))
+    state, model = state_of({}), empty(lambda: nn.Sequential(Failing(), nn.Linear(4, 4)))
     with pytest.raises(sluice.PartialLoadError, match="every tensor was loaded, but set_extra_state") as caught:
-        sluice.load_into(model, tmp_path / "f.pth")
+        load(model, state)
     assert isinstance(caught.value.__cause__, ValueError)
     assert set(caught.value.done) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert torch.equal(model.get_parameter("1.weight"), expected.get_parameter("1.weight"))
+    assert torch.equal(model.get_parameter("1.weight"), state["1.weight"])
 
 
 @pytest.fixture(autouse=True)
@@ -137,28 +125,26 @@ def _lazy_modules_warn() -> Iterator[None]:
         yield
 
 
-def build() -> Any:
+def lazy() -> Any:
     return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyLinear(2, bias=False))
 
 
-def save_lazy(path: Path) -> nn.Sequential:
-    model: nn.Sequential = build()
+def called() -> nn.Sequential:
+    """Return the lazy modules after a call."""
+    model: nn.Sequential = lazy()
     model(torch.randn(4, 5))
-    torch.save(model.state_dict(), path)
     return model
 
 
 @pytest.mark.parametrize("where", ["live", "meta"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_lazy_modules_are_materialised_and_stay_the_same_objects(
-    where: str, dtype: torch.dtype | None, tmp_path: Path
-) -> None:
-    expected = save_lazy(tmp_path / "f.pth")
+def test_lazy_modules_are_materialised_and_stay_the_same_objects(where: str, dtype: torch.dtype | None) -> None:
+    expected = called()
     with torch.device("meta" if where == "meta" else "cpu"):
-        model = build()
+        model = lazy()
     held = [*model.parameters()]
     optimizer = torch.optim.SGD(held, lr=0.1) if where == "live" else None
-    sluice.load_into(model, tmp_path / "f.pth", dtype=dtype)
+    load(model, expected.state_dict(), dtype=dtype)
     assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
     assert {type(parameter) for parameter in held} == {nn.Parameter}
     for name, tensor in model.state_dict().items():
@@ -167,7 +153,7 @@ def test_lazy_modules_are_materialised_and_stay_the_same_objects(
     x = torch.randn(4, 5, dtype=dtype)
     model(x).sum().backward()
     assert type(model[0]) is nn.Linear
-    theirs = build()
+    theirs = lazy()
     theirs.load_state_dict(expected.state_dict())
     theirs(x.float())
     assert model[0].in_features == theirs[0].in_features  # 0 in torch 2.6
@@ -176,15 +162,13 @@ def test_lazy_modules_are_materialised_and_stay_the_same_objects(
         optimizer.step()
 
 
-def test_what_the_checkpoint_lacks_is_missing_or_stays_lazy(tmp_path: Path) -> None:
-    state = {name: tensor for name, tensor in save_lazy(tmp_path / "f.pth").state_dict().items() if name != "0.weight"}
-    torch.save(state, tmp_path / "f.pth")
-    model = build()
+def test_what_the_checkpoint_lacks_is_missing_or_stays_lazy() -> None:
+    state = {name: tensor for name, tensor in called().state_dict().items() if name != "0.weight"}
+    model = lazy()
     with pytest.raises(sluice.MismatchError, match=r"not in the checkpoint \(1\):\n    '0\.weight'\n"):
-        sluice.load_into(model, tmp_path / "f.pth")
+        load(model, state)
     assert nn.parameter.is_lazy(model[0].weight)
     assert nn.parameter.is_lazy(model[2].weight)
-    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
-    assert report.missing == ("0.weight",)
+    assert load(model, state, strict=False).missing == ("0.weight",)
     assert nn.parameter.is_lazy(model[0].weight)
     assert tuple(model[2].weight.shape) == (2, 3)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -240,15 +241,10 @@ def test_what_accelerate_takes_besides_is_refused_by_name(file: Path, device: An
 
 def test_device_maps_of_accelerate_are_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _devices.parse_placement({"": "cpu"}) == {"": "cpu"}
-    asked: list[object] = []
-
-    def stand_in(count: int, *, device: object) -> SimpleNamespace:
-        asked.append(device)
-        return SimpleNamespace(device=torch.device("cuda", 1))
-
-    monkeypatch.setattr("torch.empty", stand_in)
+    asked = mock.Mock(return_value=SimpleNamespace(device=torch.device("cuda", 1)))
+    monkeypatch.setattr("torch.empty", asked)
     assert _devices.parse_placement({"blocks.0": 1}) == {"blocks.0": "cuda:1"}
-    assert asked == [1]  # torch maps an int to an accelerator
+    assert asked.call_args.kwargs["device"] == 1  # torch maps an int to an accelerator
 
 
 def test_prefixes_that_name_nothing_are_refused(file: Path) -> None:

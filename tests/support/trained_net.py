@@ -99,7 +99,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _looks(module: nn.Module) -> dict[str, object]:
-    tensors = module.state_dict(keep_vars=True)
+    tensors = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     return {name: (id(t), t.is_meta or (t._version, t.data_ptr(), bits(t))) for name, t in tensors.items()}
 
 
