@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,23 @@ import torch
 import sluice
 from support.command_line import printed
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),  # announced as a prototype
+    pytest.mark.filterwarnings("ignore:torch.quantize_per"),  # deprecated, as is the next one
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
 
 class Tagged(torch.Tensor):
     """A tensor subclass."""
 
 
 def nested() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nested tensors are announced as a prototype
-        return torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)
+    return torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)
 
 
 def packed() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # so are quantized ones as deprecated
-        return torch.quantize_per_channel(torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
+    return torch.quantize_per_channel(torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
 
 
 #: A tensor of each kind, by the description of the kind.
@@ -48,9 +49,7 @@ def state(odd: torch.Tensor) -> dict[str, Any]:
 
 
 def saved(path: Path, value: object, *, legacy: bool = False) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.save(value, path, _use_new_zipfile_serialization=not legacy)
+    torch.save(value, path, _use_new_zipfile_serialization=not legacy)
     return path
 
 

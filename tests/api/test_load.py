@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,13 @@ def test_an_empty_model_becomes_the_saved_one(file: Path) -> None:
     assert report.measured is not None
 
 
-def test_dtype_none_keeps_the_models_and_auto_takes_the_files(file: Path) -> None:
+def test_dtype_none_keeps_the_models_auto_takes_the_files_and_others_cast_what_is_loaded(file: Path) -> None:
     expected = saved(file)
+    cast = empty(Net)
+    sluice.load_into(cast, file, dtype=torch.bfloat16)
+    assert cast.first.frequencies.dtype == torch.float32
+    assert cast.get_buffer("norm.num_batches_tracked").dtype == torch.int64
+    assert torch.equal(cast.embedding.weight, expected.embedding.weight.to(torch.bfloat16))
     model = empty(Net).to(torch.bfloat16)
     report = sluice.load_into(model, file)
     assert_equal(model, expected.to(torch.bfloat16))
@@ -57,15 +61,6 @@ def test_dtype_none_keeps_the_models_and_auto_takes_the_files(file: Path) -> Non
     again = empty(Net).to(torch.bfloat16)
     sluice.load_into(again, file, dtype="auto")
     assert again.embedding.weight.dtype == torch.float32
-
-
-def test_dtype_casts_loaded_tensors_but_not_computed_buffers(file: Path) -> None:
-    expected = saved(file)
-    model = empty(Net)
-    sluice.load_into(model, file, dtype=torch.bfloat16)
-    assert model.first.frequencies.dtype == torch.float32
-    assert model.get_buffer("norm.num_batches_tracked").dtype == torch.int64
-    assert torch.equal(model.embedding.weight, expected.embedding.weight.to(torch.bfloat16))
 
 
 def test_views_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
@@ -112,16 +107,15 @@ def test_tensors_hidden_in_the_module_versions_are_loaded_as_torch_does(tmp_path
         assert checkpoint.tree._metadata[""]["extra"].shape == (3,)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("legacy", [False, True])
 def test_storages_without_a_tensor_are_those_of_torch(tmp_path: Path, legacy: bool) -> None:
     weight: Any = torch.arange(6.0)
     some: Any = torch.arange(9, dtype=torch.uint8)
     typed, path = weight.view(2, 3), tmp_path / "f.pt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # typed storages are deprecated
-        untyped = some.storage() if legacy else some.untyped_storage()
-        state = {"w": typed, "s": weight.storage(), "u": untyped, "again": untyped, "in": [(untyped, 1)]}
-        torch.save({**state, "half": weight.half().storage()}, path, _use_new_zipfile_serialization=not legacy)
+    untyped = some.storage() if legacy else some.untyped_storage()
+    state = {"w": typed, "s": weight.storage(), "u": untyped, "again": untyped, "in": [(untyped, 1)]}
+    torch.save({**state, "half": weight.half().storage()}, path, _use_new_zipfile_serialization=not legacy)
     sluice.convert(path, tmp_path / "g.pt")
     theirs = torch.load(path, weights_only=True)
     for found in (sluice.load_state_dict(path), torch.load(tmp_path / "g.pt", weights_only=True)):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sluice
+from support.directories import forms
 from support.oracles import same
 from support.trained_net import assert_equal, empty, trained
 
@@ -189,13 +190,7 @@ def test_progress_and_a_report_that_counts_the_names_that_were_given(tmp_path: P
     assert (report.taken, report.total, report.to_json()["format"]) == (3, 3, form)
 
 
-#: File name and arguments of each form.
-FORMS: dict[str, dict[str, Any]] = {
-    "f.pth": {},
-    "f.safetensors": {},
-    "model": {},
-    "shards": {"max_shard_size": 64},
-}
+FORMS = forms(64)
 
 BASE = torch.arange(24, dtype=torch.float32)
 COMPLEX = torch.randn(6, dtype=torch.complex64)
@@ -233,25 +228,25 @@ def check(found: dict[str, Any], given_state: dict[str, torch.Tensor], chosen: d
         back = found[name]
         assert back.dtype == tensor.dtype
         assert torch.equal(back, tensor)
-        if form == "f.pth":
+        if form == "model.pth":
             assert type(back) is type(tensor)
             assert back.requires_grad == tensor.requires_grad
     for (one, first), (other, second) in itertools.combinations(chosen.items(), 2):
         if first == second:
             assert is_tied(found[one], found[other]) or not found[one].numel()
-            assert form != "f.pth" or found[one] is found[other]
-        elif form == "f.pth" and max(first, second) < 5:
+            assert form != "model.pth" or found[one] is found[other]
+        elif form == "model.pth" and max(first, second) < 5:
             shared = [found[name].untyped_storage().data_ptr() for name in (one, other)]
             assert shared[0] == shared[1]
 
 
 @settings(max_examples=settings().max_examples // 4)
 @given(STATES, st.sampled_from(sorted(FORMS)), st.sampled_from(sorted(FORMS)))
-@example({"i": 0, "tie": 0}, "f.safetensors", "f.pth")
-@example({"format": 1, "a": 1, "sluice.tied_names": 1}, "shards", "f.pth")
-@example({"a": 9, "b": 10, "c": 10}, "f.safetensors", "model")
-@example({"a": 11, "b": 11, "c": 7}, "f.pth", "f.pth")
-@example({"a": 1, "b": 7, "c": 7, "d": 1}, "f.pth", "model")
+@example({"i": 0, "tie": 0}, "model.safetensors", "model.pth")
+@example({"format": 1, "a": 1, "sluice.tied_names": 1}, "sharded", "model.pth")
+@example({"a": 9, "b": 10, "c": 10}, "model.safetensors", "whole")
+@example({"a": 11, "b": 11, "c": 7}, "model.pth", "model.pth")
+@example({"a": 1, "b": 7, "c": 7, "d": 1}, "model.pth", "whole")
 def test_what_was_given_comes_back(chosen: dict[str, int], first: str, second: str) -> None:
     state = {name: TENSORS[number] for name, number in chosen.items()}
     with tempfile.TemporaryDirectory() as directory:
@@ -266,7 +261,7 @@ def test_what_was_given_comes_back(chosen: dict[str, int], first: str, second: s
         assert sluice.verify(saved, manifest=manifest).ok
         report = sluice.convert(saved, converted, **FORMS[second])
         assert report.tensors == len(state)
-        check(sluice.load_state_dict(converted), state, chosen, "f.pth" if first == second == "f.pth" else "")
+        check(sluice.load_state_dict(converted), state, chosen, "model.pth" if first == second == "model.pth" else "")
         assert sluice.verify(converted, manifest=manifest).ok
         assert sluice.diff(saved, converted).common == len(state)
 
@@ -293,7 +288,7 @@ def test_python_attributes_do_not_untie_parameters(tmp_path: Path) -> None:
         assert sluice.convert(tmp_path / "f.pt", tmp_path / form, **arguments).tensors == 2
         found = sluice.load_state_dict(tmp_path / form)
         assert is_tied(found["a"], found["b"])
-        assert getattr(found["b"], "mark", None) == ("x" if form == "f.pth" else None)
+        assert getattr(found["b"], "mark", None) == ("x" if form == "model.pth" else None)
     torch.save({"one": {"weight": weight}, "two": {"weight": nn.Parameter(torch.ones(3))}}, tmp_path / "two.pt")
     with pytest.raises(sluice.MismatchError, match="more than one part"):
         sluice.load_into(nn.LayerNorm(3, bias=False), tmp_path / "two.pt")

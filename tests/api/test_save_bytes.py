@@ -22,18 +22,12 @@ from sluice.writing.save_formats import ConvertFormat
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import dense, stored
 from sluice.writing.torch_zip import TorchZipWriter
-from support.directories import contents
+from support.directories import contents, forms
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
 from support.watching import watch
 
-#: File name and arguments of each form.
-FORMS: dict[str, dict[str, Any]] = {
-    "model.pth": {},
-    "model.safetensors": {},
-    "whole": {},
-    "sharded": {"max_shard_size": 200},
-}
+FORMS = forms(200)
 EVERY_FORM = pytest.mark.parametrize("form", FORMS)
 
 

@@ -20,18 +20,13 @@ import torch
 import sluice
 from sluice.writing.durable import replacement
 from support import fresh_process
+from support.directories import forms
 from support.oracles import same
 from support.trained_net import empty
 
 MIB = 1 << 20
 
-#: Arguments of each form, by the name that it is saved under.
-FORMS: dict[str, dict[str, Any]] = {
-    "model.pth": {},
-    "model.safetensors": {},
-    "whole": {},
-    "sharded": {"max_shard_size": MIB},
-}
+FORMS = forms(MIB)
 EVERY_FORM = pytest.mark.parametrize("name", FORMS)
 
 

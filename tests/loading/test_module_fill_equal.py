@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -15,14 +14,6 @@ import sluice
 from support.module_zoo import ZOO, sample, trained
 from support.oracles import bits, same
 from support.trained_net import load, problem, unchanged
-
-
-@pytest.fixture(autouse=True)
-def _old_functions() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", message=".*Lazy modules.*")
-        yield
 
 
 def build(name: str, how: str) -> nn.Module:
@@ -61,6 +52,7 @@ NEEDS_VALUES = {"orthogonal"}
 CASES = [(name, how) for name in ZOO for how in ("live", "empty") if how == "live" or name not in NEEDS_VALUES]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*Lazy modules.*")
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_loaded_module_equals_that_of_load_state_dict(name: str, how: str) -> None:
     state = trained(name).state_dict()

@@ -23,18 +23,10 @@ from support.dtypes import TORCH_DTYPES
 CASTABLE = sorted(filter(is_castable, ITEM_BYTES))
 
 
-def slot(*names: str, **changes: object) -> Slot:
-    values: dict[str, object] = {
-        "parameter": True,
-        "shape": (2, 3),
-        "dtype": "float32",
-        "device": "meta",
-        "requires_grad": True,
-        **changes,
-    }
-    values.setdefault("stride", contiguous_stride(values["shape"]))
-    values.setdefault("in_place", values["device"] != "meta")
-    return Slot(names=names, **values)  # type: ignore[arg-type]
+def slot(*names: str, shape: tuple[int, ...] = (2, 3), device: str = "meta", **changes: Any) -> Slot:
+    usual = {"parameter": True, "stride": contiguous_stride(shape), "dtype": "float32", "requires_grad": True}
+    values: dict[str, Any] = {**usual, "in_place": device != "meta", **changes}
+    return Slot(names=names, shape=shape, device=device, **values)
 
 
 def entry(storage: int = 0, *, shape: tuple[int, ...] = (2, 3), **changes: Any) -> Entry:

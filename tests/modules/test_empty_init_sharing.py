@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,9 @@ from torch import nn
 
 import sluice
 from support.trained_net import empty, load, problem
+
+#: The category depends on the version of torch.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is (deprecated|not supported)")
 
 _View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -205,12 +207,6 @@ def affine(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1
 
 
-def script(what: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is (deprecated|not supported)")  # category by version
-        return torch.jit.script(what)
-
-
 def keep(module: nn.Module, value: torch.Tensor) -> None:
     module.register_buffer("kept", value, persistent=False)
 
@@ -220,8 +216,8 @@ def plus_one(x: torch.Tensor) -> torch.Tensor:
 
 
 KEPT = {
-    "scripted function": lambda module: keep(module, script(affine)(torch.ones(3))),
-    "scripted module": lambda module: keep(module, script(Scaled())(torch.ones(3))),
+    "scripted function": lambda module: keep(module, torch.jit.script(affine)(torch.ones(3))),
+    "scripted module": lambda module: keep(module, torch.jit.script(Scaled())(torch.ones(3))),
     "vmap": lambda module: keep(module, torch.func.vmap(plus_one)(torch.ones(3))),
     "vmap on meta": lambda module: keep(
         module, torch.zeros(torch.func.vmap(plus_one)(torch.ones(3, device="meta")).shape)
@@ -241,11 +237,11 @@ def test_kept_tensors_have_the_values_of_ordinary_construction(build: Callable[[
 
 def test_compiled_modules_with_weights_are_refused() -> None:
     with sluice.empty_init(), pytest.raises(sluice.EmptyInitError, match="needs the values of"):
-        Weighted(lambda _: script(Gated())(torch.ones(3)))
+        Weighted(lambda _: torch.jit.script(Gated())(torch.ones(3)))
 
 
 COMPUTED = {
-    "scripted": lambda module: keep(module, script(affine)(module.weight.detach())),
+    "scripted": lambda module: keep(module, torch.jit.script(affine)(module.weight.detach())),
     "vmap": lambda module: keep(module, torch.func.vmap(plus_one)(module.weight.detach())),
     "like": lambda module: keep(module, torch.ones_like(module.weight)),
     "attribute": lambda module: setattr(module, "kept", [module.weight.detach() * 2]),

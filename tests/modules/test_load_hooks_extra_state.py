@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ import sluice
 from support.module_zoo import Extra
 from support.oracles import same
 from support.trained_net import empty, load, problem
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Lazy modules.*")
 
 
 class Custom:
@@ -116,13 +116,6 @@ def test_a_failing_set_extra_state_leaves_a_complete_module_and_is_reported() ->
     assert isinstance(caught.value.__cause__, ValueError)
     assert set(caught.value.done) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert torch.equal(model.get_parameter("1.weight"), state["1.weight"])
-
-
-@pytest.fixture(autouse=True)
-def _lazy_modules_warn() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Lazy modules.*")
-        yield
 
 
 def lazy() -> Any:

@@ -174,13 +174,6 @@ def test_small_targets_share_arenas_which_are_capped() -> None:
     assert all(block.offset % 64 == 0 for block in made.blocks)
 
 
-def test_empty_tensors_read_nothing() -> None:
-    made = plan([request("e", entry((0, 3)))], [(0, 0)], facts())
-    assert made.reads == ()
-    assert made.blocks[0].kind == "empty"
-    assert made.readers == 1
-
-
 def test_reads_are_in_file_order() -> None:
     requests = [big(f"w{i}", storage=i) for i in (2, 0, 1)]
     made = plan(requests, [(i * 21 * MIB, 20 * MIB) for i in range(3)], facts(cached=False))

@@ -123,6 +123,11 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) 
         assert bits(found[name]) == bits(tensor), name  # NaN too
 
 
+def forms(shard_bytes: int) -> dict[str, dict[str, Any]]:
+    """Return the arguments of a save in each form, by the name that it is saved under."""
+    return {"model.pth": {}, "model.safetensors": {}, "whole": {}, "sharded": {"max_shard_size": shard_bytes}}
+
+
 def contents(path: Path) -> dict[str, bytes]:
     """Return the bytes of a file, or of each file below a directory."""
     files = [path] if path.is_file() else sorted(path.rglob("*"))
