@@ -19,18 +19,8 @@ import sluice
 from sluice import _defaults as defaults
 from sluice.machine import facts as machine_facts
 from sluice.sources.local import LocalFile
-from support import distributed
-from support.directories import (
-    Tensors,
-    write_legacy,
-    write_model,
-    write_parameters,
-    write_parts,
-    write_pickled_shards,
-    write_safetensors,
-    write_shards,
-    write_zip,
-)
+from support import directories, distributed
+from support.directories import Tensors
 from support.sources import RecordingSource, record_reads
 from support.trained_net import empty
 from support.watching import watch
@@ -57,8 +47,9 @@ def write_distributed(path: Path, tensors: Tensors) -> Path:
 
 
 WRITERS = (
-    *(write_zip, write_legacy, write_safetensors, write_model),
-    *(write_parts, write_parameters, write_shards, write_pickled_shards, write_distributed),
+    *(directories.write_zip, directories.write_legacy, directories.write_safetensors, directories.write_model),
+    *(directories.write_parts, directories.write_parameters, directories.write_shards),
+    *(directories.write_pickled_shards, write_distributed),
 )
 
 every_format = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
@@ -165,7 +156,7 @@ def test_the_real_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     gap = defaults.COALESCE_GAP_BYTES
     tensors = {"below": numbered(3, gap // 4 + 1), "above": numbered(3, gap // 4 + 2, start=1 << 20)}
-    with recorded(write_safetensors(tmp_path, tensors)) as file:
+    with recorded(directories.write_safetensors(tmp_path, tensors)) as file:
         for name, reads in (("below", 1), ("above", 3)):
             file.checkpoint[name][:, 0].read()
             found = file.reads()
@@ -177,7 +168,7 @@ def test_the_real_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_passes_the_gate_in_parts_is_read_once(tmp_path: Path, rows: Any) -> None:
     tensors = {"w": numbered(1000, 1024)}
     memory = sluice.MemoryLimits(staging="1MiB")
-    with recorded(write_safetensors(tmp_path, tensors)) as file:
+    with recorded(directories.write_safetensors(tmp_path, tensors)) as file:
         found = file.checkpoint["w"][rows].read(dtype=torch.float64, memory=memory)
         assert torch.equal(found, tensors["w"][rows].double())
         reads = file.reads()
@@ -190,7 +181,7 @@ def test_what_passes_the_gate_in_parts_is_read_once(tmp_path: Path, rows: Any) -
 
 def test_a_large_slice_without_a_cast_is_read_to_its_place(tmp_path: Path) -> None:
     tensors = {"w": numbered(1000, 1024)}
-    with recorded(write_safetensors(tmp_path, tensors)) as file:
+    with recorded(directories.write_safetensors(tmp_path, tensors)) as file:
         assert torch.equal(file.checkpoint["w"][100:400].read(), tensors["w"][100:400])
         assert file.reads() == file.needed(tensors["w"], slice(100, 400))
 
@@ -225,7 +216,7 @@ def covered(ranges: list[Range]) -> Mapping[str, set[int]]:
 
 def test_a_state_dict_of_a_few_rows_reads_those_rows(tmp_path: Path) -> None:
     storage = numbered(1000, 50)
-    with recorded(write_zip(tmp_path, {"rows": storage[500:510]})) as file:
+    with recorded(directories.write_zip(tmp_path, {"rows": storage[500:510]})) as file:
         found = sluice.load_state_dict(file.checkpoint)
         assert found["rows"].untyped_storage().nbytes() == 4 * 10 * 50
         assert file.reads() == file.needed(storage[500:510])
@@ -233,7 +224,7 @@ def test_a_state_dict_of_a_few_rows_reads_those_rows(tmp_path: Path) -> None:
 
 def test_zip_headers_are_read_once_for_each_tensor_that_is_asked_for(tmp_path: Path) -> None:
     tensors = {"a": numbered(100_000), "b": numbered(100_000, start=1 << 20), "c": numbered(3, start=1 << 22)}
-    with sluice.open(write_zip(tmp_path, tensors)) as checkpoint:
+    with sluice.open(directories.write_zip(tmp_path, tensors)) as checkpoint:
         [recording] = record_reads(checkpoint)
         checkpoint["b"][:3].read()
         header, data = recording.reads
@@ -286,7 +277,7 @@ def test_any_slice_of_any_view(
     key = data.draw(keys.filter(lambda key: not steps_back(key)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defaults, "COALESCE_GAP_BYTES", gap_bytes)
-        write = data.draw(st.sampled_from([write_zip, write_legacy]))
+        write = data.draw(st.sampled_from([directories.write_zip, directories.write_legacy]))
         with recorded(write(tmp_path_factory.mktemp("view"), {"w": stored})) as file:
             found = file.checkpoint["w"][key].read()
             assert torch.equal(found, stored[key])

@@ -21,16 +21,8 @@ from torch import nn
 
 import sluice
 from sluice import rules
-from support import distributed
-from support.directories import (
-    Tensors,
-    assert_same,
-    write_legacy,
-    write_parameters,
-    write_safetensors,
-    write_shards,
-    write_zip,
-)
+from support import directories, distributed
+from support.directories import Tensors, assert_same
 from support.oracles import same
 from support.torch_files import saved_big_endian
 
@@ -57,11 +49,11 @@ def write_distributed(path: Path, state: Tensors) -> Path:
 
 
 SOURCES: list[Callable[[Path, Tensors], Path]] = [
-    write_zip,
-    write_legacy,
-    write_safetensors,
-    write_shards,
-    write_parameters,
+    directories.write_zip,
+    directories.write_legacy,
+    directories.write_safetensors,
+    directories.write_shards,
+    directories.write_parameters,
     write_distributed,
 ]
 

@@ -36,10 +36,9 @@ def state(value: float, rows: int = 1) -> dict[str, torch.Tensor]:
 
 def value_of(path: Path) -> float:
     loaded = sluice.load_state_dict(path)
-    values = {float(tensor.unique().item()) for tensor in loaded.values()}
     assert len(loaded) == 3
-    assert len(values) == 1, values
-    return values.pop()
+    (value,) = {float(tensor.unique().item()) for tensor in loaded.values()}
+    return value
 
 
 def names(directory: Path) -> set[str]:

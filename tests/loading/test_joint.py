@@ -9,20 +9,7 @@ import pytest
 import torch
 
 import sluice
-from support.joint_loads import (
-    STEPS,
-    failing_load,
-    live_failing_load,
-    load,
-    load_cached,
-    load_differently,
-    load_packed,
-    saved,
-    saved_packed,
-    state_after,
-    truth,
-    with_options,
-)
+from support import joint_loads as joint
 from support.range_server import RangeServer
 from support.ranks import Ranks
 
@@ -31,11 +18,11 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(str(tmp_path_factory.mktemp("joint") / "model.pth"))
+    return joint.saved(str(tmp_path_factory.mktemp("joint") / "model.pth"))
 
 
 def test_every_rank_gets_the_figures_of_all(two_ranks: Ranks, checkpoint: str) -> None:
-    (first, right), (second, too) = two_ranks.run(load, checkpoint)
+    (first, right), (second, too) = two_ranks.run(joint.load, checkpoint)
     assert (right, too) == (True, True)
     assert [each.rank for each in first.ranks] == [0, 1]
     assert first.ranks == second.ranks
@@ -44,14 +31,14 @@ def test_every_rank_gets_the_figures_of_all(two_ranks: Ranks, checkpoint: str) -
 
 
 def test_packed_tensors_are_divided(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(load_packed, saved_packed(str(tmp_path / "model.gguf"))) == [True, True]
+    assert two_ranks.run(joint.load_packed, joint.saved_packed(str(tmp_path / "model.gguf"))) == [True, True]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", joint.STEPS)
 @pytest.mark.parametrize("fault", ["error", "interrupt", "memory"])
 def test_a_rank_that_fails(two_ranks: Ranks, checkpoint: str, step: str, fault: str) -> None:
-    culprit = STEPS.index(step) % 2
-    outcomes = two_ranks.run(failing_load, checkpoint, step, fault, culprit)
+    culprit = joint.STEPS.index(step) % 2
+    outcomes = two_ranks.run(joint.failing_load, checkpoint, step, fault, culprit)
     kind, text, failed, cause, usable = outcomes[culprit]
     other = outcomes[1 - culprit]
     assert (usable, other[4]) == (True, True), "the group is not usable afterwards"
@@ -67,16 +54,16 @@ def test_a_rank_that_fails(two_ranks: Ranks, checkpoint: str, step: str, fault: 
 
 @pytest.mark.parametrize("culprit", [0, 3])
 def test_of_four_ranks_all_but_one_raise_the_same(four_ranks: Ranks, checkpoint: str, culprit: int) -> None:
-    outcomes = four_ranks.run(failing_load, checkpoint, "later read", "error", culprit)
+    outcomes = four_ranks.run(joint.failing_load, checkpoint, "later read", "error", culprit)
     assert {outcome[1] for outcome in outcomes} == {outcomes[0][1]}
     assert all(set(outcome[2]) == {culprit} and outcome[4] for outcome in outcomes)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", joint.STEPS)
 def test_a_rank_that_is_killed(checkpoint: str, step: str) -> None:
-    culprit = 1 - STEPS.index(step) % 2
+    culprit = 1 - joint.STEPS.index(step) % 2
     with Ranks(2) as ranks:
-        outcomes = ranks.outcomes(state_after, checkpoint, step, "kill", culprit, timeout=60)
+        outcomes = ranks.outcomes(joint.state_after, checkpoint, step, "kill", culprit, timeout=60)
     assert not outcomes[culprit][0]
     ok, (kind, text, failed, _) = outcomes[1 - culprit]
     assert ok
@@ -88,15 +75,15 @@ def test_a_rank_that_is_killed(checkpoint: str, step: str) -> None:
 def test_a_rank_that_is_stopped(two_ranks: Ranks, checkpoint: str) -> None:
     """It continues when the other one has given up, and then gets the same verdict."""
     options = {"RANK_STOPPED_SECONDS": 0.5}
-    outcomes = two_ranks.run(with_options, options, state_after, checkpoint, "later read", "stop", 1)
+    outcomes = two_ranks.run(joint.with_options, options, joint.state_after, checkpoint, "later read", "stop", 1)
     assert [outcome[0] for outcome in outcomes] == ["RankError"] * 2
     assert all("is stopped" in outcome[2][1] for outcome in outcomes)
-    assert [right for _, right in two_ranks.run(load, checkpoint)] == [True, True]
+    assert [right for _, right in two_ranks.run(joint.load, checkpoint)] == [True, True]
 
 
 def test_live_tensors_that_changed_are_named(two_ranks: Ranks, checkpoint: str) -> None:
     """On the rank that failed some are torn; the other one may have finished, and names its own."""
-    outcomes = two_ranks.run(with_options, {"RANK_LOOK_SECONDS": 0.0}, live_failing_load, checkpoint, 0)
+    outcomes = two_ranks.run(joint.with_options, {"RANK_LOOK_SECONDS": 0.0}, joint.live_failing_load, checkpoint, 0)
     kind, done, torn, _ = outcomes[0]
     assert [failed for *_, failed in outcomes] == [[0], [0]]
     assert kind == "OSError"
@@ -105,7 +92,7 @@ def test_live_tensors_that_changed_are_named(two_ranks: Ranks, checkpoint: str) 
 
 
 def test_different_arguments(two_ranks: Ranks, checkpoint: str) -> None:
-    failed = two_ranks.run(load_differently, [checkpoint] * 2, [{}, {"dtype": torch.bfloat16}])
+    failed = two_ranks.run(joint.load_differently, [checkpoint] * 2, [{}, {"dtype": torch.bfloat16}])
     assert failed == [{1: "was called with dtype=bfloat16, rank 0 with dtype=None"}] * 2
 
 
@@ -113,7 +100,7 @@ def test_different_files(two_ranks: Ranks, checkpoint: str, tmp_path: Path) -> N
     other = tmp_path / "model.pth"
     state_dict = torch.load(checkpoint, weights_only=True)
     torch.save({name: state_dict[name] for name in reversed(state_dict)}, other)
-    failed = two_ranks.run(load_differently, [checkpoint, str(other)], [{}, {}])
+    failed = two_ranks.run(joint.load_differently, [checkpoint, str(other)], [{}, {}])
     assert failed[0] == failed[1]
     assert "with different headers" in failed[0][1] or "bytes, rank 0" in failed[0][1]
 
@@ -123,9 +110,9 @@ def test_an_older_copy_with_equal_sizes_and_headers(two_ranks: Ranks, tmp_path: 
     """Any record of a zip file may differ, because its CRC-32 does; in other formats a large part."""
     paths = [f"{tmp_path}/{name}.{suffix}" for name in "ab"]
     name = "norm.bias" if suffix == "pth" else "third.weight"
-    sluice.save(truth(), paths[0])
-    sluice.save({**truth(), name: truth()[name] + 1}, paths[1])
-    failed = two_ranks.run(load_differently, paths, [{}, {}])
+    sluice.save(joint.truth(), paths[0])
+    sluice.save({**joint.truth(), name: joint.truth()[name] + 1}, paths[1])
+    failed = two_ranks.run(joint.load_differently, paths, [{}, {}])
     assert failed == [failed[0]] * 2
     assert failed[0][1].startswith("has a different version of the files than rank 0")
 
@@ -133,27 +120,27 @@ def test_an_older_copy_with_equal_sizes_and_headers(two_ranks: Ranks, tmp_path: 
 def test_the_same_file_under_two_names(two_ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:
     other = tmp_path / "copy.pth"
     other.write_bytes(Path(checkpoint).read_bytes())
-    assert two_ranks.run(load_differently, [checkpoint, str(other)], [{}, {}]) == [{}, {}]
+    assert two_ranks.run(joint.load_differently, [checkpoint, str(other)], [{}, {}]) == [{}, {}]
 
 
 def test_a_limit_of_the_host_counts_all_ranks(two_ranks: Ranks, checkpoint: str) -> None:
     """The needs of one rank fit; those of both together do not."""
-    (first, _), (second, _) = two_ranks.run(load, checkpoint)
+    (first, _), (second, _) = two_ranks.run(joint.load, checkpoint)
     needed = [each.predicted_bytes for each in first.ranks]
     limit = sum(needed) - 1
     assert limit > max(needed)
-    failed = two_ranks.run(load_differently, [checkpoint] * 2, [{"memory": limit}] * 2)
+    failed = two_ranks.run(joint.load_differently, [checkpoint] * 2, [{"memory": limit}] * 2)
     assert set(failed[0]) == set(failed[1]) == {0, 1}
     assert "the ranks 0, 1 of host" in failed[0][0]
-    assert two_ranks.run(load_differently, [checkpoint] * 2, [{"memory": sum(needed)}] * 2) == [{}, {}]
+    assert two_ranks.run(joint.load_differently, [checkpoint] * 2, [{"memory": sum(needed)}] * 2) == [{}, {}]
     assert first.read_bytes + second.read_bytes < 1.1 * Path(checkpoint).stat().st_size
 
 
 def test_ranks_of_a_host_fetch_a_cached_file_once(four_ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
-    sluice.save(truth(), file)
+    sluice.save(joint.truth(), file)
     with RangeServer({"/m.safetensors": file.read_bytes()}) as server:
-        loaded = four_ranks.run(load_cached, server.url("/m.safetensors"), str(tmp_path / "cache"))
+        loaded = four_ranks.run(joint.load_cached, server.url("/m.safetensors"), str(tmp_path / "cache"))
         ranges = [re.findall(r"\d+", request.headers.get("Range", "")) for request in server.requests]
     assert loaded == [True] * 4
     requested = sum(int(each[-1]) - int(each[0]) + 1 for each in ranges if len(each) == 2)
@@ -161,6 +148,6 @@ def test_ranks_of_a_host_fetch_a_cached_file_once(four_ranks: Ranks, tmp_path: P
 
 
 def test_quantizing_divided_weights_is_refused(two_ranks: Ranks, checkpoint: str) -> None:
-    failed = two_ranks.run(load_differently, [checkpoint] * 2, [{"quantize": print}] * 2)
+    failed = two_ranks.run(joint.load_differently, [checkpoint] * 2, [{"quantize": print}] * 2)
     assert set(failed[0]) == {0, 1}
     assert all("is a DTensor; load" in text for text in failed[0].values())

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -176,13 +177,9 @@ def test_building_costs_little_memory_and_imports_no_compiler() -> None:
 
 @pytest.mark.parametrize("at", range(5))
 def test_an_interrupt_of_the_first_steps_leaves_nothing_wrapped(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(original: object) -> object:
-        del original
-        raise KeyboardInterrupt
-
     wrapped = list(empty_init_module._WRAPPED)
     methods = [owner.__dict__[name] for owner, name, _ in wrapped]
-    broken = [*wrapped[:at], (*wrapped[at][:2], interrupted), *wrapped[at + 1 :]]
+    broken = [*wrapped[:at], (*wrapped[at][:2], mock.Mock(side_effect=KeyboardInterrupt)), *wrapped[at + 1 :]]
     with monkeypatch.context() as patch:
         patch.setattr(empty_init_module, "_WRAPPED", broken)
         with pytest.raises(KeyboardInterrupt), empty_init():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -54,15 +55,8 @@ def _streamed(model: nn.Module, file: Path, inside: Callable[[], object]) -> Non
         return
 
 
-def _raise(error: type[BaseException]) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-def _interrupt(_: object) -> None:
-    raise KeyboardInterrupt
+def _raise(error: type[BaseException]) -> mock.Mock:
+    return mock.Mock(side_effect=error)
 
 
 def _unreadable(load: Callable[[], object]) -> None:
@@ -89,7 +83,7 @@ _ENDS: dict[str, Callable[[nn.Module, Path, Callable[[], object]], object]] = {
     "exception in a stream": lambda model, file, _: _streamed(model, file, _raise(ValueError)),
     "interrupt in a stream": lambda model, file, _: _streamed(model, file, _raise(KeyboardInterrupt)),
     "load failed": lambda model, file, _: _unreadable(lambda: sluice.load_into(model, file)),
-    "load stopped": lambda model, file, _: sluice.load_into(model, file, progress=_interrupt),
+    "load stopped": lambda model, file, _: sluice.load_into(model, file, progress=_raise(KeyboardInterrupt)),
     "quantizing failed": lambda model, file, _: sluice.load_into(model, file, quantize=_quantize),
     "optimizer failed": lambda model, file, _: _optimizer(model, file),
 }
@@ -196,7 +190,7 @@ _SCRIPT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # deprecat
 
 def _torn(model: nn.Module, source: nn.Module) -> None:
     with pytest.raises(PartialLoadError):
-        load(model, source.state_dict(), progress=lambda _: _raise(ZeroDivisionError)())
+        load(model, source.state_dict(), progress=_raise(ZeroDivisionError))
 
 
 #: Modules that are loaded, and what calls them. The second is made before the load, the third afterwards.
