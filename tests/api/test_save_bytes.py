@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import zipfile
@@ -25,7 +27,7 @@ from sluice.writing.torch_zip import TorchZipWriter
 from support.directories import contents, forms
 from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
-from support.watching import watch
+from support.watching import raising, watch
 
 FORMS = forms(200)
 EVERY_FORM = pytest.mark.parametrize("form", FORMS)
@@ -199,23 +201,12 @@ def test_an_exception_in_any_write_leaves_the_old_checkpoint(
 ) -> None:
     save(form, state(), tmp_path / form)
     before = contents(tmp_path / form)
-    written, at = 0, 0
-
-    def interrupted(*_: object) -> None:
-        nonlocal written
-        written += 1
-        if written == at:
-            raise KeyboardInterrupt
-
-    watch(monkeypatch, os, "pwrite", interrupted)
-    while True:
-        at, written = at + 1, 0
-        try:
+    for at in itertools.count(1):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            watch(patch, os, "pwrite", raising(at, KeyboardInterrupt()))
             save(form, {name: tensor + 1 for name, tensor in state().items()}, tmp_path / form, overwrite=True)
-        except KeyboardInterrupt:
-            assert contents(tmp_path / form) == before
-            assert [path.name for path in tmp_path.iterdir()] == [form]
-            continue
-        break
+            break
+        assert contents(tmp_path / form) == before
+        assert [path.name for path in tmp_path.iterdir()] == [form]
     assert at > 2
     assert contents(tmp_path / form) != before

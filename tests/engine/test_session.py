@@ -6,6 +6,7 @@ Sessions that run several plans: shared threads and staging, failures, and finis
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from sluice.sources.local import LocalFile
 from support.oracles import same
 from support.plans import MIB, Stored, entry_of, execute, request
 from support.waiting import wait_until
-from support.watching import watch
+from support.watching import raising, watch
 
 ELEMENTS = 9 * MIB // 4
 
@@ -71,23 +72,14 @@ def test_the_kth_failure_reaches_the_caller_for_every_k(
 ) -> None:
     owner, name = (Targets, "copy_out") if which == "copy" else (LocalFile, "read_into")
     tensor = torch.randn(ELEMENTS)
-    calls = failing = 0
-
-    def count(*_: object, **__: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == failing:
-            raise OSError(f"call {failing}")
-
-    watch(monkeypatch, owner, name, count)
-    while True:
-        failing, calls = failing + 1, 0
-        try:
-            loaded = cast(tmp_path / "f", tensor)
-        except OSError as error:
-            assert str(error) == f"call {failing}"
-            continue
-        break
+    for failing in itertools.count(1):
+        with monkeypatch.context() as patch:
+            watch(patch, owner, name, raising(failing, OSError(f"call {failing}")))
+            try:
+                loaded = cast(tmp_path / "f", tensor)
+                break
+            except OSError as error:
+                assert str(error) == f"call {failing}"
     assert failing > 5
     assert torch.equal(loaded, tensor.bfloat16())
 

@@ -27,6 +27,7 @@ from support.hf_architectures import CASES
 from support.module_zoo import ZOO, sample, trained
 from support.system_calls import Injection, failing
 from support.trained_net import load
+from support.watching import raising
 
 Build = Callable[[], nn.Module]
 Call = Callable[[nn.Module], list[torch.Tensor]]
@@ -151,16 +152,9 @@ def test_live_modules_are_refused_after_a_load_that_changed_a_part(error: type[B
         return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
 
     saved, model, x = make(), make(), torch.randn(2, 512)
-    before, seen = {name: tensor.clone() for name, tensor in model.state_dict().items()}, 0
-
-    def stop(_: object) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 3:
-            raise error
-
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises((PartialLoadError, error)):
-        load(model, saved.state_dict(), progress=stop)
+        load(model, saved.state_dict(), progress=raising(3, error()))
     for part in (model, model[0]):
         with pytest.raises(StreamError, match="not in memory"):
             part(x)

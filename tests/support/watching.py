@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -24,3 +25,14 @@ def watch(patch: pytest.MonkeyPatch, owner: object, name: str, note: Callable[..
         return usual(*arguments, **options)
 
     patch.setattr(owner, name, call)
+
+
+def raising(number: int, error: BaseException) -> Callable[..., None]:
+    """Return a function whose call of this number, counted from 1, raises an error."""
+    results = chain(repeat(None, number - 1), [error], repeat(None))
+
+    def call(*_: object, **__: object) -> None:
+        if (result := next(results)) is not None:
+            raise result
+
+    return call
