@@ -138,7 +138,7 @@ def test_what_a_loader_does_to_names_is_done(name: str, meta: bool, nested: bool
     assert (report.missing, report.unexpected) == ((), ())
     for part, like in zip(model.modules(), expected.modules(), strict=True):
         if isinstance(like, Metric):
-            assert torch.equal(part.total, like.total)  # type: ignore[arg-type]  # of both
+            assert torch.equal(part.total, like.total)
 
 
 @pytest.mark.parametrize("wrap", [lambda net: net, lambda net: nn.ModuleDict({"module": net}), nn.Sequential])
