@@ -1,4 +1,4 @@
-"""Names that are missing, unexpected or of another shape: reported together, kept, or initialised.
+"""Names that are missing, unexpected or with a different shape: reported together, kept, or initialised.
 
 How many tensors came from the file: to have none, or names with a different shape, has to be allowed by name.
 """
