@@ -87,7 +87,7 @@ def test_destinations_that_are_not_checkpoints_are_refused_and_kept(tmp_path: Pa
     with pytest.raises(sluice.SaveError, match="found a directory" if is_file else "found a file"):
         sluice.save(state(1), path, **FORMS[name], overwrite=True)
     assert path.is_dir() if is_file else path.read_bytes() == b"mine"
-    with pytest.raises(sluice.SaveError, match="found a device"):
+    with pytest.raises(sluice.SaveError, match="found a character device"):
         sluice.save(state(1), "/dev/null", **{"format": "torch" if is_file else "huggingface", **FORMS[name]})
     with pytest.raises(sluice.SaveError, match="File name too long"):
         sluice.save(state(1), tmp_path / ("x" * 256 + path.suffix), **FORMS[name])

@@ -33,7 +33,7 @@ from sluice.sources.pages import FileWatch, map_privately
 from sluice.sources.protocol import DirectIOUnavailable
 from sluice.sources.ranges import RangedSource, too_early
 
-__all__ = ["LocalFile"]
+__all__ = ["LocalFile", "kind_of_file"]
 
 _HAS_PREADV = hasattr(os, "preadv")
 
@@ -86,7 +86,7 @@ class LocalFile(RangedSource):
             problem = "this is a directory, not a checkpoint file"
             raise UnsupportedError(problem, file=self.path, advice="Pass the path of a file.")
         if not stat.S_ISREG(status.st_mode):
-            problem = f"this is {_kind(status.st_mode)}, not a regular file"
+            problem = f"this is {kind_of_file(status.st_mode)}, not a regular file"
             advice = "Checkpoints are read at any offset: write the data to a file and pass its path."
             refusal = UnsupportedError(problem, file=self.path, advice=advice)
             refusal.foreign = True
@@ -245,8 +245,12 @@ class LocalFile(RangedSource):
             raise SourceChangedError("the file changed since it was indexed", file=self.path, expected=was, found=now)
 
 
-def _kind(mode: int) -> str:
+def kind_of_file(mode: int) -> str:
+    """Return the kind of a file from its mode, for messages."""
     kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFLNK: "a circular symbolic link",
         stat.S_IFIFO: "a FIFO",
         stat.S_IFSOCK: "a socket",
         stat.S_IFCHR: "a character device",

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from sluice._errors import SaveError
+from sluice.sources.local import kind_of_file
 from sluice.writing.durable.partial_files import ATTEMPTS, close, saving, syncing, try_lock
-from sluice.writing.durable.replacement import Replacement, kind_of_file
+from sluice.writing.durable.replacement import Replacement
 
 __all__ = ["locked_directory", "publish_set"]
 

@@ -18,6 +18,7 @@ from sluice import _defaults as defaults
 from sluice._errors import SaveError
 from sluice.engine.staging import StagingPool
 from sluice.machine.filesystems import fallocate
+from sluice.sources.local import kind_of_file
 from sluice.writing.durable.direct import DirectWrites, direct_writes, write_all
 from sluice.writing.durable.partial_files import (
     ATTEMPTS,
@@ -29,7 +30,7 @@ from sluice.writing.durable.partial_files import (
     try_lock,
 )
 
-__all__ = ["Replacement", "WrittenFile", "kind_of_file", "saving"]
+__all__ = ["Replacement", "WrittenFile", "saving"]
 
 #: Errors of a link to a name that exists, and on file systems without hard links: ENOTSUP of macOS, EINVAL of Windows.
 _NO_LINK = {errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
@@ -239,17 +240,3 @@ class Replacement(WrittenFile):
         """Remove a published file, best effort."""
         with suppress(OSError):
             os.unlink(self._final)
-
-
-def kind_of_file(mode: int) -> str:
-    """Return the kind of a file from its mode, for messages."""
-    for test, name in (
-        (stat.S_ISDIR, "a directory"),
-        (stat.S_ISFIFO, "a FIFO"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISLNK, "a circular symbolic link"),
-        (stat.S_ISREG, "a file"),
-    ):
-        if test(mode):
-            return name
-    return "a device"
