@@ -18,8 +18,10 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from sluice._defaults import CACHE_BYTES
 from sluice._errors import SluiceError
 from sluice._threads import Workers, stopping
+from sluice._units import parse_bytes
 from sluice.records import FileIdentity, Traffic
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
@@ -60,7 +62,8 @@ def cached_source(source: RemoteFile, remote: Remote) -> Source:
     try:
         version, nbytes = _lasting_version(source, remote), source.identity.nbytes
         key = object_key(remote, version, nbytes)
-        entry = CacheEntry(remote.cache, bound=remote.cache_bound, key=key, nbytes=nbytes)
+        bound = CACHE_BYTES if remote.cache_bytes is None else parse_bytes(remote.cache_bytes)
+        entry = CacheEntry(remote.cache, bound=bound, key=key, nbytes=nbytes)
         if (found := entry.complete()) is None:
             return CachedFile(source, entry)
         complete = CompleteFile(found, source)

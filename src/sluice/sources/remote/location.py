@@ -8,14 +8,11 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from itertools import chain
 from typing import Any
 
-from msgspec.structs import replace
-
-from sluice import _defaults
 from sluice._errors import UnsupportedError
 from sluice._messages import type_of
 from sluice._public import public
 from sluice._units import parse_bytes
-from sluice.records import AccessFacts, RequestRecord
+from sluice.records import RequestRecord
 from sluice.sources.remote_names import is_url, without_credentials
 
 __all__ = ["Remote", "remote_location"]
@@ -111,15 +108,6 @@ class Remote:
     def address(self) -> str:
         """The address for messages and reports, without credentials."""
         return without_credentials(self.url)
-
-    @property
-    def cache_bound(self) -> int:
-        """Most bytes of the cache directory."""
-        return _defaults.CACHE_BYTES if self.cache_bytes is None else parse_bytes(self.cache_bytes)
-
-    def tuned(self, access: AccessFacts) -> AccessFacts:
-        """Return the requests that suit the server, as many at once as the user chose."""
-        return access if self.connections is None else replace(access, parallel_requests=self.connections)
 
     def _check_settings(self) -> None:
         for name, (types, form) in _FORMS.items():

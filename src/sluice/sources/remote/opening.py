@@ -13,6 +13,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from sluice._errors import MissingFileError, RemoteError, UnsupportedError
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source
@@ -132,7 +134,8 @@ def _remote(where: str | Remote) -> Remote:
 def _tuned(source: Source, remote: Remote) -> Source:
     if not isinstance(source, RemoteFile):
         return source  # a local file already, such as one of the cache of huggingface_hub
-    source.access = remote.tuned(source.access)
+    if remote.connections is not None:
+        source.access = replace(source.access, parallel_requests=remote.connections)
     if remote.on_request is not None:
         source.observe(remote.on_request)
     if remote.cache is None:
