@@ -7,14 +7,11 @@ closed, not used again.
 
 from __future__ import annotations
 
-import logging
 import os
 import ssl
-import threading
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import urllib3
@@ -23,7 +20,7 @@ from urllib3.util import parse_url
 
 from sluice._errors import RemoteError, UnsupportedError
 from sluice.sources.remote.http_addresses import HttpAddress, Network, may_lead, network_of
-from sluice.sources.remote.http_pools import POOLS, private_address_failure, redirected_from, request_failure
+from sluice.sources.remote.http_pools import POOLS, private_address_failure, request_failure, requesting
 
 __all__ = ["Connections", "Lease", "shared_connections"]
 
@@ -41,17 +38,12 @@ def _tls_context(*, verify: bool | str, cert: tuple[str, str | None] | None = No
     context = _trusting(verify=verify)
     if cert is not None:
         try:
-            context.load_cert_chain(*cert, password=_no_password)
+            context.load_cert_chain(*cert, password="")  # without one, it asks at the terminal
         except (OSError, ValueError) as error:
             problem = "the client certificate or its key cannot be loaded"
             advice = "Pass a PEM file with both, without a password, or the paths of both."
             raise RemoteError(problem, file=cert[0], advice=advice) from error
     return context
-
-
-def _no_password() -> str:
-    """Refuse to ask at the terminal."""
-    raise ValueError("the key has a password")
 
 
 def _trusting(*, verify: bool | str) -> ssl.SSLContext:
@@ -74,33 +66,6 @@ def _trusting(*, verify: bool | str) -> ssl.SSLContext:
             return context
         context.load_verify_locations(certifi.where())
     return context
-
-
-@contextmanager
-def _without_queries_in_logs() -> Iterator[None]:
-    """Remove queries, which may be signatures, from what urllib3 logs in this thread until the block ends."""
-    _REQUESTS.active = True
-    try:
-        yield
-    finally:
-        _REQUESTS.active = False
-
-
-class _WithoutQueries(logging.Filter):
-    """Remove queries from what urllib3 logs about requests of sluice."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if getattr(_REQUESTS, "active", False) and isinstance(record.args, tuple):
-            record.args = tuple(
-                each.partition("?")[0] + "?..." if isinstance(each, str) and "?" in each else each
-                for each in record.args
-            )
-        return True
-
-
-_REQUESTS = threading.local()
-for _logger in ("urllib3.connection", "urllib3.connectionpool"):
-    logging.getLogger(_logger).addFilter(_WithoutQueries())
 
 
 #: ``verify`` of ``Remote``; paths of the client certificate and of its key, if that is another file.
@@ -146,7 +111,7 @@ class Connections:
         manager, absolute = self._manager(address, first, path)
         pool = manager.connection_from_host(address.host, address.port, address.scheme)
         try:
-            with _without_queries_in_logs(), redirected_from(first):
+            with requesting(first):
                 return pool.urlopen(
                     "GET",
                     address.url if absolute else address.target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import socket
@@ -31,12 +32,11 @@ from sluice._threads import stopping
 from sluice.sources.remote.http_addresses import Network, may_lead, network_of
 from sluice.sources.remote.protocol import RequestFailedError
 
-__all__ = ["POOLS", "HttpBody", "discard", "private_address_failure", "redirected_from", "request_failure"]
+__all__ = ["POOLS", "HttpBody", "discard", "private_address_failure", "request_failure", "requesting"]
 
 #: Most bytes received at a time, and from a body of unknown size. With 1 MiB the layers of urllib3 take a fifth of the
 #: processor time; a slow server is noticed at any size, because reads return after a second.
 _SLICE_BYTES, _RECEIVE_BYTES = 8 << 20, 16 << 10
-
 
 #: Reasons of OpenSSL for an answer in plain text.
 _PLAIN_TEXT = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL"})
@@ -50,11 +50,28 @@ class _Target(threading.local):
 
     #: Memory that the next read fills; None if there is none, or if a read has taken it.
     view: memoryview | None = None
-    #: Network from which a redirect came; None without one.
+    #: Whether a request is being made, and the network from which a redirect to it came; None without one.
+    requesting: bool = False
     first: Network | None = None
 
 
 _TARGET = _Target()
+
+
+class _WithoutQueries(logging.Filter):
+    """Remove queries, which may be signatures, from what urllib3 logs about requests of sluice."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if _TARGET.requesting and isinstance(record.args, tuple):
+            record.args = tuple(
+                each.partition("?")[0] + "?..." if isinstance(each, str) and "?" in each else each
+                for each in record.args
+            )
+        return True
+
+
+for _logger in ("urllib3.connection", "urllib3.connectionpool"):
+    logging.getLogger(_logger).addFilter(_WithoutQueries())
 
 
 def _receive(response: BaseHTTPResponse, buffer: memoryview) -> int:
@@ -165,16 +182,17 @@ def private_address_failure() -> RequestFailedError:
 
 
 @contextmanager
-def redirected_from(network: Network | None) -> Iterator[None]:
-    """Refuse new connections of this thread that a redirect must not make, until the block ends; None: no redirect.
+def requesting(first: Network | None) -> Iterator[None]:
+    """Have this thread make a request in the block, to which ``first`` redirects; None: no redirect.
 
-    The address that a connection has is compared, before a request is sent: names can change in between.
+    New connections that a redirect must not make are refused. The address that a connection has is compared, before a
+    request is sent: names can change in between.
     """
-    _TARGET.first = network
+    _TARGET.requesting, _TARGET.first = True, first
     try:
         yield
     finally:
-        _TARGET.first = None
+        _TARGET.requesting, _TARGET.first = False, None
 
 
 def _check(connection: HTTPConnection) -> None:

@@ -202,15 +202,13 @@ class Attempts:
         pause = pause_seconds(self._in_a_row, error.retry_after)
         self._in_a_row += 1
         self._wrong += isinstance(error, WrongResponseError)
-        left = self._last + self._patience(error) - now
+        unknown = error.unreached and not self._server.reached
+        patience = defaults.REMOTE_UNREACHED_SECONDS if unknown else defaults.REMOTE_PATIENCE_SECONDS
+        left = self._last + patience - now
         repeated = error.temporary and self._wrong < defaults.REMOTE_WRONG_ANSWERS and not stopping()
         if not repeated or left <= 0 or (error.retry_after or 0.0) >= left:
             raise self._given_up(error, now) from error
         self._sleep(min(pause, left))
-
-    def _patience(self, error: RequestFailedError) -> float:
-        unknown = error.unreached and not self._server.reached
-        return defaults.REMOTE_UNREACHED_SECONDS if unknown else defaults.REMOTE_PATIENCE_SECONDS
 
     def _given_up(self, error: RequestFailedError, now: float) -> RemoteError:
         problem = error.problem
