@@ -65,11 +65,12 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
         CheckpointError: The metadata or a file is damaged, unsafe or of a kind that sluice does not read.
         ReadError: A file cannot be read.
     """
+    (metadata,) = layout.files
     if not limits.symlinks_outside:
-        layout.directory.check_inside(METADATA_FILE)
-    with closing(layout.directory.open(METADATA_FILE)) as source:
+        layout.directory.check_inside(metadata)
+    with closing(layout.directory.open(metadata)) as source:
         contents = read_metadata(source, limits)
-    files = _items_by_file(contents)
+    files = _items_by_file(contents, metadata.removesuffix(METADATA_FILE))
     check_limit(limits, "files", len(files), "the metadata", file=source.path)
     members = DataFiles(layout.directory, limits)
     try:
@@ -80,8 +81,8 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
         raise
 
 
-def _items_by_file(contents: DistributedMetadata) -> dict[str, list[ListedItem]]:
-    """Return the items of each file, sorted by offset; the files sorted by name."""
+def _items_by_file(contents: DistributedMetadata, below: str) -> dict[str, list[ListedItem]]:
+    """Return the items of each file, sorted by offset; the files ``below`` a path, sorted by name."""
     files: defaultdict[str, list[ListedItem]] = defaultdict(list)
     for name, value in contents.items.items():
         if isinstance(value, UnsupportedValue):
@@ -93,7 +94,7 @@ def _items_by_file(contents: DistributedMetadata) -> dict[str, list[ListedItem]]
             title = value.name if len(value.chunks) == 1 else f"{value.name}[{', '.join(map(str, chunk.start))}]"
             item = Item(name=title, offset=chunk.place.offset, nbytes=chunk.place.nbytes)
             files[chunk.place.file].append(ListedItem(item, value, chunk))
-    return {file: sorted(files[file], key=lambda listed: listed.item.offset) for file in sorted(files)}
+    return {below + file: sorted(files[file], key=lambda listed: listed.item.offset) for file in sorted(files)}
 
 
 class _ItemFileRecords(Struct):
@@ -171,13 +172,16 @@ class _IndexBuilder:
             for name, item in contents.items.items()
         }
         tree = _unflatten(values, contents.paths, self._limits, self._path)
+        tensors = [item for item in contents.items.values() if isinstance(item, TensorItem)]
+        counts = [len(item.chunks) for item in tensors if len(item.chunks) > 1]
+        note = f"Tensors that are assembled from chunks: {len(counts)}, of {sum(counts)} chunks."
         index = Index(
             format=_NAME,
             files=tuple(FileRecord(path=source.path, identity=source.identity) for source in sources),
             storages=tuple(storage for file in self._files for storage in file.storages),
             tree=tree,
             metadata={"version": contents.version} if contents.version else {},
-            notes=(*layout.notes, *contents.notes, *_chunk_note(contents.items), *self._notes),
+            notes=(*layout.notes, *contents.notes, *([note] if counts else ()), *self._notes),
         )
         return index, tuple(map(self._open_file, index.files, sources, self._files))
 
@@ -237,11 +241,6 @@ class _IndexBuilder:
         return OpenFile(source=source, locator=locator, index=own, first_storage=file.first)
 
 
-def _chunk_note(items: Mapping[str, object]) -> tuple[str, ...]:
-    counts = [len(item.chunks) for item in items.values() if isinstance(item, TensorItem) and len(item.chunks) > 1]
-    return (f"Tensors that are assembled from chunks: {len(counts)}, of {sum(counts)} chunks.",) if counts else ()
-
-
 class _Dict(dict[Any, Any]):
     """A dict on the path of an item, as opposed to a dict that is the value of an item."""
 
@@ -289,7 +288,8 @@ def _unflatten(
     total = sum(max(container) + 1 for _, _, container in containers if type(container) is _List)
     check_limit(limits, "entries", total, "the length of all lists of the checkpoint", file=file)
     for parent, key, container in reversed(containers):  # inner containers follow outer ones in the list
-        parent[key] = dict(container) if type(container) is _Dict else _as_list(container)
+        positions = range(max(container) + 1) if type(container) is _List else ()
+        parent[key] = [container.get(position) for position in positions] if positions else dict(container)
     return dict(root)
 
 
@@ -308,7 +308,3 @@ def _checked_path(name: str, path: object, limits: Limits, file: str) -> tuple[A
     if ".".join(map(str, path)) != name:
         raise FormatError("the path of an item does not match its name", file=file, tensor=name, found=path)
     return tuple(path)
-
-
-def _as_list(container: _List) -> list[object]:
-    return [container.get(position) for position in range(max(container) + 1)]

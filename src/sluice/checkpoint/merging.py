@@ -86,7 +86,9 @@ def merge(
     problems = _Problems()
     _add_missing(problems, layout, [name for name in layout.files if name not in found])
     if layout.kind == "whole" and found:
-        return _whole(layout, *found.values(), limits=limits)
+        (file,) = found.values()  # its tree may be nested
+        index = one_file(file.index, limits)
+        return replace(index, format=_format_name(layout, [file]), notes=(*layout.notes, *index.notes)), (file,)
     if (
         layout.kind in {"parts", "parameters"}
         and not problems
@@ -110,12 +112,6 @@ def merge(
     index = _index(_format_name(layout, files), files, tree, (*layout.notes, *notes, *tied_notes, *_file_notes(found)))
     size_note = _size_note(layout.shard_index, index)
     return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
-
-
-def _whole(layout: CheckpointLayout, file: OpenFile, *, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
-    """Return the index of the only file; its tree may be nested."""
-    index = one_file(file.index, limits)
-    return replace(index, format=_format_name(layout, [file]), notes=(*layout.notes, *index.notes)), (file,)
 
 
 def _merge_shards(
@@ -146,13 +142,14 @@ def _by_name(file: OpenFile) -> dict[str, object]:
 
 
 def _index(name: str, files: Sequence[OpenFile], tree: object, notes: tuple[str, ...]) -> Index:
-    """Return the index of joined files."""
+    """Return the index of joined files, with the metadata that all of them share."""
+    first, *others = (file.index.metadata for file in files)
     return Index(
         format=name,
         files=tuple(chain.from_iterable(file.index.files for file in files)),
         storages=tuple(chain.from_iterable(file.index.storages for file in files)),
         tree=tree,
-        metadata=_agreed([file.index.metadata for file in files]),
+        metadata={key: text for key, text in first.items() if all(other.get(key) == text for other in others)},
         notes=notes,
     )
 
@@ -345,12 +342,6 @@ def _format_name(layout: CheckpointLayout, files: Sequence[OpenFile]) -> str:
     if layout.kind == "parameters":
         return "per-parameter"
     return "huggingface-bin" if pickled else "huggingface-safetensors"
-
-
-def _agreed(texts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the metadata that all files share."""
-    first, *others = texts
-    return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
 
 
 def _file_notes(files: Mapping[str, OpenFile]) -> tuple[str, ...]:

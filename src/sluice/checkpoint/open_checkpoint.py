@@ -70,7 +70,10 @@ class OpenCheckpoint:
             opened = cls.of_layout(classify(source, limits), limits, encoding)
         if key is not None:
             try:
-                opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
+                part = subtree(opened.index.tree, key)
+                if isinstance(part, Opaque):
+                    raise trees.refusal(part, key, opened.path)
+                opened.index = replace(opened.index, tree=part)
             except BaseException:
                 if owned:
                     opened.close()
@@ -223,13 +226,6 @@ class OpensItself(Protocol):
 
 #: Types of every ``source`` argument.
 CheckpointSource: TypeAlias = "SourceLocation | Sequence[PathOrAddress] | OpenCheckpoint | OpensItself"
-
-
-def _part(tree: object, key: str, path: str) -> object:
-    part = subtree(tree, key)
-    if isinstance(part, Opaque):
-        raise trees.refusal(part, key, path)
-    return part
 
 
 def check_encoding(encoding: str) -> str:

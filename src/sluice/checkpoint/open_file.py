@@ -54,7 +54,7 @@ class CheckpointLayout(Struct, frozen=True, kw_only=True):
     start: int | None = None
     #: The directory that holds ``files``; without meaning for ``file``.
     directory: Directory = LocalDirectory("")
-    #: Relative names of the files, with forward slashes. They need not exist; ``distributed`` has one.
+    #: Relative names of the files, with forward slashes. They need not exist; ``distributed`` has that of its metadata.
     files: tuple[str, ...] = ()
     #: The index, for ``shards``.
     shard_index: ShardIndex | None = None

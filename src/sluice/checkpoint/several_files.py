@@ -27,15 +27,11 @@ __all__ = ["open_files"]
 
 def open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open the files of a layout and merge them; see ``opening.open_layout``."""
-    return _in_archives(*_open_files(layout, limits, encoding))
-
-
-def _open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
     if layout.kind == "distributed":
         # Here, not above: few directories are distributed checkpoints.
         from sluice.checkpoint.distributed import open_distributed
 
-        return open_distributed(layout, limits)
+        return _in_archives(*open_distributed(layout, limits))
     files: list[OpenFile | None] = [None] * len(layout.files)
     missing: list[int] = []
     storages = 0
@@ -60,7 +56,8 @@ def _open_files(layout: CheckpointLayout, limits: Limits, encoding: str) -> tupl
                 raise incomplete(layout, missing, damaged=str(error)) from error
             raise
         with collector_paused():
-            return (merge_zero if layout.kind in {"zero", "zero-optimizer"} else merge)(layout, files, limits)
+            merged = (merge_zero if layout.kind in {"zero", "zero-optimizer"} else merge)(layout, files, limits)
+            return _in_archives(*merged)
     except BaseException:
         for file in files:
             if file is not None:

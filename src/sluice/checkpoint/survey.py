@@ -54,7 +54,7 @@ from sluice.checkpoint.zero_files import LATEST, zero_layout
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
 from sluice.formats.shard_index import read_shard_index
-from sluice.sources.directory import Directory, DirectoryEntry, Subdirectory
+from sluice.sources.directory import Directory, DirectoryEntry
 from sluice.sources.opening import Place, missing_advice
 from sluice.sources.protocol import Source
 
@@ -110,7 +110,6 @@ _SHOWN = 8
 
 #: Most names that are kept as hints.
 _HINTS = 1000
-
 
 #: Advice for a directory that holds more than one checkpoint.
 _CHOOSE = "Pass the path of one file or index instead."
@@ -204,11 +203,9 @@ def survey(directory: Directory, limits: Limits) -> CheckpointLayout:
     ranks = rank_layout(directory, listing.ranks, partial(_exists, directory), limits, notes) if listing.ranks else None
     if ranks is not None:
         return ranks
-    if METADATA_FILE in listing.names or (listing.has_weights and _exists(directory, _DISTRIBUTED_METADATA)):
-        if METADATA_FILE not in listing.names:
-            directory = Subdirectory(directory, _DISTRIBUTED_DIRECTORY)
-        files: tuple[str, ...] = (METADATA_FILE,)
-        return CheckpointLayout(path=path, directory=directory, kind="distributed", files=files, notes=notes)
+    metadata = METADATA_FILE if METADATA_FILE in listing.names else _DISTRIBUTED_METADATA
+    if metadata in listing.names or (listing.has_weights and _exists(directory, metadata)):
+        return CheckpointLayout(path=path, directory=directory, kind="distributed", files=(metadata,), notes=notes)
     _check_distributed_parts(path, listing.names)
     zero = zero_layout(directory, listing.names, limits)
     return replace(zero, notes=notes) if zero is not None else _parts(directory, listing, limits, notes)

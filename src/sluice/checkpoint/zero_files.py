@@ -29,7 +29,7 @@ from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointErr
 from sluice._messages import check_limit
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.open_file import CheckpointLayout, open_member
-from sluice.formats.deepspeed.states import ModelStates, model_states, rank_states, universal_states
+from sluice.formats.deepspeed.states import model_states, rank_states, universal_states
 from sluice.formats.detection import detect
 from sluice.formats.shard_index import is_plain_path
 from sluice.sources.directory import Directory
@@ -147,7 +147,12 @@ class _Files:
         if optimizer:
             step, _ = universal_states(*self._tree(self._tag + settings))
             own = [*_STATES, *(["step.pt"] if step is None else ())]
-        parameters = [f"{_PARAMETERS}{name}/{state}" for name in _plain_names(model) for state in own]
+        names = list(chain.from_iterable(model.shapes))
+        for name in names:
+            if not is_plain_path(name):
+                problem = "the name of a parameter is not a plain path below the directory"
+                raise PathEscapeError(problem, file=model.file, tensor=name)
+        parameters = [f"{_PARAMETERS}{name}/{state}" for name in names for state in own]
         return [self._tag + name for name in (settings, *models, *parameters)]
 
     def _exists(self, name: str) -> bool:
@@ -166,12 +171,3 @@ class _Files:
 
 def _ranked(rank: int, what: str, start: str = "") -> str:
     return f"{start}zero_pp_rank_{rank}_mp_rank_00{what}"
-
-
-def _plain_names(model: ModelStates) -> list[str]:
-    names = list(chain.from_iterable(model.shapes))
-    for name in names:
-        if not is_plain_path(name):
-            problem = "the name of a parameter is not a plain path below the directory"
-            raise PathEscapeError(problem, file=model.file, tensor=name)
-    return names

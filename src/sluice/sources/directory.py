@@ -12,7 +12,7 @@ from sluice._messages import read_error
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 
-__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory", "Subdirectory"]
+__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory"]
 
 #: ``link``: a symbolic link to anything, which was not followed. ``special``: a FIFO, a socket or a device.
 EntryKind: TypeAlias = Literal["file", "directory", "link", "special"]
@@ -98,22 +98,6 @@ class LocalDirectory:
             problem = "a symbolic link leads out of the checkpoint directory"
             advice = "Do not trust this checkpoint; if the links are yours, allow them in sluice.Limits."
             raise PathEscapeError(problem, file=path, found=str(real), advice=advice)
-
-
-class Subdirectory:
-    """A directory in a directory, whose files are opened by name; it is not listed. See ``Directory``."""
-
-    def __init__(self, directory: Directory, name: str) -> None:
-        self.path, self._directory, self._name = f"{directory.path}/{name}", directory, name
-
-    def entries(self) -> Iterator[DirectoryEntry]:
-        return iter(())
-
-    def open(self, name: str) -> Source:
-        return self._directory.open(f"{self._name}/{name}")
-
-    def check_inside(self, name: str) -> None:
-        self._directory.check_inside(f"{self._name}/{name}")
 
 
 class _LocalEntry:
