@@ -41,14 +41,6 @@ class _Kind(NamedTuple):
     #: Whether it was a checkpoint and was damaged or not completed.
     damaged: bool = False
 
-    def error_for(self, head: bytes, file: str) -> CheckpointError | None:
-        """Return the error for a file with this head; None if it is not of this kind."""
-        if re.match(self.start, head, re.DOTALL) is None:
-            return None
-        error = self.error(self.problem, file=file, advice=self.advice or None)
-        error.foreign = not self.damaged
-        return error
-
 
 def _unread(start: bytes, what: str, advice: str = "") -> _Kind:
     return _Kind(start, UnsupportedError, f"this is {what}, which sluice does not read", advice)
@@ -161,7 +153,13 @@ def recognise_placeholder(data: bytes, file: str) -> CheckpointError | None:
 
 
 def _first(kinds: Iterable[_Kind], head: bytes, file: str) -> CheckpointError | None:
-    return next(filter(None, (kind.error_for(head, file) for kind in kinds)), None)
+    """Return the error for a file with this head of one of the kinds, or None."""
+    for kind in kinds:
+        if re.match(kind.start, head, re.DOTALL):
+            error = kind.error(kind.problem, file=file, advice=kind.advice or None)
+            error.foreign = not kind.damaged
+            return error
+    return None
 
 
 def recognise(head: bytes, file: str) -> CheckpointError | None:

@@ -107,7 +107,7 @@ def test_types_that_are_not_decoded_refuse_their_tensor_only() -> None:
 
 
 def test_types_of_the_package_are_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_has_package", lambda: False)
+    monkeypatch.setattr(reader, "find_spec", lambda _: None)
     leaf = tree(index(gguf_bytes({"iq": ((2, 256), 23, bytes(272))})))["iq"]
     assert isinstance(leaf, UnsupportedValue)
     assert "sluice[gguf]" in str(leaf.advice)

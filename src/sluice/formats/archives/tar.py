@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from sluice._errors import (
-    CheckpointError,
+    TRUST_TORCH,
     FormatError,
     MissingFileError,
     PathEscapeError,
@@ -107,15 +107,11 @@ class TarDirectory:
         top = common[: common.rfind("/") + 1]
         self._members = {name[len(top) :]: one for name, one in self._members.items() if name.startswith(top)}
         if _TORCH_NAMES & self._members.keys():
-            raise self._written_by_torch()
-
-    def _written_by_torch(self) -> CheckpointError:
-        problem = "this is a tar archive, as written by torch.save before 0.2"
-        if any(member.kind == "special" for member in self._members.values()):
-            problem, advice = f"{problem}, with a member that is a link, a device or sparse", "Do not unpack it."
-            return FormatError(problem, file=self.path, advice=advice)
-        advice = "If you trust it, load it with torch.load(weights_only=False) and save its tensors with torch.save."
-        return UnsupportedError(problem, file=self.path, advice=advice)
+            problem = "this is a tar archive, as written by torch.save before 0.2"
+            if any(member.kind == "special" for member in self._members.values()):
+                problem = f"{problem}, with a member that is a link, a device or sparse"
+                raise FormatError(problem, file=self.path, advice="Do not unpack it.")
+            raise UnsupportedError(problem, file=self.path, advice=TRUST_TORCH)
 
     def entries(self) -> Iterator[_Member]:
         first: dict[str, _Member] = {}

@@ -77,7 +77,6 @@ _ADDED = "torch.save never writes this: remove what was added to the archive, or
 #: A relative path without empty, "." or ".." components, control characters or backslashes.
 _NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+")
 
-
 #: Names of compressed records: the code of a program, and files that users add.
 _OF_CODE = re.compile(rb"[^/]+/(?:code|extra)/")
 

@@ -39,7 +39,6 @@ __all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "chec
 
 AnyItem = TypeVar("AnyItem")
 
-
 #: Bytes read at the start of each item for its dtype, shape and stride. Items written by torch need about 300.
 _HEAD_BYTES = 1024
 
@@ -177,7 +176,8 @@ class ItemReader:
         return chunks
 
     def _chunk(self, source: Source, item: Item, head: bytes) -> ChunkHeader:
-        kind = _kind(head)
+        # What the tensor follows from, up to the end of data.pkl; empty if the item is not that of torch.
+        kind = head[: head.find(_DESCRIPTOR) + 1]
         chunk = self._chunks.get(kind)
         if chunk is None:
             _, index = self.parse(source, item, self._limits, [(0, head)])
@@ -285,11 +285,6 @@ class ItemFile:
         return checksums
 
 
-def _kind(head: bytes) -> bytes:
-    """Return the part of the first bytes of an item that its tensor follows from; empty if it is not that of torch."""
-    return head[: head.find(_DESCRIPTOR) + 1]
-
-
 def _batches(items: Sequence[AnyItem]) -> Iterator[Sequence[AnyItem]]:
     """Split items into batches of which at most 1 MiB is read together."""
     count = _TOGETHER_BYTES // (_HEAD_BYTES + _TAIL_BYTES)
@@ -306,11 +301,8 @@ def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, by
         starts += [item.offset, item.offset + item.nbytes - tail]
         sizes += [head, tail]
     contents = read_ranges(source, starts, sizes)
-    ranges = [
-        (start - items[position // 2].offset, data)
-        for position, (start, data) in enumerate(zip(starts, contents, strict=True))
-    ]
-    return [ranges[first : first + 2] for first in range(0, len(ranges), 2)]
+    ends = zip(items, contents[::2], contents[1::2], strict=True)
+    return [[(0, head), (item.nbytes - len(tail), tail)] for item, head, tail in ends]
 
 
 @contextmanager

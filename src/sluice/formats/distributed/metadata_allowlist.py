@@ -83,7 +83,7 @@ class MetadataAllowlist(Allowlist):
         for leaf in (BYTES, *leaves):
             module, _, name = leaf.qualified_name.rpartition(".")
             self.names[module, name] = Constructor(
-                qualified_name=leaf.qualified_name, build=partial(_leaf, leaf), creates=True
+                qualified_name=leaf.qualified_name, build=lambda _, leaf=leaf: leaf, creates=True
             )
 
     def find(self, module: str, name: str) -> object | None:
@@ -94,7 +94,3 @@ def _begin(kind: str, arguments: tuple[Any, ...]) -> PendingObject:
     if arguments:
         raise FormatError(f"the constructor of {kind} has arguments")
     return PendingObject(finish=partial(MetadataRecord, kind))
-
-
-def _leaf(leaf: Opaque, arguments: tuple[Any, ...]) -> Opaque:  # noqa: ARG001 - the leaf keeps only its name
-    return leaf

@@ -112,10 +112,8 @@ class TensorDescription(Struct, frozen=True):
     name: str
     #: Size of each dimension, in elements, the slowest first.
     shape: tuple[int, ...]
-    #: Number of its type.
-    type_number: int
-    #: Its type; None for a number that sluice does not know.
-    type: TensorType | None
+    #: Its type; one without a stored form and without bytes for a number that sluice does not know.
+    type: TensorType
     #: First byte, counted from the first byte of the data.
     begin: int
     #: Bytes of its data; 0 if the type is unknown.
@@ -204,29 +202,27 @@ class Header:
             self._check_limit("dimensions", rank, tensor=name)
         sizes = struct.unpack(f"<{rank}Q", self._take(8 * rank))
         number, begin = self.u32(), self.u64()
-        kind = TYPES.get(number)
-        nbytes = 0
+        kind = TYPES.get(number) or TensorType(f"type {number}", 1, 0)
         if prod(max(size, 1) for size in sizes) * 8 > MAX_SIGNED:
             problem = "the shape is larger than torch can represent"
             raise self.error(FormatError, problem, where, tensor=name, found=list(reversed(sizes)))
-        if kind is not None:
-            row = sizes[0] if sizes else 1
-            if row % kind.elements:
-                raise self.error(
-                    FormatError,
-                    f"the rows are not whole packs of type {kind.name}",
-                    where,
-                    tensor=name,
-                    expected=f"rows of a multiple of {kind.elements} elements",
-                    found=f"rows of {row}",
-                )
-            nbytes = prod(sizes) // kind.elements * kind.nbytes
+        row = sizes[0] if sizes else 1
+        if row % kind.elements:
+            raise self.error(
+                FormatError,
+                f"the rows are not whole packs of type {kind.name}",
+                where,
+                tensor=name,
+                expected=f"rows of a multiple of {kind.elements} elements",
+                found=f"rows of {row}",
+            )
+        nbytes = prod(sizes) // kind.elements * kind.nbytes
         if begin % self.alignment:
             expected = f"a multiple of {self.alignment} bytes"
             raise self.error(
                 FormatError, "the offset is not aligned", where, tensor=name, expected=expected, found=begin
             )
-        return TensorDescription(name, tuple(reversed(sizes)), number, kind, begin, nbytes, where)
+        return TensorDescription(name, tuple(reversed(sizes)), kind, begin, nbytes, where)
 
     def _value(self, kind: int) -> str:
         """Return a metadata value as text."""

@@ -27,7 +27,6 @@ of that in the file.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 
 from sluice._errors import FormatError, TruncatedError, UnsupportedError
@@ -124,22 +123,16 @@ def _check_data(header: Header, descriptions: list[TensorDescription], data_star
             end, before = each.begin + each.nbytes, each.name
 
 
-@cache
-def _has_package() -> bool:
-    return find_spec("gguf") is not None
-
-
 def _tensors(
     descriptions: list[TensorDescription], data_start: int, path: str
 ) -> tuple[dict[str, Entry | UnsupportedValue], tuple[Storage, ...]]:
     """Return the tree, and the storages of its tensors."""
     tree: dict[str, Entry | UnsupportedValue] = {}
     storages: list[Storage] = []
+    lacks_package = find_spec("gguf") is None
     for each in descriptions:
-        stored = each.type.stored if each.type is not None else None
-        absent = each.type is not None and each.type.package and not _has_package()
+        name, stored, absent = each.type.name, each.type.stored, each.type.package and lacks_package
         if stored is None or absent:
-            name = each.type.name if each.type is not None else f"type {each.type_number}"
             reason = f"a tensor of GGUF {name}, which " + (
                 "the package gguf decodes, and it is not installed" if absent else "sluice does not decode"
             )

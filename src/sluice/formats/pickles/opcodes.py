@@ -122,8 +122,7 @@ def _marked_tuple(machine: Machine, position: int) -> int:
 
 
 def _append(machine: Machine, position: int) -> int:
-    value = machine.stack.pop()
-    _extend(machine, [value], position)
+    _extend(machine, [machine.stack.pop()], position)
     return position
 
 

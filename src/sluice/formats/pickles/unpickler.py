@@ -21,7 +21,6 @@ regardless of the depth of the data.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
@@ -164,24 +163,17 @@ class Unpickler(Machine):
         return self.error(FormatError, "an opcode needs more than the stack or the memo holds", position)
 
 
-class _Unpickled(NamedTuple):
-    """The result of one pickle in a file."""
-
-    #: The object, unchecked; see ``Unpickler.load``.
-    value: object
-    #: The unpickler that built it.
-    unpickler: Unpickler
-    #: Offset in the file of the first byte after the pickle.
-    end: int
-
-
 def unpickle_at(
     source: Source, start: int, allowlist: Allowlist, limits: Limits, *, encoding: str = TEXT_ENCODING
-) -> _Unpickled:
+) -> tuple[object, Unpickler, int]:
     """Run the pickle that starts at byte ``start`` of the file; see ``Unpickler`` for the encoding.
 
     The start is read, and read on if the pickle has not ended: each time as many bytes again. The bytes read after its
     end are therefore at most its length, one pickle frame (64 KiB), or 4 KiB.
+
+    Returns:
+        The object, unchecked (see ``Unpickler.load``), the unpickler that built it, and the offset in the file of the
+        first byte after the pickle.
 
     Raises:
         TruncatedError: The file ends before the pickle does.
@@ -202,4 +194,4 @@ def unpickle_at(
     first = source.read_at(start, min(_FIRST_BYTES, allowed))
     unpickler = Unpickler(first, allowlist, limits=limits, file=file, offset=start, more=more, encoding=encoding)
     value = unpickler.load()
-    return _Unpickled(value, unpickler, start + unpickler.end)
+    return value, unpickler, start + unpickler.end

@@ -78,7 +78,6 @@ DTYPES = {
 #: Dtypes of the format that torch does not have, with the size of an element in bits.
 FOREIGN_DTYPES = {"F6_E2M3": 6, "F6_E3M2": 6}
 
-
 _Size = Annotated[int, Meta(ge=0, le=MAX_SIGNED)]
 
 

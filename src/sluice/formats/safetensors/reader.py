@@ -54,10 +54,12 @@ class SafetensorsFormat(LocatedByIndex):
             tree = _tree(columns, source.path)
             _check_cover(columns, source, data_start)
             ties = read_ties(metadata, source.path, limits)
+            starts = map(add, columns.begins, repeat(data_start))
+            sizes = map(sub, columns.ends, columns.begins)
             return Index(
                 format=self.name,
                 files=(FileRecord(path=source.path, identity=source.identity),),
-                storages=_storages(columns, data_start),
+                storages=tuple(map(Storage, repeat(0), starts, sizes, columns.names)),
                 tree=tree,
                 metadata=ties.metadata,
                 notes=ties.notes,
@@ -122,11 +124,6 @@ def _check_cover(columns: Columns, source: Source, data_start: int) -> None:
             expected=f"{covered} bytes of data",
             found=f"{available} bytes",
         )
-
-
-def _storages(columns: Columns, data_start: int) -> tuple[Storage, ...]:
-    names, begins, ends, *_ = columns
-    return tuple(map(Storage, repeat(0), map(add, begins, repeat(data_start)), map(sub, ends, begins), names))
 
 
 def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:

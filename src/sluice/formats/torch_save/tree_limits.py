@@ -136,16 +136,13 @@ def check_object(
         raise unpickler.refusal.error
     if isinstance(tree, Opaque) and not (whole_objects or isinstance(tree, UnsupportedValue)):
         raise UnsafeContentError(f"the file holds a pickled {tree.qualified_name} object, not a state dict", file=file)
-    return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], check.dropped)
-
-
-def _notes(opaque: list[str], dropped: int) -> tuple[str, ...]:
     notes = []
-    if opaque:
-        notes.append(f"The file names {first_names(opaque)}: sluice neither imports nor builds them.")
-    if dropped:
-        notes.append(f"{dropped} Python attributes of tensors are not kept.")
-    return tuple(notes)
+    if unpickler.opaque:
+        names = first_names([leaf.qualified_name for leaf in unpickler.opaque.values()])
+        notes.append(f"The file names {names}: sluice neither imports nor builds them.")
+    if check.dropped:
+        notes.append(f"{check.dropped} Python attributes of tensors are not kept.")
+    return tree, tuple(notes)
 
 
 class _TreeCheck:

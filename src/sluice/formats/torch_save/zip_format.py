@@ -117,7 +117,9 @@ class TorchZipFormat:
         unlocated = [position for position in storages if not index.storages[position].located]
         if not unlocated:
             return {}
-        limits = _record_limits(index, source.identity.nbytes)
+        # The end of each record by its local header.
+        headers = sorted(storage.offset for storage in index.storages)
+        limits = {**dict(zip(headers, [*headers[1:], source.identity.nbytes], strict=True)), **index.record_ends}
         archive = index.metadata["archive"]
         records = [
             ZipRecord(
@@ -162,12 +164,6 @@ class TorchZipFormat:
         if type(tree) in _IMMUTABLE and len(self._cache) < self._max_cached and len(data) <= _MAX_CACHED_BYTES:
             self._cache[data, big_endian] = parsed
         return parsed
-
-
-def _record_limits(index: Index, file_bytes: int) -> dict[int, int]:
-    """Return the end of each record by its local header."""
-    headers = sorted(storage.offset for storage in index.storages)
-    return {**dict(zip(headers, [*headers[1:], file_bytes], strict=True)), **index.record_ends}
 
 
 def _kind(directory: CentralDirectory) -> str:
