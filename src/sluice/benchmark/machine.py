@@ -49,9 +49,11 @@ def describe(directory: Path, packages: Iterable[str]) -> dict[str, str]:
         directory: Directory of the checkpoints.
         packages: Names of the distributions whose versions are listed; missing ones are listed as absent.
     """
+    matched = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    processor = matched[1] if matched else platform.machine()
     facts = {
         "date": dt.datetime.now(tz=dt.UTC).strftime("%Y-%m-%d"),
-        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
+        "processor": f"{processor}, {len(os.sched_getaffinity(0))} cores",
         "memory": f"{format_bytes(psutil.virtual_memory().total)}, {format_bytes(free_memory_bytes())} free",
         "file system": filesystem_type(str(directory)),
         "system": f"{platform.system()} {platform.release()}",
@@ -60,11 +62,6 @@ def describe(directory: Path, packages: Iterable[str]) -> dict[str, str]:
     if device() == "cuda":
         facts["accelerator"] = torch.cuda.get_device_name()
     return facts
-
-
-def _processor() -> str:
-    matched = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    return matched[1] if matched else platform.machine()
 
 
 def _version(package: str) -> str:

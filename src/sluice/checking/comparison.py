@@ -59,7 +59,9 @@ class Comparison:
 
     def _compare(self, left: torch.Tensor, right: torch.Tensor) -> None:
         if _PACKED in {dtype_name(left.dtype), dtype_name(right.dtype)}:
-            self._add_bytes(left, right)
+            differ = np.count_nonzero(_bytes(left) != _bytes(right)) if left.dtype == right.dtype else left.numel()
+            with self._lock:
+                self.different += int(differ)
             return
         a, b = _numbers(left), _numbers(right)
         with np.errstate(all="ignore"):
@@ -85,12 +87,6 @@ class Comparison:
             if len(absolute):
                 self.max_abs = max(self.max_abs, float(absolute.max()))
                 self.max_rel = max(self.max_rel, float(relative.max()))
-
-    def _add_bytes(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        same_dtype = left.dtype == right.dtype
-        count = int(np.count_nonzero(_bytes(left) != _bytes(right))) if same_dtype else left.numel()
-        with self._lock:
-            self.different += count
 
 
 def _bytes(tensor: torch.Tensor) -> _Array:

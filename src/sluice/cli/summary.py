@@ -73,10 +73,6 @@ class Summary(Struct, frozen=True, kw_only=True):
         viewed = {number for entry in self.tensors.values() for number in entry.storages}
         return sum(self.index.storages[number].nbytes for number in viewed)
 
-    def largest(self, count: int) -> list[tuple[str, Entry]]:
-        """Return the ``count`` largest tensors, the largest first."""
-        return sorted(self.tensors.items(), key=lambda item: -item[1].nbytes)[:count]
-
     def sections(self, *, everything: bool) -> Iterator[Section]:
         """Yield the lines and tables of ``sluice inspect``; with ``everything`` no list is cut."""
         index = self.index
@@ -126,13 +122,14 @@ class Summary(Struct, frozen=True, kw_only=True):
     def _tensors(self, *, everything: bool) -> Iterator[Section]:
         if not self.tensors:
             return
-        count = len(self.tensors)
+        count, tensors = len(self.tensors), list(self.tensors.items())
         if not everything:
+            tensors = sorted(tensors, key=lambda item: -item[1].nbytes)[:_ROWS_SHOWN]
             cut = f" ({_ROWS_SHOWN} of {count:,}; {_ELSEWHERE})" if count > _ROWS_SHOWN else ""
             yield Strong(f"Largest tensors{cut}")
         rows = [
             (_name(name, cut=not everything), describe_dtype(entry), str(list(entry.shape)), format_bytes(entry.nbytes))
-            for name, entry in (self.tensors.items() if everything else self.largest(_ROWS_SHOWN))
+            for name, entry in tensors
         ]
         yield Grid(("name", "dtype", "shape", ">bytes"), rows)
 

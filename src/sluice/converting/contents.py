@@ -162,16 +162,13 @@ def _converted(
     tree: object, chosen: object, key: str, made: object, taken: int, more: Iterable[str] = ()
 ) -> ConvertedContents:
     """Return what was made of the part of a tree at a key, with notes on the rest of the tree and ``more``."""
-    notes = (*_left_out(tree, chosen, key), *more)
-    return ConvertedContents(tree=made, key=key, notes=notes, taken=taken, total=_count(tree))
-
-
-def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:
-    if chosen is tree:
-        return
-    kept = {id(entry) for entry in trees.every_entry(chosen)}
-    outside = [entry for entry in trees.every_entry(tree) if id(entry) not in kept]
-    values = sum(not isinstance(value, Entry) for _, value in trees.leaves(tree))
-    values -= sum(not isinstance(value, Entry) for _, value in trees.leaves(chosen))
-    if outside or values:
-        yield f"only {key!r} was taken: {len(outside)} tensors and {values} other values outside it were left out"
+    notes = [*more]
+    if chosen is not tree:
+        kept = {id(entry) for entry in trees.every_entry(chosen)}
+        outside = [entry for entry in trees.every_entry(tree) if id(entry) not in kept]
+        values = sum(not isinstance(value, Entry) for _, value in trees.leaves(tree))
+        values -= sum(not isinstance(value, Entry) for _, value in trees.leaves(chosen))
+        if outside or values:
+            left = f"{len(outside)} tensors and {values} other values outside it were left out"
+            notes.insert(0, f"only {key!r} was taken: {left}")
+    return ConvertedContents(tree=made, key=key, notes=tuple(notes), taken=taken, total=_count(tree))

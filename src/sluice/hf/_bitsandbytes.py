@@ -66,7 +66,9 @@ class BitsAndBytesQuantizer(Quantizer):
             for name, tensor in _plain_tensors(weight).items():
                 model.get_submodule(path).register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         view = OpenCheckpoint.open(checkpoint)
-        view.index = replace(view.index, tree=_without_dots(view.index.tree))
+        tree: Any = view.index.tree  # with names that fit parameters, which have no dots
+        tree = {_SAVED.sub(r"._weight_\1", name) if isinstance(name, str) else name: tree[name] for name in tree}
+        view.index = replace(view.index, tree=tree)
         yield view
         for path, weight in weights.items():
             self._close(model, path, weight, checkpoint.path)
@@ -137,11 +139,6 @@ def _plain_tensors(weight: Any) -> dict[str, torch.Tensor]:
     if state.nested:
         plain |= {"_weight_nested_absmax": state.state2.absmax, "_weight_nested_quant_map": state.state2.code}
     return plain | {_TEXT: torch.empty(0, dtype=torch.uint8, device="meta")}
-
-
-def _without_dots(tree: Any) -> object:
-    """Return the tree of a checkpoint whose names fit parameters."""
-    return {_SAVED.sub(r"._weight_\1", name) if isinstance(name, str) else name: tree[name] for name in tree}
 
 
 class _Description(Struct, frozen=True):

@@ -34,7 +34,6 @@ from sluice.records import Entry
 from sluice.sources.opening import find_place
 
 if TYPE_CHECKING:
-    from sluice.sources.directory import Directory
     from sluice.sources.opening import PathOrAddress
 
 __all__ = ["INDEX_FILE", "Delta", "DeltaStep", "check_chain", "new_checksum", "open_delta", "zstd"]
@@ -251,14 +250,13 @@ def _delta(
 
 
 def _index_file(where: PathOrAddress, limits: Limits) -> _IndexFile | None:
-    found = find_place(where).open()
-    if not hasattr(found, "entries"):
-        found.close()
+    directory = find_place(where).directory()
+    if directory is None:
         return None
     try:
         if not limits.symlinks_outside:
-            cast("Directory", found).check_inside(INDEX_FILE)
-        source = cast("Directory", found).open(INDEX_FILE)
+            directory.check_inside(INDEX_FILE)
+        source = directory.open(INDEX_FILE)
     except (FileNotFoundError, MissingFileError):
         return None
     with closing(source):

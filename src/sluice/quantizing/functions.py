@@ -97,8 +97,7 @@ def twin_of(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
         module: The module, which stays unchanged.
         dtypes: Dtype of each parameter that changes its dtype, by its identity.
     """
-    made: dict[int, nn.Parameter] = {}
-    return _twin(module, dtypes, made, {})
+    return _twin(module, dtypes, {}, {})
 
 
 def _twin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Self
@@ -112,8 +112,8 @@ class safe_open:  # noqa: N801  the name in safetensors
 
     def offset_keys(self) -> list[str]:
         """Return the names in the order of the file."""
-        index = self._open.index
-        return sorted(self._open, key=lambda name: (_place(index.storages, self._lazy(name)), name))
+        entries, storages = self._open.entries, self._open.index.storages
+        return sorted(entries, key=lambda name: (storages[entries[name].storages[0]].offset, name))
 
     def metadata(self) -> dict[str, str] | None:
         """Return the text in the header; None if there is none."""
@@ -168,7 +168,3 @@ class _Slice:
         keys = key if isinstance(key, tuple) else (key,)
         with as_safetensors():
             return self._file._result(self._lazy[keys].read(device=self._file._device))  # noqa: SLF001  one module
-
-
-def _place(storages: Sequence[Any], lazy: LazyTensor) -> int:
-    return int(storages[next(iter(lazy.entry.storages))].offset)

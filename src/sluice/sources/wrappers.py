@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from sluice._errors import TruncatedError
 from sluice.sources.protocol import Source
 from sluice.sources.ranges import too_early
 
@@ -14,6 +13,8 @@ __all__ = ["ForwardingSource", "ReadAhead", "Section"]
 
 #: Number of pieces kept: the beginning of a file, its end, and the ends of a pickle or a storage between them.
 _PIECES_KEPT = 4
+
+_INSIDE = "a file inside this file ends too early"
 
 
 class ForwardingSource:
@@ -61,7 +62,7 @@ class Section(ForwardingSource):
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.identity.nbytes:
-            raise self._too_early(offset, nbytes)
+            raise too_early(self.path, offset, nbytes, self.identity.nbytes - offset, _INSIDE)
         for first, data in self._known:
             if first <= offset and offset + nbytes <= first + len(data):
                 return data[offset - first : offset - first + nbytes]
@@ -69,7 +70,7 @@ class Section(ForwardingSource):
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if offset < 0:
-            raise self._too_early(offset, len(buffer))
+            raise too_early(self.path, offset, len(buffer), self.identity.nbytes - offset, _INSIDE)
         room = max(0, self.identity.nbytes - offset)
         return self._source.read_into(self.start + offset, buffer[:room], direct=direct)
 
@@ -78,10 +79,6 @@ class Section(ForwardingSource):
 
     def close(self) -> None:
         """Do nothing: the section does not own the source."""
-
-    def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
-        problem = "a file inside this file ends too early"
-        return too_early(self.path, offset, nbytes, self.identity.nbytes - offset, problem)
 
 
 class ReadAhead(ForwardingSource):

@@ -14,7 +14,7 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES, dtype_name, is_castable, why_no_cast
 from sluice._errors import SaveError
 from sluice._options import DEFAULT_LIMITS
-from sluice.entries.tree import component
+from sluice.entries.tree import children, component
 from sluice.records import Entry, elements_of
 from sluice.records.geometry import span_elements
 from sluice.writing.contents import WrittenItem, stored_once
@@ -256,6 +256,5 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
             if depth == DEFAULT_LIMITS.depth:
                 raise SaveError("the object is nested deeper than sluice reads", tensor=name, expected=depth)
             prefix = f"{name}." if depth else ""
-            children = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(prefix + component(key), child, depth + 1) for key, child in reversed(list(children))]
+            waiting += [(prefix + component(key), child, depth + 1) for key, child in reversed([*children(value)])]
     return named

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from sluice._errors import SaveError
-from sluice.entries.tree import component
+from sluice.entries.tree import children, component
 
 __all__ = ["WalkedObject", "elements", "walk_object"]
 
@@ -117,8 +117,7 @@ def _place(obj: object, wanted: object) -> str | None:
             return name[1:] or None
         if isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
-            children = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{name}.{component(key)}", child) for key, child in children]
+            waiting += [(f"{name}.{component(key)}", child) for key, child in children(value)]
     return None
 
 

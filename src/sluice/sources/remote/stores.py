@@ -155,7 +155,12 @@ def _facts(meta: Any) -> ObjectFacts:
 
 def _listed(store: Any, key: str, root: str, *, lister: Any) -> RemoteDirectory | None:
     prefix = f"{key.strip('/')}/" if key.strip("/") else ""
-    listing = _listing(lister, prefix, shown(root, prefix))
+    path = shown(root, prefix)
+    try:
+        with _store_failures(path) as library:
+            listing = library.list_with_delimiter(lister, prefix or None)
+    except RequestFailedError as failure:
+        raise RemoteError(failure.problem, file=path, advice=failure.advice) from None
     names: dict[str, EntryKind] = {meta["path"].removeprefix(prefix): "file" for meta in listing["objects"]}
     names |= {path.rstrip("/").removeprefix(prefix): "directory" for path in listing["common_prefixes"]}
     # Some tools make an empty object with the name of the prefix.
@@ -163,12 +168,4 @@ def _listed(store: Any, key: str, root: str, *, lister: Any) -> RemoteDirectory 
     if not entries:
         return None
     opened = lambda name: _source(StoredObject(store, prefix + name, root))  # noqa: E731
-    return RemoteDirectory(shown(root, prefix), lambda: entries, opened)
-
-
-def _listing(lister: Any, prefix: str, path: str) -> Any:
-    try:
-        with _store_failures(path) as library:
-            return library.list_with_delimiter(lister, prefix or None)
-    except RequestFailedError as failure:
-        raise RemoteError(failure.problem, file=path, advice=failure.advice) from None
+    return RemoteDirectory(path, lambda: entries, opened)

@@ -22,7 +22,6 @@ from sluice.writing.durable.partial_files import close
 
 __all__ = ["DirectWrites", "block_bytes", "direct_writes", "write_all"]
 
-
 #: Held while the position of a descriptor matters.
 _seeking = threading.Lock()
 
@@ -133,7 +132,7 @@ class DirectWrites:
         while done < len(view) and not self._refused:
             if view.obj is not self._own:
                 written = self._write_copy(view[done:], offset + done)
-            elif _address(view) % block_bytes() == 0:
+            elif np.frombuffer(view, np.uint8).ctypes.data % block_bytes() == 0:
                 written = self._write_once(view[done:], offset + done)
             else:  # never a second buffer: all writers may hold one and wait for each other
                 break
@@ -157,7 +156,3 @@ class DirectWrites:
                 raise
             self._refused = True
             return 0
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)

@@ -105,23 +105,18 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob, error: S
         raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format, advice=_NO_TORCH)
     if job.manifest:
         raise SaveError("a manifest cannot be written by ranks", advice=_NO_MANIFEST)
-    dtensors = dtensors_in(state)
+    dtensors: list[Any] = dtensors_in(state)
     group = group_of(dtensors)
     if group is None:
-        _check_alone(dtensors)
+        if any(tensor.device_mesh.size() > 1 and tensor.device_mesh.get_coordinate() for tensor in dtensors):
+            raise SaveError(
+                "the state has DTensors of several ranks, but there is no process group of them",
+                advice="Nothing was written. Save before destroy_process_group(), on every rank.",
+            )
         return _saved_by(RankGroup(), state, save_format, job, error)
     with Agreement(group, verb="save") as agreement:
         agreement.meet()
         return _saved_by(RankGroup(agreement), state, save_format, job, error)
-
-
-def _check_alone(dtensors: Sequence[Any]) -> None:
-    """Refuse DTensors of which other ranks hold parts, if no process group has these ranks."""
-    if any(tensor.device_mesh.size() > 1 and tensor.device_mesh.get_coordinate() for tensor in dtensors):
-        raise SaveError(
-            "the state has DTensors of several ranks, but there is no process group of them",
-            advice="Nothing was written. Save before destroy_process_group(), on every rank.",
-        )
 
 
 def _saved_by(group: RankGroup, state: object, chosen: SaveFormat, job: SaveJob, error: SaveError | None) -> SavedFiles:
