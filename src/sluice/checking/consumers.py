@@ -20,7 +20,6 @@ __all__ = ["Consumer", "NonFiniteCounter", "RecordChecksum", "TensorCheck"]
 #: Elements that are tested together, so that temporary tensors stay in the cache of a processor.
 _BLOCK_ELEMENTS = 1 << 17
 
-
 #: Receives elements or bytes in order: the next ones, as a flat tensor on the host.
 Consumer: TypeAlias = Callable[[torch.Tensor], None]
 

@@ -20,7 +20,6 @@ from sluice.cli.output import failure_of, unwritten
 
 __all__ = ["main"]
 
-
 #: The commands with the first sentence of their help. ``commands/NAME.py`` has the command ``NAME_command``, and is
 #: imported when it runs: each needs other packages, and ``sluice inspect`` should not wait for them.
 _SUMMARIES = {

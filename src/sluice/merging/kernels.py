@@ -221,7 +221,6 @@ def _found(_merged: MergedTensor, tensors: Sequence[torch.Tensor], first: int, k
 # What follows sparsifies the differences to the base. Of equal magnitudes at a threshold those count that a stable sort
 # has first, as in mergekit on the CPU.
 
-
 #: Magnitude and position of an element.
 _Place: TypeAlias = tuple[float, int]
 

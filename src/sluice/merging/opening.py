@@ -35,7 +35,6 @@ __all__ = ["joined", "open_merge"]
 
 _LAYER = re.compile(r"(.*?)\.(\d{1,18})\.(.+)")
 
-
 #: The tensors of each input, by its path, with storages of the joined checkpoint.
 _Inputs: TypeAlias = Mapping[str, Mapping[str, Entry]]
 

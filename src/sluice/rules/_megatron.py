@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
@@ -93,12 +93,8 @@ _LAYERS = {"gpt": "transformer.h", "llama": "model.layers"}
 
 _QKV, _FC1 = "self_attention.linear_qkv.", "mlp.linear_fc1."
 
-
-class _Place(NamedTuple):
-    """Where a rank has its layers: interleaved chunks come first, in turns over the stages."""
-
-    chunk: int
-    stage: int
+#: Chunk and stage of a rank's layers: interleaved chunks come first, in turns over the stages.
+_Place: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +120,7 @@ class MegatronRule(Rule):
             findings.matched = True
             if found["expert"] or ".experts." in name:
                 raise MismatchError(f"the rule {self} does not join expert-parallel ranks", tensor=name)
-            place = _Place(int(found["chunk"] or 0), int(found["stage"] or found["pp"] or 0))
+            place = int(found["chunk"] or 0), int(found["stage"] or found["pp"] or 0)
             own = pieces[place][_today(found["name"])]
             rank = int(found["tensor"] or found["tp"] or 0)
             if rank in own:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["load_command", "plan_command"]
 
-
 _OPTIONS = together(
     click.option("--model-args", metavar="JSON", help="Its arguments: a JSON object by name, or an array in order."),
     click.option("--device", help="Device of the tensors: cpu, cuda:0, ...; auto fills accelerators in order."),

@@ -17,7 +17,6 @@ from sluice.formats.manifest import HashAlgorithm
 
 __all__ = ["diff_command", "verify_command"]
 
-
 #: Exit code if there is no result, because a file could not be read or written: 1 is a result.
 _UNREADABLE = 2
 
