@@ -58,20 +58,17 @@ class _Target(threading.local):
 _TARGET = _Target()
 
 
-class _WithoutQueries(logging.Filter):
+def _without_queries(record: logging.LogRecord) -> bool:
     """Remove queries, which may be signatures, from what urllib3 logs about requests of sluice."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if _TARGET.requesting and isinstance(record.args, tuple):
-            record.args = tuple(
-                each.partition("?")[0] + "?..." if isinstance(each, str) and "?" in each else each
-                for each in record.args
-            )
-        return True
+    if _TARGET.requesting and isinstance(record.args, tuple):
+        record.args = tuple(
+            each.partition("?")[0] + "?..." if isinstance(each, str) and "?" in each else each for each in record.args
+        )
+    return True
 
 
 for _logger in ("urllib3.connection", "urllib3.connectionpool"):
-    logging.getLogger(_logger).addFilter(_WithoutQueries())
+    logging.getLogger(_logger).addFilter(_without_queries)
 
 
 def _receive(response: BaseHTTPResponse, buffer: memoryview) -> int:
