@@ -102,10 +102,15 @@ class TorchZipFormat:
         last = _records_before_unused_ones(references, positions, directory)
         if not checks_with_data(source):
             locate_records(source, last)
+        swapped = (number_bytes(reference.element_dtype) if big_endian else 0 for reference in references)
+        storages = (
+            Storage(0, directory.headers[at], directory.sizes[at], reference.key, False, item if item > 1 else 0)
+            for at, reference, item in zip(positions, references, swapped, strict=True)
+        )
         return Index(
             format=kind,
             files=(FileRecord(path=source.path, identity=source.identity),),
-            storages=tuple(_storages(references, positions, directory, big_endian=big_endian)),
+            storages=tuple(storages),
             tree=tree,
             crcs=array("I", map(directory.crcs.__getitem__, positions)),
             metadata=metadata,
@@ -233,16 +238,6 @@ def _positions(references: Sequence[StorageReference], directory: CentralDirecto
             )
         positions.append(position)
     return positions
-
-
-def _storages(
-    references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory, *, big_endian: bool
-) -> list[Storage]:
-    swapped = (number_bytes(reference.element_dtype) if big_endian else 0 for reference in references)
-    return [
-        Storage(0, directory.headers[record], directory.sizes[record], reference.key, False, item if item > 1 else 0)
-        for record, reference, item in zip(positions, references, swapped, strict=True)
-    ]
 
 
 def _records_before_unused_ones(
