@@ -59,6 +59,7 @@ class Place(Struct, frozen=True, kw_only=True):
     title: str
     #: Last part of the location, without the query of a URL.
     name: str = ""
+    #: A path, or a ``Remote``.
     location: Location = ""
     members: tuple[Place, ...] = ()
     stream: BinaryIO | None = None
@@ -131,13 +132,13 @@ def find_place(where: object) -> Place:
         path = source_path(where)
         if not is_remote(path):
             return Place(kind="local", title=path, name=os.path.basename(path), location=path)
-        return _remote_place(path, without_credentials(path))
+        return _remote_place(_remote().Remote(path))
     if isinstance(where, (list, tuple)):
         return _listed(where)
     if not hasattr(where, "read") and not isinstance(where, dict):
         remote = _remote().remote_location(where)
         if remote is not None:
-            return _remote_place(remote, remote.address)
+            return _remote_place(remote)
     if not hasattr(where, "read"):
         raise TypeError(f"source is {type_of(where)}; {_instead(where)}")
     name = getattr(where, "name", "")
@@ -145,8 +146,9 @@ def find_place(where: object) -> Place:
     return Place(kind="stream", title=title, stream=cast("BinaryIO", where))
 
 
-def _remote_place(location: Location, address: str) -> Place:
-    return Place(kind="remote", title=address, name=address.rstrip("/").rpartition("/")[2], location=location)
+def _remote_place(remote: Remote) -> Place:
+    name = remote.address.rstrip("/").rpartition("/")[2]
+    return Place(kind="remote", title=remote.address, name=name, location=remote)
 
 
 def _listed(where: Sequence[object]) -> Place:

@@ -86,8 +86,8 @@ def test_a_usual_name_that_is_refused_may_be_missing() -> None:
 
 
 def test_files_below_a_directory() -> None:
-    assert below("https://host/dir?x=1", "f g").url == "https://host/dir/f%20g?x=1"
-    assert below("s3://bucket/dir/", "f").url == "s3://bucket/dir/f"
+    assert below(sluice.Remote("https://host/dir?x=1"), "f g").url == "https://host/dir/f%20g?x=1"
+    assert below(sluice.Remote("s3://bucket/dir/"), "f").url == "s3://bucket/dir/f"
 
 
 def _same(tensors: Any, expected: Any) -> None:

@@ -43,9 +43,8 @@ def check_relative(name: str, directory: str) -> None:
         raise PathEscapeError(problem, file=directory, expected="a relative name with forward slashes", found=name)
 
 
-def below(where: str | Remote, name: str) -> Remote:
+def below(remote: Remote, name: str) -> Remote:
     """Return the address of a file in a remote directory."""
-    remote = Remote(where) if isinstance(where, str) else where
     before, query = _divided(remote)
     text = quote(name) if _has_query(remote) else name
     slash = "/" if before and not before.endswith("/") else ""

@@ -50,11 +50,11 @@ _EXTRAS = {
 }
 
 
-def open_remote(where: str | Remote, commits: dict[Any, Any] | None = None) -> Source:
+def open_remote(remote: Remote, commits: dict[Any, Any] | None = None) -> Source:
     """Return a remote file as a source; its first bytes are read.
 
     Args:
-        where: Its address.
+        remote: Its address.
         commits: Revisions of the hub, which all files of one checkpoint that are opened with this dict share.
 
     Raises:
@@ -62,7 +62,6 @@ def open_remote(where: str | Remote, commits: dict[Any, Any] | None = None) -> S
         UnsupportedError: A library is missing, or no library reads addresses of this kind.
         RemoteError: The server does not answer.
     """
-    remote = _remote(where)
     shared = () if commits is None or _transport(remote) != "hub" else (commits,)
     return _tuned(_module(remote).open_source(remote, *shared), remote)
 
@@ -73,18 +72,17 @@ def open_commit(url: str) -> tuple[str, Directory]:
     return cast("tuple[str, Directory]", _module(remote).open_commit(remote))
 
 
-def open_remote_directory(where: str | Remote) -> Directory | None:
+def open_remote_directory(remote: Remote) -> Directory | None:
     """Return a remote directory; None if the address names one file, or nothing.
 
     Raises:
         UnsupportedError: A library is missing, or no library reads addresses of this kind.
         RemoteError: The server does not answer.
     """
-    remote = _remote(where)
     return _tuned_directory(_module(remote).open_directory(remote), remote)
 
 
-def open_remote_place(where: str | Remote) -> Directory | Source:
+def open_remote_place(remote: Remote) -> Directory | Source:
     """Return the remote directory or the remote file at an address.
 
     Raises:
@@ -92,7 +90,6 @@ def open_remote_place(where: str | Remote) -> Directory | Source:
         UnsupportedError: A library is missing, or no library reads addresses of this kind.
         RemoteError: The server does not answer.
     """
-    remote = _remote(where)
     transport = _module(remote)
     if not hasattr(transport, "open_place"):
         return open_remote_directory(remote) or open_remote(remote)
@@ -108,7 +105,7 @@ def _tuned_directory(directory: RemoteDirectory | None, remote: Remote) -> Direc
     return directory and directory.tuned(lambda source, name: _tuned(source, below(remote, name)))
 
 
-def remote_parent(where: str | Remote) -> Directory:
+def remote_parent(remote: Remote) -> Directory:
     """Return the directory that holds a remote file.
 
     The address of the directory is that of the file up to its last part: same server, same query.
@@ -116,7 +113,6 @@ def remote_parent(where: str | Remote) -> Directory:
     Raises:
         UnsupportedError: A library is missing.
     """
-    remote = _remote(where)
     parent = SiblingFiles(remote, open_remote)
     transport = _transport(remote)
     # One client, or one revision, for all files. The revision is that of all files or of none; an object of a store may
@@ -125,10 +121,6 @@ def remote_parent(where: str | Remote) -> Directory:
         if transport in ("stores", "hub"):
             return open_remote_directory(parent.location) or parent
     return parent
-
-
-def _remote(where: str | Remote) -> Remote:
-    return where if isinstance(where, Remote) else Remote(where)
 
 
 def _tuned(source: Source, remote: Remote) -> Source:
