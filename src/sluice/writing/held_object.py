@@ -51,18 +51,13 @@ class _StorageSpan(Struct):
         return self.tensor.as_strided((self.elements,), (1,), self.start)
 
 
-class HeldObject:
+class HeldObject(Struct, eq=False):
     """An object in memory; see ``Contents``."""
 
-    def __init__(self, obj: object, dtype: str | None) -> None:
-        """Look at nothing yet.
-
-        Args:
-            obj: A state dict, or any nested object for a torch file.
-            dtype: Dtype that real floating-point tensors are cast to; None keeps each dtype.
-        """
-        self.tree = obj
-        self._dtype = dtype
+    #: A state dict, or any nested object for a torch file.
+    tree: object
+    #: Dtype that real floating-point tensors are cast to; None keeps each dtype.
+    dtype: str | None
 
     def named(self) -> Mapping[str, torch.Tensor]:
         return _named_tensors(self.tree)
@@ -75,7 +70,7 @@ class HeldObject:
 
     def outlines(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorOutline]:
         return {
-            name: TensorOutline(finished_dtype(tensor, self._dtype), tuple(tensor.shape))
+            name: TensorOutline(finished_dtype(tensor, self.dtype), tuple(tensor.shape))
             for name, tensor in tensors.items()
         }
 
@@ -84,7 +79,7 @@ class HeldObject:
 
     def lay_out(self, obj: object, named: Mapping[str, torch.Tensor]) -> TorchFile:
         walked = walk_object(obj, _attributes)
-        spans = _collect_spans(walked.tensors, self._dtype)
+        spans = _collect_spans(walked.tensors, self.dtype)
         return TorchFile(
             pickled=pickle_object(obj, walked, _descriptions(walked.tensors, spans)),
             storages=[(span, span.dtype) for span in spans.values()],

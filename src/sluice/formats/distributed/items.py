@@ -241,37 +241,32 @@ class ItemReader:
             return section, index
 
 
-class ItemFile:
+class ItemFile(Struct, frozen=True, eq=False):
     """Locator of the data in one data file; see ``Locator``."""
 
-    def __init__(self, reader: ItemReader, storages: Sequence[ItemStorage]) -> None:
-        """Prepare to locate data.
-
-        Args:
-            reader: Parser of the items.
-            storages: The storages of the index of the file, by position.
-        """
-        self._reader = reader
-        self._storages = storages
+    #: Parser of the items.
+    reader: ItemReader
+    #: The storages of the index of the file, by position.
+    storages: Sequence[ItemStorage]
 
     def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
         unlocated = [position for position in storages if not index.storages[position].located]
-        unlocated.sort(key=lambda position: (self._storages[position].item.offset, position))
+        unlocated.sort(key=lambda position: (self.storages[position].item.offset, position))
         groups = [
             (item, list(positions))
-            for item, positions in groupby(unlocated, lambda position: self._storages[position].item)
+            for item, positions in groupby(unlocated, lambda position: self.storages[position].item)
         ]
         offsets: dict[int, int] = {}
         for batch in _batches(groups):
             ends = _read_ends(source, [item for item, _ in batch])
             for (item, positions), known in zip(batch, ends, strict=True):
-                expected = [self._storages[position] for position in positions]
-                offsets.update(zip(positions, self._reader.offsets(source, item, known, expected), strict=True))
+                expected = [self.storages[position] for position in positions]
+                offsets.update(zip(positions, self.reader.offsets(source, item, known, expected), strict=True))
         return offsets
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
         checksums: list[Checksum | CheckpointError] = []
-        for item in dict.fromkeys(storage.item for storage in self._storages):
+        for item in dict.fromkeys(storage.item for storage in self.storages):
             try:
                 of_records = TorchZipFormat().checksums(Section(source, item.offset, item.nbytes), limits)
             except CheckpointError as error:

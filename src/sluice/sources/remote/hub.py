@@ -152,25 +152,20 @@ class _Information(Struct):
     siblings: list[_File] | None = None
 
 
-class _Commit:
+class _Commit(Struct, frozen=True, eq=False):
     """One commit of a model."""
 
-    def __init__(
-        self, address: HubAddress, remote: Remote, revision: str, names: Sequence[str], cached: tuple[str, str] | None
-    ) -> None:
-        """Keep what is known of a commit.
-
-        Args:
-            address: The address that named it.
-            remote: Settings of requests.
-            revision: The commit.
-            names: Paths of its files.
-            cached: Directory of these files in the cache, and why the hub is not asked, as a clause; None if they are
-                on the hub, and perhaps in the cache too.
-        """
-        self.address, self.names = address, names
-        self.revision = revision
-        self._remote, self._cached = remote, cached
+    #: The address that named it.
+    address: HubAddress
+    #: Settings of requests.
+    remote: Remote
+    #: The commit.
+    revision: str
+    #: Paths of its files.
+    names: Sequence[str]
+    #: Directory of these files in the cache, and why the hub is not asked, as a clause; None if they are on the hub,
+    #: and perhaps in the cache too.
+    cached: tuple[str, str] | None
 
     @classmethod
     def of(cls, address: HubAddress, remote: Remote) -> _Commit:
@@ -224,8 +219,8 @@ class _Commit:
             MissingFileError: There is no such file.
         """
         shown = str(replace(self.address, path=path))
-        if self._cached is not None:
-            folder, why = self._cached
+        if self.cached is not None:
+            folder, why = self.cached
             if path in self.names:
                 note = f"commit {self.revision[:12]} in the cache of huggingface_hub: {why}"
                 return LocalFile(os.path.join(folder, path), note=note)
@@ -239,7 +234,7 @@ class _Commit:
         if isinstance(cached, str):
             return LocalFile(cached, note="read from the cache of huggingface_hub")
         url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self.revision, endpoint=_endpoint())
-        return RemoteFile(http.HttpObject(_with_token(url, self._remote), shown=shown))
+        return RemoteFile(http.HttpObject(_with_token(url, self.remote), shown=shown))
 
 
 def _endpoint() -> str:
