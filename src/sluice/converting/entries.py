@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, groupby
 from typing import Self
 
 import torch
+from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
@@ -36,37 +38,26 @@ def finished_dtype(entry: Entry, dtype: str | None) -> str:
     return entry.cast or (dtype if dtype is not None and is_castable(entry.dtype) else entry.dtype)
 
 
-class Entries:
+class Entries(Struct, eq=False, dict=True):
     """Entries of a checkpoint; see ``Contents``. Reads in its ``with`` block."""
 
-    def __init__(
-        self,
-        checkpoint: OpenCheckpoint,
-        tree: object,
-        dtype: str | None,
-        *,
-        batch_bytes: int,
-        staging_bytes: int,
-        page_cache: PageCache,
-    ) -> None:
-        """Read nothing yet.
+    #: The source.
+    checkpoint: OpenCheckpoint
+    #: An object with its entries.
+    tree: object
+    #: Dtype that real floating-point tensors are cast to; None keeps each dtype.
+    dtype: str | None
+    #: Bytes of entries that are read at once. One batch is written while the next is read.
+    batch_bytes: int
+    #: Bytes of the buffers of reads.
+    staging_bytes: int
+    #: Use of the page cache.
+    page_cache: PageCache
 
-        Args:
-            checkpoint: The source.
-            tree: An object with its entries.
-            dtype: Dtype that real floating-point tensors are cast to; None keeps each dtype.
-            batch_bytes: Bytes of entries that are read at once. One batch is written while the next is read.
-            staging_bytes: Bytes of the buffers of reads.
-            page_cache: Use of the page cache.
-        """
-        self.tree = tree
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._batch_bytes = batch_bytes
-        self._staging_bytes = staging_bytes
-        self._page_cache: PageCache = page_cache
-        #: Reads the entries.
-        self.reader = CheckpointReader(checkpoint)
+    @cached_property
+    def reader(self) -> CheckpointReader:
+        """Reads the entries."""
+        return CheckpointReader(self.checkpoint)
 
     def __enter__(self) -> Self:
         return self
@@ -76,15 +67,15 @@ class Entries:
 
     def finished(self, entry: Entry) -> str:
         """Return the dtype of an entry in the file."""
-        return finished_dtype(entry, self._dtype)
+        return finished_dtype(entry, self.dtype)
 
     def named(self) -> Mapping[str, Entry]:
-        return flatten(self.tree, self._checkpoint.limits)
+        return flatten(self.tree, self.checkpoint.limits)
 
     def distinct(self) -> tuple[dict[str, Entry], dict[str, str]]:
         assert isinstance(self.tree, dict)
         stored, ties = stored_once(self.tree, _identity)
-        refuse_repeats(stored, self._checkpoint)
+        refuse_repeats(stored, self.checkpoint)
         self._locate(stored.values())
         return stored, ties
 
@@ -98,7 +89,7 @@ class Entries:
     def lay_out(self, obj: object, named: Mapping[str, Entry]) -> TorchFile:
         walked = walk_object(obj, _attributes)
         self._locate(walked.tensors)
-        storages = _Storages(walked.tensors, self.finished, self._checkpoint.index)
+        storages = _Storages(walked.tensors, self.finished, self.checkpoint.index)
         return TorchFile(
             pickled=pickle_object(obj, walked, storages.described()),
             storages=storages.sources,
@@ -116,7 +107,7 @@ class Entries:
             started = None
             if batch is not None:
                 entries = [entry for _, entry in batch]
-                running = self.reader.start(entries, staging_bytes=self._staging_bytes, page_cache=self._page_cache)
+                running = self.reader.start(entries, staging_bytes=self.staging_bytes, page_cache=self.page_cache)
                 started = [item for item, _ in batch], running
                 del running
             if pending is not None:
@@ -131,7 +122,7 @@ class Entries:
         for item in items:
             for piece in self._cut(item.source):
                 more = max(1, len(piece.parts))
-                if batch and (nbytes + piece.nbytes > self._batch_bytes or fills + more > defaults.SCAN_BATCH_PIECES):
+                if batch and (nbytes + piece.nbytes > self.batch_bytes or fills + more > defaults.SCAN_BATCH_PIECES):
                     yield batch
                     batch, nbytes, fills = [], 0, 0
                 batch.append((item, piece))
@@ -141,17 +132,17 @@ class Entries:
             yield batch
 
     def _cut(self, entry: Entry) -> Iterator[Entry]:
-        if entry.nbytes <= self._batch_bytes:
+        if entry.nbytes <= self.batch_bytes:
             yield entry
             return
         # Packs are decoded as a whole. The sizes of all are powers of two.
         whole = max(1 if (packing := piece.elements.packing) is None else packing.elements for piece in entry.pieces)
-        for key in boxes(entry.shape, self._batch_bytes // ITEM_BYTES[entry.dtype], whole):
+        for key in boxes(entry.shape, self.batch_bytes // ITEM_BYTES[entry.dtype], whole):
             yield slice_entry(entry, key)
 
     def _locate(self, entries: Iterable[Entry]) -> None:
         """Check the headers of all data before anything is written."""
-        self._checkpoint.locate({number for entry in entries if entry.numel for number in entry.storages})
+        self.checkpoint.locate({number for entry in entries if entry.numel for number in entry.storages})
 
 
 def _attributes(value: object) -> Mapping[str, object] | None:
