@@ -83,7 +83,7 @@ class MetadataAllowlist(Allowlist):
         for leaf in (BYTES, *leaves):
             module, _, name = leaf.qualified_name.rpartition(".")
             self.names[module, name] = Constructor(
-                qualified_name=leaf.qualified_name, build=lambda _, leaf=leaf: leaf, creates=True
+                qualified_name=leaf.qualified_name, build=partial(lambda leaf, _: leaf, leaf), creates=True
             )
 
     def find(self, module: str, name: str) -> object | None:
