@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 
 help:
 	@echo "make install          create .venv with everything the project needs"
-	@echo "make demo [SIZE=xl]   compare sluice with every other way to load, on this machine"
+	@echo "make demo [SIZE=xl]   compare sluice with five other ways to load, on this machine"
 	@echo "make test             the tests that CI runs"
 	@echo "make test-long        all tests, with full counts"
 	@echo "make test-versions [ENVIRONMENTS='oldest newest'] the core profile with other versions of Python, torch, ..."
@@ -20,7 +20,7 @@ help:
 	@echo "make check            lint, format, types, layers, phrases, the package and the documentation's links"
 	@echo "make docs             build the documentation site into site/"
 	@echo "make notebook [SIZE=xl] run the notebook and keep its outputs"
-	@echo "make benchmarks       every cell of docs/performance.md in two hours, with 30 GB of disk"
+	@echo "make benchmarks       tables of loads, saves, small loads, ranks and the network in two hours, with 30 GB"
 
 install: $(INSTALLED)
 
