@@ -205,6 +205,63 @@ def test_a_tensor_reads_into_memory_that_exists(file: Path) -> None:
             checkpoint["a.w"].read(out=out, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, dtype=torch.complex64).conj(),
+        torch.zeros(1, dtype=torch.complex64).expand(2),
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.complex64, device="meta"),
+        torch.nn.UninitializedParameter(),
+    ],
+    ids=["conjugated", "expanded", "real", "meta", "lazy"],
+)
+def test_memory_that_cannot_hold_the_values_is_refused(out: torch.Tensor, tmp_path: Path) -> None:
+    torch.save({"c": torch.tensor([1 + 2j, 3 - 1j])}, tmp_path / "c.pth")
+    with sluice.open(tmp_path / "c.pth") as checkpoint, pytest.raises(sluice.MismatchError, match="out ") as caught:
+        checkpoint["c"].read(out=out)
+    assert caught.value.file == str(tmp_path / "c.pth")
+
+
+def test_autograd_learns_of_a_read_into_a_tensor(file: Path) -> None:
+    weight, x = torch.nn.Parameter(torch.zeros(12, 5)), torch.ones(12, 5, requires_grad=True)
+    product = (weight * x).sum()
+    with sluice.open(file) as checkpoint, torch.no_grad():
+        checkpoint["a.w"].read(out=weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_a_checkpoint_stays_open_when_one_that_it_lent_its_files_to_is_closed(file: Path) -> None:
+    with sluice.open(file) as checkpoint:
+        with sluice.open(checkpoint) as same, sluice.open(checkpoint, key="a") as part:
+            assert (set(same), set(part)) == (set(checkpoint), {"w", "b"})
+            checkpoint["c"].read()
+        with pytest.raises(ValueError, match="closed"):
+            part["b"].read()
+        lent = sluice.open(checkpoint)
+        checkpoint["c"].read()
+    with pytest.raises(ValueError, match="closed"):
+        lent["c"].read()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda file: sluice.open(file, key="z"),
+        lambda file: sluice.load_into(torch.nn.Linear(2, 2), file),
+        lambda file: sluice.load_state_dict(file, key="z"),
+        lambda file: sluice.convert(file, file.with_name("other.pth"), rename={"z": "y"}),
+        lambda file: sluice.diff(file, file, key="z"),
+    ],
+    ids=["open", "load_into", "load_state_dict", "convert", "diff"],
+)
+def test_what_does_not_fit_names_the_file(file: Path, call: Callable[[Path], object]) -> None:
+    with pytest.raises(sluice.MismatchError) as caught:
+        call(file)
+    assert caught.value.file == str(file)
+
+
 def test_a_key_shows_a_part(file: Path) -> None:
     with sluice.open(file, key="a") as checkpoint:
         assert set(checkpoint) == {"w", "b"}

@@ -56,6 +56,27 @@ def test_values_come_back_as_torch_loads_them(value: Any, prefix: str, tmp_path:
     assert same(model[0].extra, torch.load(tmp_path / "f.pth")[f"{prefix}0._extra_state"])
 
 
+def test_extra_state_without_tensors_is_the_modules_own(tmp_path: Path) -> None:
+    torch.save(state_of({"steps": [1], "dtype": torch.float16, "size": torch.Size([2, 3])}), tmp_path / "f.pth")
+    with sluice.open(tmp_path / "f.pth") as checkpoint:
+        for _ in range(2):
+            model = empty(build)
+            sluice.load_into(model, checkpoint)
+            assert model[0].extra == {"steps": [1], "dtype": torch.float16, "size": torch.Size([2, 3])}
+            assert isinstance(model[0].extra["dtype"], torch.dtype)
+            model[0].extra["steps"].append(2)
+
+
+@pytest.mark.parametrize("value", [{}, [3], {"a": 1, "t": torch.ones(2)}])
+def test_rules_leave_extra_state_whole(value: Any, tmp_path: Path) -> None:
+    torch.save(state_of(value), tmp_path / "f.pth")
+    scaled = [sluice.rules.scale("1.bias", 1.0)]
+    sluice.convert(tmp_path / "f.pth", tmp_path / "g.pth", rules=scaled)
+    for found in (torch.load(tmp_path / "g.pth"), sluice.load_state_dict(tmp_path / "f.pth", rules=scaled)):
+        assert same(found["0._extra_state"], value)
+        empty(build).load_state_dict(found, assign=True)
+
+
 def test_shared_tensors_of_extra_state_stay_shared() -> None:
     table = torch.arange(6.0)
     model = empty(build)

@@ -254,3 +254,25 @@ def test_a_filter_of_torchao(trained: tuple[Net, Path], torchao: Any) -> None:
     )
     sluice.load_into(found, path, strict=False, quantize=quantize)
     assert [name for name, value in found.named_parameters() if hasattr(value, "qdata")] == ["wide.weight"]
+
+
+def test_a_tied_weight_that_becomes_a_plain_one_is_a_parameter_of_its_own(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(30, 64), nn.Linear(64, 30, bias=False)
+            self.head.weight = self.embedding.weight
+
+    def quantize(root: nn.Module) -> None:
+        for module in root.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(module.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+    model = Tied()
+    torch.save(model.state_dict(), tmp_path / "f.pth")
+    with sluice.empty_init():
+        found = Tied()
+    sluice.load_into(found, tmp_path / "f.pth", quantize=quantize)
+    assert torch.equal(found.embedding.weight, model.embedding.weight)
+    assert found.head.weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(found.head.weight.float(), model.head.weight.to(torch.float8_e4m3fn).float())

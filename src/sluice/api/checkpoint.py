@@ -236,6 +236,4 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         wte.weight torch.float32 (64, 16)
     """
     check_load(key=key, limits=limits)
-    if isinstance(source, Checkpoint) and key is None:
-        return source
     return Checkpoint.open(source, key=key, limits=limits, encoding=encoding)

@@ -93,8 +93,8 @@ def diff(
         raise ValueError("sparse is for patch=")
     path = None if patch is None else refuse_url(path_argument(patch, "patch"), advice=UPLOAD_ADVICE)
     with (
-        borrow(a, limits=limits, encoding=encoding) as ours,
-        borrow(b, limits=limits, encoding=encoding) as theirs,
+        borrow(a, limits=limits, encoding=encoding, alone=False) as ours,
+        borrow(b, limits=limits, encoding=encoding, alone=False) as theirs,
     ):
         parts = parts_to_compare(ours, theirs, key, other_key)
         if path is not None:

@@ -13,7 +13,7 @@ from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from msgspec.structs import replace
 
-from sluice._errors import CheckpointError
+from sluice._errors import CheckpointError, MismatchError, PartialLoadError, SluiceError
 from sluice._messages import type_of
 from sluice._options import BYTES_ENCODING, DEFAULT_LIMITS, TEXT_ENCODING, Limits
 from sluice.checkpoint.open_file import CheckpointLayout, OpenFile
@@ -32,7 +32,13 @@ class OpenCheckpoint:
     """The index of a checkpoint and its open files. A context manager that closes them."""
 
     def __init__(
-        self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits, place: Place | None = None
+        self,
+        path: str,
+        index: Index,
+        files: tuple[OpenFile, ...],
+        limits: Limits,
+        place: Place | None = None,
+        lender: OpenCheckpoint | None = None,
     ) -> None:
         #: Path of the file or directory that was opened, or its address without credentials; of a list of files, the
         #: first, and the number of the others.
@@ -45,6 +51,8 @@ class OpenCheckpoint:
         self.open_files = files
         self.limits = limits
         self._offsets: dict[int, int] = {}
+        #: The checkpoint whose files these are, if it closes them.
+        self._lender = lender
         self._closed = False
 
     @classmethod
@@ -58,13 +66,14 @@ class OpenCheckpoint:
     ) -> Self:
         """Open a checkpoint; see ``sluice.open`` for the arguments and errors.
 
-        If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
+        If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files, which
+        stay open when the view is closed.
         """
-        owned = not isinstance(source, OpenCheckpoint)
+        lender = source if isinstance(source, OpenCheckpoint) else None
         if hasattr(source, "open_checkpoint"):  # a comparison with the protocol takes 20 times as long
             source = source.open_checkpoint(limits or DEFAULT_LIMITS, check_encoding(encoding))
         if isinstance(source, OpenCheckpoint):
-            opened = cls(source.path, source.index, source.open_files, source.limits, source.place)
+            opened = cls(source.path, source.index, source.open_files, source.limits, source.place, lender)
         else:
             limits, encoding = limits or DEFAULT_LIMITS, check_encoding(encoding)
             opened = cls.of_layout(classify(source, limits), limits, encoding)
@@ -74,9 +83,9 @@ class OpenCheckpoint:
                 if isinstance(part, Opaque):
                     raise trees.refusal(part, key, opened.path)
                 opened.index = replace(opened.index, tree=part)
-            except BaseException:
-                if owned:
-                    opened.close()
+            except BaseException as error:
+                opened.close()
+                name_file(error, opened.path)
                 raise
         return opened
 
@@ -136,8 +145,7 @@ class OpenCheckpoint:
         Raises:
             ValueError: The checkpoint is closed.
         """
-        if self._closed:
-            raise ValueError("the checkpoint is closed")
+        self.refuse_closed()
         return tuple(file.source for file in self.open_files)
 
     @cached_property
@@ -167,8 +175,7 @@ class OpenCheckpoint:
         Raises:
             ValueError: The checkpoint is closed.
         """
-        if self._closed:
-            raise ValueError("the checkpoint is closed")
+        self.refuse_closed()
         return [file.checksums(self.limits) for file in self.open_files]
 
     @property
@@ -187,8 +194,7 @@ class OpenCheckpoint:
         Raises:
             FormatError: A header is damaged.
         """
-        if self._closed:
-            raise ValueError("the checkpoint is closed")
+        self.refuse_closed()
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in set(storages) - self._offsets.keys():
             storage = self.index.storages[number]
@@ -201,8 +207,15 @@ class OpenCheckpoint:
     def close(self) -> None:
         """Release the files. Tensors that were read stay valid; further reads raise ``ValueError``."""
         self._closed = True
-        for file in self.open_files:
+        for file in self.open_files if self._lender is None else ():
             file.source.close()
+
+    def refuse_closed(self) -> None:
+        """Raise ValueError if it is closed."""
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
+        if self._lender is not None:
+            self._lender.refuse_closed()
 
     def __enter__(self) -> Self:
         return self
@@ -248,14 +261,27 @@ def check_encoding(encoding: str) -> str:
 
 @contextmanager
 def borrow(
-    source: CheckpointSource, *, limits: Limits | None = None, encoding: str = TEXT_ENCODING
+    source: CheckpointSource, *, limits: Limits | None = None, encoding: str = TEXT_ENCODING, alone: bool = True
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint for the block; a checkpoint that is already open stays open."""
+    """Open a checkpoint for the block; a checkpoint that is already open stays open.
+
+    Unless the block works on others, too, its errors name the checkpoint if they name no file.
+    """
     checkpoint = (
         source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source, limits=limits, encoding=encoding)
     )
     try:
         yield checkpoint
+    except (CheckpointError, MismatchError, PartialLoadError) as error:
+        if alone:
+            name_file(error, checkpoint.path)
+        raise
     finally:
         if checkpoint is not source:
             checkpoint.close()
+
+
+def name_file(error: BaseException, path: str) -> None:
+    """Name the checkpoint in an error that names no file."""
+    if isinstance(error, SluiceError) and error.file is None:
+        error.file = path

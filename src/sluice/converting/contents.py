@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from reprlib import repr as short_repr
 
 from msgspec import Struct
@@ -14,6 +14,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
+from sluice.matching.candidates import extra_states, in_extra_state
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import only_state_dict
 from sluice.records import Entry
@@ -54,9 +55,11 @@ def whole_contents(
         return _converted(tree, chosen, path, chosen, _count(chosen))
     chosen, path = _state_dict(checkpoint, tree, key)
     renaming = Renaming(rename)
-    entries, taken = _entries(checkpoint, chosen, renaming, rules)
+    states = dict(extra_states(chosen))  # each stays whole, as ``set_extra_state`` expects it
+    entries, taken = _entries(checkpoint, chosen, renaming, rules, skip=in_extra_state)
     renamed: dict[str, object] = {**entries}
     values = {name: value for name, value in trees.leaves(chosen) if not isinstance(value, Entry)}
+    values = {name: value for name, value in values.items() if not in_extra_state(name)} | states
     for name, value in renaming.apply(values).items():
         if name in renamed:
             raise MismatchError(
@@ -65,7 +68,7 @@ def whole_contents(
         renamed[name] = value
     state_dict = OrderedDict(renamed)
     state_dict.__dict__.update(getattr(chosen, "__dict__", {}))
-    return _converted(tree, chosen, path, state_dict, taken)
+    return _converted(tree, chosen, path, state_dict, taken + sum(map(_count, states.values())))
 
 
 def flat_contents(
@@ -126,9 +129,16 @@ def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tu
 
 
 def _entries(
-    checkpoint: OpenCheckpoint, chosen: Mapping[str, object], renaming: Renaming, rules: Sequence[Rule]
+    checkpoint: OpenCheckpoint,
+    chosen: Mapping[str, object],
+    renaming: Renaming,
+    rules: Sequence[Rule],
+    *,
+    skip: Callable[[str], bool] = lambda _: False,
 ) -> tuple[dict[str, Entry], int]:
     """Return the tensors by their new names, and the number of names of the checkpoint that they come from.
+
+    Those whose names ``skip`` accepts are left out.
 
     Raises:
         MismatchError: None is left, a name is not a string, or the rules do not apply.
@@ -136,7 +146,7 @@ def _entries(
     for key in trees.odd_keys(chosen):
         problem = f"tensor names must be strings, not {type(key).__name__}"
         raise MismatchError(problem, file=checkpoint.path, tensor=short_repr(key))
-    flat = trees.flatten(chosen, checkpoint.limits)
+    flat = {name: entry for name, entry in trees.flatten(chosen, checkpoint.limits).items() if not skip(name)}
     renamed = renaming.apply(flat)
     renaming.check(name for name, _ in trees.leaves(chosen))
     entries = apply_rules(renamed, rules)

@@ -163,11 +163,11 @@ def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor
 def read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
     """Return a part of the checkpoint with its tensors on the host, as ``torch.load`` returns it."""
     entries = list(every_entry(tree))
-    if not entries:
-        return tree
-    requests = [request for entry in entries for request in component_requests("extra state", entry, device="cpu")]
-    prepared = prepare(checkpoint, requests, share_storages=True)
-    tensors, _ = run(checkpoint, prepared, Targets(prepared.plan))
+    tensors: list[torch.Tensor] = []
+    if entries:
+        requests = [request for entry in entries for request in component_requests("extra state", entry, device="cpu")]
+        prepared = prepare(checkpoint, requests, share_storages=True)
+        tensors, _ = run(checkpoint, prepared, Targets(prepared.plan))
     return with_tensors(tree, entries, tensors, file=checkpoint.path)
 
 

@@ -75,7 +75,7 @@ def quantized(state: ModuleState, matched: Match, quantize: object) -> Quantized
         places = {(id(weight.single.module), weight.single.name) for weight in weights}
         if places < {_key(owner) for owner in state.owners[slot]}:
             state, matched = _untied(state, matched, slot, places, names)
-            found[len(state.tensors) - 1] = found.pop(slot)
+            found[len(state.tensors) - 1] = [replace(weight, untied=True) for weight in found.pop(slot)]
             untied.append(names[0])
     last = {slot: weights[-1] for slot, weights in found.items()}
     notes = (

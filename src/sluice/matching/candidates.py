@@ -18,7 +18,9 @@ from sluice.records import Entry
 __all__ = [
     "Candidate",
     "CandidateReader",
+    "extra_states",
     "holds_tensors",
+    "in_extra_state",
     "likely_state_dicts",
     "names_by_state_dict",
     "state_dict_candidates",
@@ -160,12 +162,8 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
                 if isinstance(path, str) and type(version) is int:
                     versions[path] = version
         flat = flatten(part, self.limits)
-        entries = {
-            name: entry
-            for name, entry in flat.items()
-            if _EXTRA_STATE not in name or _EXTRA_STATE not in name.split(".")
-        }
-        extra_state = dict(_extra_state(part))
+        entries = {name: entry for name, entry in flat.items() if not in_extra_state(name)}
+        extra_state = dict(extra_states(part))
         if self.rename is not None:
             renaming = Renaming(self.rename)
             entries, extra_state = renaming.apply(entries), renaming.apply(extra_state)
@@ -189,7 +187,12 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
         return candidates
 
 
-def _extra_state(part: object) -> Iterator[tuple[str, object]]:
+def in_extra_state(name: str) -> bool:
+    """Return whether a dotted name is that of extra state, or of a part of it."""
+    return _EXTRA_STATE in name and _EXTRA_STATE in name.split(".")
+
+
+def extra_states(part: object) -> Iterator[tuple[str, object]]:
     """Yield name and value of the extra state in a flat or nested state dict."""
     pending = [("", part)]
     while pending:

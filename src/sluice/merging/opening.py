@@ -76,7 +76,8 @@ def open_merge(
         MismatchError: The inputs do not have the same tensors, or small tensors of integers differ.
     """
     with ExitStack() as stack:
-        checkpoints = [stack.enter_context(borrow(sources.get(name, name), limits=limits)) for name in recipe.models]
+        found = [sources.get(name, name) for name in recipe.models]
+        checkpoints = [stack.enter_context(borrow(each, limits=limits, alone=False)) for each in found]
         for checkpoint in checkpoints:
             check(checkpoint)
         joined, inputs = _joined(recipe.models, checkpoints, key)

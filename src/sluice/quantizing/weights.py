@@ -55,6 +55,8 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
     pieces: Pieces | None
     #: Where it is quantized, and stays.
     device: torch.device
+    #: Whether other owners keep the weight before, so that a plain result is a new parameter, too.
+    untied: bool = False
 
     def transient_bytes(self, cores: int) -> int:
         """Return the bytes that quantizing it takes for a moment, in addition to the weight and its finished form."""
@@ -107,7 +109,8 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
 
     def _assembled(self, inner: Iterable[torch.Tensor]) -> torch.Tensor:
         finished = assemble(self.template, inner, {id(self.twin): self.single.module})
-        return nn.Parameter(finished, requires_grad=False) if is_assembled(finished) else finished
+        own = self.untied or is_assembled(finished)
+        return nn.Parameter(finished, requires_grad=False) if own else finished
 
     def set_attributes(self) -> None:
         """Give the module, which holds the finished weight, what quantizing sets in addition to it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import FormatError, MismatchError, UnsafeContentError
@@ -222,16 +223,15 @@ def read_tensor(
     """Read one entry; ``sluice.LazyTensor.read`` has the arguments and errors."""
     if out is None:
         if dtype and entry.layout == "quantized":
-            raise MismatchError("a quantized tensor is not cast while it is read", tensor=name)
+            problem = "a quantized tensor is not cast while it is read"
+            raise MismatchError(problem, file=checkpoint.path, tensor=name)
         requests = component_requests(name, entry, device=device or "cpu", dtype=dtype)
-        existing = None
+        existing: list[torch.Tensor] = []
     else:
         if device is not None or dtype is not None:
             raise ValueError("out decides device and dtype: leave out the other two")
-        requests, existing = [_request_into(name, entry, out)], {0: out}
-    prepared = transfer.prepare(checkpoint, requests, options=TransferOptions(memory=memory))
-    fill_caches(checkpoint.sources, prepared.plan)
-    tensors, _ = transfer.run(checkpoint, prepared, Targets(prepared.plan, existing))
+        requests, existing = [_request_into(checkpoint.path, name, entry, out)], [out]
+    tensors = _fill(checkpoint, requests, existing, TransferOptions(memory=memory))
     return assemble(name, entry, tensors, file=checkpoint.path)
 
 
@@ -241,19 +241,43 @@ def read_into(checkpoint: OpenCheckpoint, wanted: Sequence[tuple[str, Entry, tor
     Raises:
         MismatchError: A tensor has a different shape, or an entry is sparse or quantized.
     """
-    requests = [_request_into(name, entry, out) for name, entry, out in wanted]
-    prepared = transfer.prepare(checkpoint, requests)
+    requests = [_request_into(checkpoint.path, name, entry, out) for name, entry, out in wanted]
+    _fill(checkpoint, requests, [out for *_, out in wanted], TransferOptions())
+
+
+def _fill(
+    checkpoint: OpenCheckpoint, requests: Sequence[Request], existing: Sequence[torch.Tensor], options: TransferOptions
+) -> list[torch.Tensor]:
+    """Read tensors with one plan, into existing ones if there are any, and tell autograd."""
+    prepared = transfer.prepare(checkpoint, requests, options=options)
     fill_caches(checkpoint.sources, prepared.plan)
-    transfer.run(checkpoint, prepared, Targets(prepared.plan, {i: out for i, (_, _, out) in enumerate(wanted)}))
+    try:
+        return transfer.run(checkpoint, prepared, Targets(prepared.plan, dict(enumerate(existing))))[0]
+    finally:
+        for tensor in existing:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
-def _request_into(name: str, entry: Entry, out: torch.Tensor) -> Request:
+def _request_into(file: str, name: str, entry: Entry, out: torch.Tensor) -> Request:
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out= is {type_of(out)}, not a tensor")
     if entry.composite is not None:
-        raise MismatchError(f"a {entry.layout} tensor is not read into another one", tensor=name)
+        raise MismatchError(f"a {entry.layout} tensor is not read into another one", file=file, tensor=name)
+    if is_lazy(out) or out.layout != torch.strided or out.is_meta or hasattr(out, "fake_mode"):
+        raise MismatchError("out has no memory of a dense tensor", file=file, tensor=name, found=type(out).__name__)
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True))
+    if expanded or out.is_conj() or out.is_neg():
+        raise MismatchError(
+            "out is an expanded, conjugated or negated view: it cannot hold each value", file=file, tensor=name
+        )
+    if entry.dtype.startswith("complex") and not out.is_complex():
+        problem = "out has no room for imaginary parts"
+        raise MismatchError(problem, file=file, tensor=name, expected=entry.dtype, found=dtype_name(out.dtype))
     if tuple(out.shape) != entry.shape:
-        raise MismatchError("out has another shape", tensor=name, expected=entry.shape, found=tuple(out.shape))
+        raise MismatchError(
+            "out has another shape", file=file, tensor=name, expected=entry.shape, found=tuple(out.shape)
+        )
     return Request(
         name=name,
         entry=entry,
