@@ -229,7 +229,7 @@ def test_autograd_learns_of_a_read_into_a_tensor(file: Path) -> None:
     with sluice.open(file) as checkpoint, torch.no_grad():
         checkpoint["a.w"].read(out=weight)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
+        product.backward()  # type: ignore[no-untyped-call]
 
 
 def test_a_checkpoint_stays_open_when_one_that_it_lent_its_files_to_is_closed(file: Path) -> None:
