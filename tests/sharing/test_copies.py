@@ -93,7 +93,8 @@ def test_bytes_in_memory_have_no_identity(path: Path, store: Path) -> None:
 def test_values_are_those_of_an_own_load_and_writes_stay_private(path: Path) -> None:
     first, second, own = empty(), empty(), empty()
     sluice.load_into(own, path, dtype="bf16")
-    assert sluice.load_into(first, path, dtype="bf16", place="shared").mapped_bytes > 0
+    memory = sluice.MemoryLimits(staging="1MiB")  # less than a conversion takes
+    assert sluice.load_into(first, path, dtype="bf16", place="shared", memory=memory).mapped_bytes > 0
     with torch.no_grad():
         first.get_parameter("0.weight").zero_()
     report = sluice.load_into(second, path, dtype="bf16", place="shared")
@@ -109,6 +110,59 @@ def test_key_rename_and_rules_are_applied_once(model: nn.Module, tmp_path: Path)
     rules = [sluice.rules.transpose("*.weight")]
     sluice.load_into(loaded, tmp_path / "run.pt", place="shared", key="model", rename={"old.**": "**"}, rules=rules)
     assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+
+
+class _Versioned(nn.Module):
+    """Transposes the weight of an older version, and has extra state."""
+
+    _version = 2
+
+    def __init__(self, state: object = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 3))
+        self.state = state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [{"steps": [1, 2], "name": "x"}, torch.arange(4)])
+def test_versions_and_extra_state_are_those_of_an_own_load(tmp_path: Path, state: Any) -> None:
+    saved = _Versioned(state)
+    saved.weight.data = torch.arange(9.0).view(3, 3)
+    torch.save({"old": saved.state_dict(), "epoch": 3}, tmp_path / "model.pth")
+    for source in (tmp_path / "model.pth", sluice.shared(tmp_path / "model.pth", dtype="float32")):
+        loaded = _Versioned()
+        report = sluice.load_into(loaded, source, place="shared", dtype="float32")
+        assert torch.equal(loaded.weight, saved.weight)
+        assert str(loaded.state) == str(state)
+        assert report.source == str(tmp_path / "model.pth")
+
+
+@pytest.mark.parametrize("state", [{"scale": torch.ones(2)}, torch.ones(2)])
+def test_extra_state_that_a_copy_would_change_is_refused(tmp_path: Path, store: Path, state: Any) -> None:
+    torch.save(_Versioned(state).state_dict(), tmp_path / "model.pth")
+    with pytest.raises(sluice.UnsupportedError, match=r"'_extra_state'(?s:.)*place='copy'"):
+        sluice.load_into(_Versioned(), tmp_path / "model.pth", place="shared", dtype="bf16")
+    assert not list(store.iterdir())
+
+
+def test_dtypes_are_those_of_an_own_load(tmp_path: Path) -> None:
+    torch.save({**nn.Linear(4, 4).state_dict(prefix="0."), "steps": torch.tensor([7])}, tmp_path / "model.pth")
+    loaded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("meta")
+    loaded.register_buffer("steps", torch.zeros(1, dtype=torch.int32))
+    sluice.load_into(loaded, tmp_path / "model.pth", place="shared", dtype="bf16", strict=False)
+    dtypes = {name: each.dtype for name, each in loaded.state_dict().items()}
+    assert dtypes.pop("steps") == torch.int32
+    assert set(dtypes.values()) == {torch.bfloat16}
 
 
 def test_a_cast_is_copied_and_the_report_says_so(path: Path) -> None:
@@ -178,7 +232,7 @@ def test_a_plan_shows_the_mapping_before_and_after_the_build(path: Path, store: 
     assert any("not built yet" in note for note in before.notes)
     copy = sluice.shared(path, dtype="bf16")
     after = sluice.plan(empty(), path, dtype="bf16", place="shared")
-    assert (before.source, before.files) == (after.source, after.files) == (copy.path, (copy.path,))
+    assert (before.source, before.files) == (after.source, after.files) == (str(path), (copy.path,))
     again = sluice.plan(empty(), copy, dtype="auto")
     assert before.mapped_bytes == after.mapped_bytes == again.mapped_bytes > 0
     assert sluice.plan(None, copy).total == 4

@@ -22,7 +22,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import EachRule, Rule
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
-from sluice.sharing.copies import CopyRequest, SharedCopy, builder, find_or_build
+from sluice.sharing.copies import CopyRequest, SharedCopy, builder, completed, find_or_build
 from sluice.sharing.store import FILE, is_finished, open_store
 
 if TYPE_CHECKING:
@@ -103,14 +103,15 @@ def load_shared(
     """Map a shared copy, which is found or built first unless it is the source; ``load`` is ``sluice.load_into``."""
     if isinstance(source, SharedCopy):
         source.hold_for(model)
-        return load(model, source.path, **{**others, "place": "map"})
+        with borrow(source, limits=others["limits"]) as opened:
+            return load(model, opened, **{**others, "place": "map"})
     dtype = _stored_dtype(model, others)
     same = {
         name: others[name]
         for name in ("key", "rename", "rules", "adapters", "memory", "limits", "encoding", "progress")
     }
     with shared(source, dtype=dtype, **same) as copy:
-        return load_shared(load, model, copy, **_of_copy(others, dtype))
+        return load_shared(load, model, copy, **_of_copy(others))
 
 
 def plan_shared(
@@ -118,27 +119,32 @@ def plan_shared(
 ) -> PlanReport:
     """Plan the mapping of a shared copy, of one that is not built yet from its header; ``plan`` is ``sluice.plan``."""
     if isinstance(source, SharedCopy):
-        return plan(model, source.path, **{**others, "place": "copy" if model is None else "map"})
+        with borrow(source, limits=others["limits"]) as opened:
+            return plan(model, opened, **{**others, "place": "copy" if model is None else "map"})
     dtype = _stored_dtype(model, others)
     changes = {name: others[name] for name in ("key", "rename", "rules")}
-    mapped = {**_of_copy(others, dtype), "place": "map"}
+    mapped = {**_of_copy(others), "place": "map"}
     store = open_store()
     with borrow(source, limits=others["limits"], encoding=others["encoding"]) as checkpoint:
         request = CopyRequest(checkpoint=checkpoint, dtype=dtype, adapters=adapter_list(others["adapters"]), **changes)
         path = store / request.digest() / FILE
-        if is_finished(path.parent):
-            return plan(model, path, **mapped)
         with TemporaryDirectory() as folder:
-            nbytes = builder().outline(request, Path(folder, FILE))
-            report = plan(model, Path(folder, FILE), **mapped)
+            built = is_finished(path.parent)
+            nbytes = 0 if built else builder().outline(request, Path(folder, FILE))
+            with borrow(path if built else Path(folder, FILE), limits=others["limits"]) as copy:
+                report = plan(model, completed(copy, checkpoint.path, request.state()), **mapped)
     note = f"the shared copy is not built yet: the load would first write {format_bytes(nbytes)} to {store}"
-    return dataclasses.replace(report, source=str(path), files=(str(path),), notes=(*report.notes, note))
+    return report if built else dataclasses.replace(report, files=(str(path),), notes=(*report.notes, note))
 
 
-def _of_copy(arguments: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+def _of_copy(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for the load of a copy, in which all changes are made: a cast of a rule stays."""
-    own = arguments["dtype"] if dtype is None else "auto"
+    own = "auto" if _has_casts(arguments) else arguments["dtype"]
     return {**arguments, "dtype": own, "key": None, "rename": None, "rules": (), "adapters": None}
+
+
+def _has_casts(arguments: dict[str, Any]) -> bool:
+    return any(isinstance(rule, EachRule) and rule.kind == "cast" for rule in arguments["rules"])
 
 
 def _stored_dtype(model: torch.nn.Module | None, arguments: dict[str, Any]) -> str | None:
@@ -149,8 +155,7 @@ def _stored_dtype(model: torch.nn.Module | None, arguments: dict[str, Any]) -> s
             "that file"
         )
     dtype = dtype_argument(arguments["dtype"], auto_is_none=True)
-    casts = any(isinstance(rule, EachRule) and rule.kind == "cast" for rule in arguments["rules"])
-    if model is None or arguments["dtype"] is not None or not (casts or arguments["adapters"]):
+    if model is None or arguments["dtype"] is not None or not (_has_casts(arguments) or arguments["adapters"]):
         return dtype
     tensors = (*model.parameters(), *model.buffers())
     found = {str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()}

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 from sluice import __version__
 from sluice._dtypes import is_castable
 from sluice._errors import SaveError, UnsupportedError
-from sluice._options import MemoryLimits
+from sluice._options import Limits, MemoryLimits
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.adapters.config import Adapter
@@ -27,12 +28,14 @@ from sluice.adapters.steps import AdapterFile
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.contents import flat_contents
 from sluice.entries.rules import Rule
+from sluice.entries.tree import every_entry
+from sluice.matching.candidates import CandidateReader
 from sluice.matching.renaming import Rename
 from sluice.records import Entry
 from sluice.sharing.store import FILE, is_finished, lock_free, lock_shared, make_room, remove, seal
 from sluice.sources.descriptors import OwnedFile
 
-__all__ = ["CopyRequest", "SharedCopy", "builder", "find_or_build"]
+__all__ = ["CopyRequest", "SharedCopy", "builder", "completed", "find_or_build"]
 
 #: Size of a key, in bytes: two of 100 million contents are equal by accident once in 10**22 cases.
 _KEY_BYTES = 16
@@ -49,10 +52,33 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
     rules: Sequence[Rule] = ()
     adapters: Sequence[Adapter] = ()
 
-    def entries(self) -> Mapping[str, Entry]:
-        """Return the records of its tensors by name, before ``dtype``."""
+    def contents(self) -> tuple[Mapping[str, Entry], str]:
+        """Return the records of its tensors by name, before ``dtype``, and the key of the state dict."""
         contents = flat_contents(self.checkpoint, key=self.key, rename=self.rename, rules=self.rules)
-        return cast("Mapping[str, Entry]", contents.tree)
+        return cast("Mapping[str, Entry]", contents.tree), contents.key
+
+    def state(self) -> OrderedDict[str, object]:
+        """Return what the file cannot hold of the state dict: extra state that is no tensor, and versions of modules.
+
+        Raises:
+            UnsupportedError: Extra state has tensors in it, or is a tensor that the copy changes.
+        """
+        limits, (entries, key) = self.checkpoint.limits, self.contents()
+        reader = CandidateReader(tree=self.checkpoint.index.tree, rename=self.rename, rules=(), limits=limits)
+        part, state = reader.read(key), OrderedDict[str, object]()
+        for name, value in part.extra_state.items():
+            entry = entries.get(name)
+            if entry is None or entry is not value or self._finished(entry) != entry.dtype:
+                state[name] = value
+            if name in state and any(every_entry(value)):
+                problem, advice = "a shared copy cannot hold this extra state", "Load with place='map' or place='copy'."
+                raise UnsupportedError(problem, file=self.checkpoint.path, tensor=name, advice=advice)
+        versions = OrderedDict((path, {"version": version}) for path, version in part.versions.items())
+        state._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name for it)
+        return state
+
+    def _finished(self, entry: Entry) -> str:
+        return entry.cast or (self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype)
 
     def digest(self) -> str:
         """Return the key of the copy: equal only if its bytes are; reads no data.
@@ -77,11 +103,17 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
         described = [file.describe() for file in files]
         for part in (__version__, steps, described, index.storages, index.crcs, sorted(checkpoint.metadata.items())):
             digest.update(repr(part).encode("utf-8", "surrogatepass"))
-        for name, entry in self.entries().items():
-            dtype = self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype
+        for name, entry in self.contents()[0].items():
             plain = replace(entry, attributes=None, origin="")
-            digest.update(repr((name, entry.cast or dtype, plain)).encode("utf-8", "surrogatepass"))
+            digest.update(repr((name, self._finished(entry), plain)).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
+
+
+def completed(copy: OpenCheckpoint, source: str, state: Mapping[str, object]) -> OpenCheckpoint:
+    """Return a view of an open copy under the path of its source, with the state that its file cannot hold."""
+    tree = OrderedDict({**cast("dict[str, object]", copy.index.tree), **state})
+    vars(tree).update(vars(state))
+    return OpenCheckpoint(source, replace(copy.index, tree=tree), copy.open_files, copy.limits, copy.place)
 
 
 _log = logging.getLogger("sluice")
@@ -104,11 +136,12 @@ class SharedCopy:
         built: Whether this call has built it.
     """
 
-    def __init__(self, path: str, lock: OwnedFile, *, built: bool) -> None:
+    def __init__(self, path: str, lock: OwnedFile, *, built: bool, source: str, state: Mapping[str, object]) -> None:
         self.path = path
         self.key = os.path.basename(os.path.dirname(path))
         self.nbytes = os.lstat(path).st_size
         self.built = built
+        self._source, self._state = source, state
         self._lock: OwnedFile | None = lock
 
     def __enter__(self) -> Self:
@@ -126,6 +159,10 @@ class SharedCopy:
     def close(self) -> None:
         """End the use of the copy, except by models that were loaded from it."""
         self._lock = None
+
+    def open_checkpoint(self, limits: Limits, encoding: str) -> OpenCheckpoint:
+        """Return the open copy under the path of its source, with the state that its file cannot hold."""
+        return completed(OpenCheckpoint.open(self.path, limits=limits, encoding=encoding), self._source, self._state)
 
     def hold_for(self, user: object) -> None:
         """Keep the copy as long as an object lives."""
@@ -155,7 +192,7 @@ def find_or_build(
         BudgetError: There is no room for it.
         SaveError: It could not be written, was changed while in use, or is not built by others in half an hour.
     """
-    folder, used = store / request.digest(), 0
+    state, folder, used = request.state(), store / request.digest(), 0
     path, started, said, built = folder / FILE, time.monotonic(), False, False
     while (shared := lock_shared(folder)) is None:
         if (free := lock_free(folder)) is not None:
@@ -185,4 +222,4 @@ def find_or_build(
             _log.warning("sluice: waiting for another process that builds the shared copy %s", folder)
             said = True
         time.sleep(_LOOK_SECONDS)
-    return SharedCopy(str(path), shared, built=built)
+    return SharedCopy(str(path), shared, built=built, source=request.checkpoint.path, state=state)
