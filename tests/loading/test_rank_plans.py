@@ -134,11 +134,20 @@ def test_models_of_transformers_bring_their_own_plan(tmp_path: Path) -> None:
         ({"mesh": {"dp": 2, "fsdp": 2}}, "dp and fsdp both shard"),
         ({"mesh": {"dp": 999_999_999}}, "999,999,999 ranks, .* parts; at most 1,048,576, 16,384"),
         ({"mesh": {"ddp": 1 << 21}}, "2,097,152 ranks, .* parts; at most 1,048,576, 16,384"),
+        ({"mesh": {"dp": 2}, "quantize": Net.eval}, "quantize= needs a model, and no mesh"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused(checkpoint: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sluice.plan(on_meta(), checkpoint, **arguments)  # type: ignore[arg-type]
+
+
+def test_missing_weights_of_dtensors_are_not_initialised(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({name: value for name, value in Net().state_dict().items() if name != "up.bias"}, path)
+    with pytest.raises(sluice.MismatchError, match=r"'up.bias' is on the meta .* divided over ranks"):
+        sluice.plan(on_meta(), path, mesh={"dp": 2}, strict=False)
+    assert sluice.plan(on_meta(), path, mesh={"ddp": 2}, strict=False).initialised == ("up.bias",)
 
 
 def test_a_mesh_needs_a_model_and_names(checkpoint: Path) -> None:

@@ -650,6 +650,10 @@ def test_a_plan_tells_what_a_stream_would_hold_and_read(file: Path, running: Lay
         report = stream.report
     assert (plan.resident_bytes, plan.window_bytes) == (report.resident_bytes, report.window_bytes)
     assert (plan.call_bytes, plan.blocks) == (report.call_bytes, report.blocks)
+    mapped = sluice.plan(
+        empty(Layers), file, memory=4 * block_bytes(), stream=True, place="map", device={"": "cpu"}
+    ).stream
+    assert mapped == plan
     small = sluice.plan(empty(Layers), file, memory="1MiB", stream=True)
     assert small.stream is not None
     assert not small.stream.fits

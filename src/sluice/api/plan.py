@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, cast
 
 import torch
+from msgspec.structs import replace
 
 from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
@@ -140,8 +141,9 @@ def plan(
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)
     if stream and (model is None or mesh is not None):
         raise ValueError("plan(): stream=True needs a model, and no mesh")
-    if adapters is not None and (model is None or mesh is not None):
-        raise ValueError("plan(): adapters= needs a model, and no mesh")
+    for name, given in (("adapters", adapters), ("quantize", quantize)):
+        if given is not None and (model is None or mesh is not None):
+            raise ValueError(f"plan(): {name}= needs a model, and no mesh")
     layout = _layout(model, mesh, ranks_per_host, tp_plan)
     if stream and quantize is not None:
         raise ValueError(
@@ -171,8 +173,7 @@ def _with_stream(
     # Here, not above: few plans are those of streams.
     from sluice.streaming.job import StreamRequest, plan_stream, stream_memory
 
-    if isinstance(load.device, Mapping) or load.device == "auto":
-        raise ValueError("plan(): stream=True needs one device")
+    load = replace(load, options=replace(load.options, place="copy"))  # a stream maps nothing
     request = StreamRequest(load=load, memory_bytes=stream_memory(memory)[1], quantized=quantized)
     found = plan_stream(request, checkpoint)
     return dataclasses.replace(report, stream=found)

@@ -161,7 +161,13 @@ def _divided(slot: Slot, layout: RankLayout, coordinate: tuple[int, ...]) -> Slo
     sharding = sharding_on(layout.mesh, coordinate, dimensions=len(slot.shape), tp_dim=tp_dim)
     region = region_of(slot.shape, sharding)
     return replace(
-        slot, region=region, stride=contiguous_stride(shape_of(region)), device="meta", in_place=False, home="cpu"
+        slot,
+        region=region,
+        stride=contiguous_stride(shape_of(region)),
+        device="meta",
+        in_place=False,
+        resettable=slot.resettable and layout.mesh.names == ("ddp",),  # no DTensors, whose random numbers would differ
+        home="cpu",
     )
 
 
