@@ -63,6 +63,14 @@ KINDS: dict[str, Kind] = {
 }
 
 
+@pytest.mark.parametrize(("place", "value"), [("map", torch.ones(512, 512)), ("copy", torch.ones(0))])
+def test_a_load_that_reads_nothing_has_one_event(tmp_path: Path, place: Any, value: torch.Tensor) -> None:
+    sluice.save({"0": value}, tmp_path / "f.safetensors")
+    model, seen = nn.ParameterList([torch.empty_like(value, device="meta")]), list[sluice.ProgressEvent]()
+    sluice.load_into(model, tmp_path / "f.safetensors", place=place, progress=seen.append)
+    assert [(event.done_bytes, event.total_bytes) for event in seen] == [(0, 0)]
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_decision_reads_no_data_and_the_report_has_what_it_predicted(kind: Kind, file: Path) -> None:
     with sluice.open(file) as checkpoint:

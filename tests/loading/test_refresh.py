@@ -337,6 +337,17 @@ def test_memory_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     sluice.refresh(model, path, memory=sluice.MemoryLimits(host="48MiB", staging="1MiB"), torn="allow")
 
 
+def test_columns_of_a_matrix_need_memory_for_themselves_alone(tmp_path: Path) -> None:
+    fused, model = torch.zeros(1024, 3072), nn.ParameterList(torch.ones(1024, 1024) for _ in range(3))
+    path = written(model, tmp_path / "a.pth")
+    for number in range(3):
+        model[number] = nn.Parameter(fused[:, number * 1024 : (number + 1) * 1024])
+    report = sluice.refresh(model, path, memory=sluice.MemoryLimits(host="30MiB", staging="1MiB")).report
+    assert report is not None
+    assert report.final_bytes == fused.nbytes
+    assert torch.equal(fused, torch.ones(1024, 3072))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -29,6 +29,8 @@ from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import ModuleRequest
 from sluice.modules.install import finish_loading, note_written
 from sluice.modules.unloaded import is_partly_loaded, refuse_streamed
+from sluice.records import Request
+from sluice.records.geometry import contiguous_stride, is_dense
 from sluice.reports.load import RefreshState
 from sluice.sharding.dtensors import local_of
 
@@ -78,7 +80,7 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
         copied = {position for position, other in whole.match.comparisons if other.name in new}
         changed = [i for i, each in enumerate(whole.requests) if each.name in new or i in copied]
         if self.torn != "allow":
-            whole = replace(whole, requests=tuple(replace(each, existing=False) for each in whole.requests))
+            whole = replace(whole, requests=tuple(map(_apart, whole.requests)))
         part = whole.part(changed, self.options)
         places = {position: place for place, position in enumerate(changed)}
         copies = tuple((places[i], other) for i, other in whole.match.comparisons if i in places)
@@ -91,6 +93,13 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
             unchanged=len(whole.requests) - len(changed),
         )
         return RefreshJob(**asdict(part), new=state, lock=self.lock)
+
+
+def _apart(request: Request) -> Request:
+    """Return a request for memory of its own, without gaps as those of a live tensor that is a view of others."""
+    shape = request.entry.shape
+    stride = request.stride if is_dense(shape, request.stride) else contiguous_stride(shape)
+    return replace(request, existing=False, stride=stride)
 
 
 def _check_live(job: ModuleJob) -> None:

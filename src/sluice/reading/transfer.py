@@ -168,6 +168,8 @@ def run(
         else:
             with CheckpointReader(checkpoint) as reader:
                 result = reader.begin(prepared.plan, targets).wait(progress=progress, completed=completed)
+        if progress is not None and not prepared.plan.read_bytes:  # as of a mapped load: its event is the last one, too
+            progress(0)
         return targets.take(prepared.views), result
     except BaseException as error:
         _forget_tensors(error)
