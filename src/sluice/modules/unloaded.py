@@ -155,7 +155,7 @@ class Unloaded(nn.Parameter):
 
     @classmethod
     def _from(cls, tensor: torch.Tensor, *, path: str | None) -> torch.Tensor:
-        """Return a result as one of this class: views and casts of weights are no more there than these."""
+        """Return a result as one of this class: views and casts of weights are as little there as these."""
         if tensor.is_meta and type(tensor) is not cls:
             tensor = tensor.as_subclass(cls)
             vars(tensor)["_sluice_path"] = path
