@@ -58,7 +58,7 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
         return cast("Mapping[str, Entry]", contents.tree), contents.key
 
     def state(self) -> OrderedDict[str, object]:
-        """Return what the file cannot hold of the state dict: versions of modules, and extra state that is not a tensor.
+        """Return what the file cannot hold of a state dict: versions of modules and extra state that is not a tensor.
 
         Raises:
             UnsupportedError: Extra state has tensors in it, or is a tensor that the copy changes.
