@@ -107,6 +107,18 @@ def test_casts_and_live_quantized_models_are_refused(tmp_path: Path) -> None:
         sluice.load_into(model, tmp_path / "q.safetensors")
 
 
+@pytest.mark.parametrize(
+    "verb", [sluice.load_state_dict, sluice.shared, lambda path, **options: sluice.convert(path, "b.pth", **options)]
+)
+def test_the_scales_of_a_file_are_not_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    metadata = {"a.b": '{"_type":"Int8Tensor","_data":{}}', "a.c": '{"_type": "Tensor"}', "tensor_names": "[]"}
+    save_file({"a._b_scale": torch.full((4,), 0.1), "a.c": torch.ones(2)}, "q.safetensors", metadata=metadata)
+    monkeypatch.setenv("SLUICE_SHARED_DIR", str(tmp_path / "store"))
+    with pytest.raises(sluice.MismatchError, match="would cast the scales"):
+        verb("q.safetensors", dtype="bf16")
+
+
 @pytest.fixture(scope="module")
 def torchao() -> Any:
     return pytest.importorskip("torchao.quantization", reason="torchao is not installed")

@@ -133,6 +133,17 @@ class OpenCheckpoint:
         """Metadata strings of the file; of several files, those that all of them share."""
         return self.index.metadata
 
+    def refuse_cast(self, dtype: str | None) -> None:
+        """Refuse a dtype for all tensors if the metadata describes weights that torchao quantized.
+
+        Raises:
+            MismatchError: It would cast their scales.
+        """
+        described = (text for text in self.metadata.values() if '"_type"' in text and '"Tensor"' not in text)
+        if dtype is not None and "tensor_names" in self.metadata and any(described):
+            problem = "dtype= would cast the scales of quantized weights"
+            raise MismatchError(problem, file=self.path, found=dtype, advice="Leave it out.")
+
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """The record of every tensor by its dotted name."""

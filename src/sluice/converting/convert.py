@@ -67,6 +67,7 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
         check_destination(checkpoint, job.destination, save_format)
     if job.manifest:
         job.manifest.refuse(checkpoint.files)
+    checkpoint.refuse_cast(job.dtype)
     read = whole_contents if save_format == "torch" else flat_contents
     contents = read(checkpoint, key=key, rename={} if adapters and rename is None else rename, rules=rules)
     notes = checkpoint.index.notes

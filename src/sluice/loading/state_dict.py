@@ -47,6 +47,7 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
     def job(self, checkpoint: OpenCheckpoint) -> StateDictJob:
         """See ``LoadRequest.job``."""
         device = device_name(self.device)
+        checkpoint.refuse_cast(self.dtype)
         tree: Any
         tree, key = (checkpoint.index.tree, "") if self.whole else _find_state_dict(checkpoint, self.key)
         trees.refuse_opaques(tree, checkpoint.path)
