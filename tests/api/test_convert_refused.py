@@ -108,7 +108,6 @@ def in_shards(path: Path) -> Path:
 
 
 def in_parameters(path: Path) -> Path:
-    (path / "in").mkdir()
     return write_parameters(path / "in", {f"w{i}": torch.randn(3) for i in range(4)})
 
 

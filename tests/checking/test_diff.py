@@ -40,7 +40,6 @@ def write(path: Path, kind: str, tensors: Tensors) -> Path:
         stored = {name: distributed.rows(one, 2 if len(one) % 2 == 0 else 1, files=2) for name, one in tensors.items()}
         distributed.write(path, stored)
     elif kind == "parameters":
-        path.mkdir(exist_ok=True)
         write_parameters(path, tensors)
     else:
         names = {"safetensors": "safetensors", "shards": "huggingface"}

@@ -26,9 +26,8 @@ from sluice.checking.consumers import NonFiniteCounter
 from sluice.formats.manifest import read_manifest
 from support import fresh_process
 from support.dtypes import TORCH_DTYPES
-from support.hostile_archives import compressed, coo
 from support.system_calls import Injection, failing
-from support.torch_files import saved
+from support.torch_files import compressed, coo, saved
 from support.whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
 
 pytestmark = pytest.mark.filterwarnings(

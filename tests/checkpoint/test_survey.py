@@ -17,7 +17,6 @@ from sluice._defaults import INDEXING_THREADS
 from support import fresh_process
 from support.directories import (
     SAFETENSORS_INDEX,
-    Net,
     assert_same,
     read_with_their_library,
     save,
@@ -67,7 +66,7 @@ def test_views_and_parameters_of_pickled_shards_keep_their_types(tmp_path: Path)
 
 
 def test_other_values_and_versions_of_pickled_shards_are_kept(tmp_path: Path) -> None:
-    state_dict = Net().state_dict()
+    state_dict = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).state_dict()
     first = OrderedDict((name, state_dict[name]) for name in list(state_dict)[:3])
     first._metadata = state_dict._metadata  # type: ignore[attr-defined]
     deep = torch.ones(2)

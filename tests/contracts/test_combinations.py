@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
@@ -26,15 +27,9 @@ State = dict[str, torch.Tensor]
 SEEDS = 63
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(self.layers(x).tanh())
-        return y
+def net() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return nn.Sequential(OrderedDict(layers=layers, norm=nn.LayerNorm(8)))
 
 
 def _tar(path: Path, state: State) -> Path:
@@ -113,7 +108,7 @@ def _read(random: Random, folder: Path, source: Any, options: dict[str, Any]) ->
     """Return the tensors that a verb makes of a source."""
     verb = random.choice(["state", "load", "map", "shared", "convert", "copy", "merge", "stream", "refresh"])
     with sluice.empty_init():
-        model = Net()
+        model = net()
     if verb == "state":
         return sluice.load_state_dict(source, **options)
     if verb in {"convert", "merge"}:
@@ -149,7 +144,7 @@ def test_the_tensors_are_those_of_torch(tmp_path: Path, server: RangeServer, see
     torch.manual_seed(seed)
     kind = list(WRITERS)[seed % len(WRITERS)]
     dtype = torch.float32 if kind == "zero" else random.choice([torch.float32, torch.bfloat16])
-    state = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in Net().state_dict().items()}
+    state = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in net().state_dict().items()}
     (tmp_path / "base").mkdir()
     path = WRITERS[kind](tmp_path / "base", state)
     source = _source(random, tmp_path, server, path, state)

@@ -51,20 +51,16 @@ _OBJECTS = {
 _EXAMPLES = {test.name: test for name, obj in _OBJECTS.items() for test in _found(obj, name)}
 
 
-def trained_once(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.tensor([[1, 2, 3]])).sum().backward()
-    optimizer.step()
-    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
-
-
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
     """Names that the examples assume: a model, its configuration and its checkpoints."""
     config = GPTConfig(vocab_size=64, context_length=8, emb_dim=16, n_heads=2, n_layers=2, qkv_bias=True)
     model = GPTModel(config)
     torch.save(model.state_dict(), tmp_path / "model.pth")
-    optimizer, scheduler = trained_once(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save(states, tmp_path / "run.pt")
     save_file({"wte.weight": torch.ones(64, 16)}, tmp_path / "model.safetensors")

@@ -52,13 +52,6 @@ def test_pages_that_skip_blocks_exist() -> None:
     assert SKIPPED.keys() <= {str(path.relative_to(ROOT)) for path in DOCUMENTS}
 
 
-def page(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "page.md"
-    path.write_text(text, encoding="utf-8")
-    (tmp_path / "empty").mkdir()
-    return path
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -73,25 +66,10 @@ def page(tmp_path: Path, text: str) -> Path:
     ],
 )
 def test_a_block_that_is_wrong_is_noticed(tmp_path: Path, text: str, error: type[Exception]) -> None:
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(error):
-        run_document(page(tmp_path, text), tmp_path / "empty")
-
-
-def test_blocks_of_a_page_are_one_session(tmp_path: Path) -> None:
-    text = (
-        '```python title="mine.py"\nVALUE = 3\n```\n'
-        "```python\nfrom mine import VALUE\n```\n"
-        '```bash\nsluice --version\necho "there are $(ls | wc -l) files"\n```\n'
-        "```bash\nsluice --help  # with a comment\n```\n"
-        "```text\nnot code\n```\n"
-        '<!-- skip: next "takes a year" -->\n```python\nraise SystemExit\n```\n'
-        "```python\nassert VALUE == 3\n```\n"
-    )
-    outcome = run_document(page(tmp_path, text), tmp_path / "empty")
-    assert outcome.executed == 5
-    assert outcome.skipped == [(18, "takes a year")]
-    assert "there are 1 files" in outcome.printed
-    assert "Exit codes" in outcome.printed
+        run_document(tmp_path / "page.md", tmp_path / "empty")
 
 
 def test_the_readme_shows_real_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ import os
 import re
 import subprocess
 import sys
-import time
-from http.client import HTTPConnection
+import urllib.request
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -19,6 +19,7 @@ from nbclient import NotebookClient
 from torch import nn
 
 import sluice
+from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,18 +58,16 @@ def test_a_server_takes_new_weights_between_requests(tmp_path: Path) -> None:
             assert server.stdout is not None
             port = int(server.stdout.readline().rpartition(":")[2].strip("/\n"))
             answers: dict[str, set[float]] = {}
+
+            def answered(expected: float) -> bool:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as reply:
+                    answer = json.load(reply)
+                answers.setdefault(answer["version"], set()).update(answer["output"])
+                return bool(answer["output"] == [expected] * 4)
+
             for value in (0, 1, 2):
                 write(value)
-                expected = 64 * value * (64 * value + value) + value
-                deadline, output = time.monotonic() + 60, [None]
-                while output != [expected] * 4 and time.monotonic() < deadline:
-                    connection = HTTPConnection("127.0.0.1", port)
-                    connection.request("GET", "/")
-                    answer = json.loads(connection.getresponse().read())
-                    connection.close()
-                    output = answer["output"]
-                    answers.setdefault(answer["version"], set()).update(output)
-                assert output == [expected] * 4
+                wait_until(partial(answered, 64 * value * (64 * value + value) + value), "the new weights answer")
         finally:
             server.terminate()
     assert sorted(map(sorted, answers.values())) == [[0], [4161], [16642]]  # one result for each version
@@ -98,12 +97,9 @@ def test_the_notebook_runs_from_top_to_bottom(
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 9
     text = "\n".join(output.get("text", "") for output in outputs)
     # The tiny model takes 33 MiB, staging more than that: only methods that hold the weights twice have a known figure.
-    ordinary = re.search(r"^ordinary: host ([\d.]+) F", text, re.MULTILINE)
-    mapped = re.search(r"^mapped: host ([\d.]+) F", text, re.MULTILINE)
-    assert ordinary is not None
-    assert mapped is not None
-    assert float(ordinary[1]) > 1.5
-    assert float(mapped[1]) < 1.3
+    figures = dict(re.findall(r"^(ordinary|mapped): host ([\d.]+) F", text, re.MULTILINE))
+    assert float(figures["ordinary"]) > 1.5
+    assert float(figures["mapped"]) < 1.3
     assert "Nothing was read" in text
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from sluice.benchmark.machine import make_cold
 from support import growth_cases
 from support.growth import FILES, MIB, Growth, measure_growth
-from support.growth_cases import BROKEN, CASES, Case, evict
+from support.growth_cases import BROKEN, CASES, Case
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_processes"),
@@ -49,7 +50,7 @@ def grow(
         case = getattr(growth_cases, table)[name]
         path = checkpoint(case.file) if case.file else tmp_path
         if case.cold:
-            evict(path)
+            make_cold(path)
         return measure_growth(table, name, path, tmp_path)
 
     return measure

@@ -1,4 +1,4 @@
-"""The memory contract for every way to fill a module, each in a fresh process: freed memory would hide growth."""
+"""The memory contract for the ways to fill a module that ``test_growth`` does not measure, in a fresh process."""
 
 from __future__ import annotations
 
@@ -71,8 +71,6 @@ class Aliased(nn.Module):
 
 
 check("warm", empty(lambda: nn.Linear(8, 8)), dict(nn.Linear(8, 8).state_dict()), 0)
-check("empty", empty(large), PLAIN, LARGE)
-check("cast", empty(large), PLAIN, LARGE // 2, dtype=torch.bfloat16)
 check("tied", empty(lambda: Tied((SIDE, SIDE))), {"a": weight(), "b": weight()}, LARGE)
 check("tied, one row", empty(lambda: Tied((1, SIDE * SIDE))), {k: weight().view(1, -1) for k in "ab"}, LARGE)
 check("tied, transposed", empty(lambda: Tied((SIDE, SIDE))), {"a": weight().t(), "b": weight()}, LARGE)
@@ -86,7 +84,6 @@ extra.extra = None
 check("extra state", empty(Extra), state, LARGE)
 check("recurrent", empty(lambda: nn.LSTM(2048, 2048)), dict(nn.LSTM(2048, 2048).state_dict()), 2 * 2048 * 8192 * 4)
 
-check("live", large(), PLAIN, 0)
 check("live, from half", large(), {"weight": weight(torch.bfloat16)}, 0)
 check("live, to half", large(), PLAIN, LARGE // 2, dtype=torch.bfloat16)
 model = large()
@@ -105,6 +102,6 @@ for dtype, final in ((None, LARGE), (torch.bfloat16, LARGE // 2)):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is the kernel's own record")
-def test_every_way_to_fill_a_module_keeps_the_memory_contract(tmp_path: Path) -> None:
+def test_every_other_way_to_fill_a_module_keeps_the_memory_contract(tmp_path: Path) -> None:
     done = fresh_process.run(CASES, tmp_path / "f.pth")
     assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()[-8:]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sluice
-from support.divided_models import locals_of
+from support.divided_models import locals_of, mesh_of
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -85,10 +85,8 @@ def divide(model: nn.Module, sizes: dict[str, int], mesh: Any, choice: random.Ra
 
 def made(sizes: list[tuple[int, int, bool]], choice: random.Random, state: Mapping[str, torch.Tensor] | None) -> Layers:
     """Return a divided model with the values of a state dict; None for a model on meta."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     names = choice.choice(MESHES)
-    mesh = init_device_mesh("cpu", tuple(names.values()), mesh_dim_names=tuple(names))
+    mesh = mesh_of(*names.values(), names=tuple(names))
     own = list(range(len(sizes)))
     if "pp" in names:
         own = own[mesh["pp"].get_local_rank() :: 2]

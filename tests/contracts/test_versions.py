@@ -44,6 +44,10 @@ def test_both_ends_of_each_range_are_tested() -> None:
     classified = {each.removeprefix(prefix) for each in PROJECT["classifiers"] if each.startswith(prefix)}
     assert {each.python for each in ENVIRONMENTS} == classified
     assert OLDEST.python == PROJECT["requires-python"].removeprefix(">=")
+    oldest, *_, newest = sorted(classified, key=lambda each: int(each.removeprefix("3.")))
+    assert f"Python {oldest} to {newest}" in (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    assert not any(each.startswith("License ::") for each in PROJECT["classifiers"])  # the expression says it
 
 
 def test_the_core_profile_leaves_out_folders_that_exist() -> None:

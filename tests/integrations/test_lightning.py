@@ -48,8 +48,7 @@ def fitted(folder: Path, epochs: int, *, plugins: list[Any], resume: Path | None
     )
     torch.manual_seed(0)
     model = Net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer.fit(model, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4), ckpt_path=resume)
     return trainer, model
 

@@ -54,7 +54,6 @@ def formats(whole: Path, four_ranks: Ranks) -> Mapping[str, Path]:
     torch.save({"epoch": 3, "model": {f"module.{name}": one for name, one in state.items()}}, paths["nested"])
     sluice.save(state, paths["m.safetensors"])
     sluice.save(state, paths["shards"], max_shard_size=500)
-    paths["parameters"].mkdir()
     write_parameters(paths["parameters"], state)
     four_ranks.run(save_distributed, whole, paths["dcp"])
     return {"zip": whole, **paths}

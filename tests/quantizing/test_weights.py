@@ -213,8 +213,7 @@ def test_live_models_are_refused(trained: tuple[Net, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def torchao() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 
 

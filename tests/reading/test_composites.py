@@ -13,8 +13,9 @@ import sluice
 from sluice import FormatError, MismatchError, UnsupportedError
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from support.directories import save_sharded
-from support.hostile_archives import Call, Global, compressed, coo, storage, torch_archive
+from support.hostile_archives import Call, Global, storage, torch_archive
 from support.oracles import same
+from support.torch_files import compressed, coo
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
 
 import sluice
 from support.oracles import bits
@@ -101,6 +100,7 @@ def write_parts(path: Path, content: Tensors) -> Path:
 
 
 def write_parameters(path: Path, content: Tensors) -> Path:
+    path.mkdir(exist_ok=True)
     for name, tensor in content.items():
         torch.save(tensor.clone(), path / f"{name}.pt")
     return path
@@ -156,16 +156,3 @@ def refusal(
         sluice.open(source, limits=limits)
     assert problem in caught.value.problem
     return caught.value
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.last = nn.Linear(5, 2)
-
-
-def empty() -> Net:
-    with sluice.empty_init():
-        return Net()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from support.hostile_archives import (
     tensor_metadata,
     value_metadata,
 )
+from support.torch_files import saved
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -56,9 +56,7 @@ class StoredTensor:
 
 def item(value: object) -> bytes:
     """Return a value as an item of a distributed checkpoint."""
-    out = io.BytesIO()
-    torch.save(value.clone() if isinstance(value, torch.Tensor) else value, out)
-    return out.getvalue()
+    return saved(value.clone() if isinstance(value, torch.Tensor) else value)
 
 
 def chunks(whole: torch.Tensor, boxes: Iterable[Box], *, files: int = 1) -> StoredTensor:
@@ -112,8 +110,7 @@ def write(
 def save(directory: Path, state_dict: dict[str, Any], *, planner: SavePlanner | None = None, **options: Any) -> Path:
     """Save with torch, in this single process."""
     writer = FileSystemWriter(directory, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         state_dict_saver.save(state_dict, storage_writer=writer, planner=planner)  # without a process group
     return directory
 
@@ -132,8 +129,7 @@ class _LoadPlanner(_EmptyStateDictLoadPlanner):
 def torch_loaded(directory: Path) -> dict[str, Any]:
     """Return everything in a directory as torch rebuilds it."""
     state_dict: dict[str, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         planner = _LoadPlanner()  # type: ignore[no-untyped-call]
         _load_state_dict(state_dict, FileSystemReader(directory), planner=planner, no_dist=True)
     return state_dict

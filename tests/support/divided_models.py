@@ -50,18 +50,10 @@ def _fully_shard(model: Net, mesh: Any, **options: Any) -> None:
     fully_shard(model, mesh=mesh, **options)
 
 
-def _fsdp(model: Net) -> None:
-    _fully_shard(model, mesh_of(4))
-
-
 def _fsdp_columns(model: Net) -> None:
     from torch.distributed.tensor import Shard
 
     _fully_shard(model, mesh_of(4), shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] == 8 else None)
-
-
-def _hsdp(model: Net) -> None:
-    _fully_shard(model, mesh_of(2, 2, names=("replicate", "shard")))
 
 
 def _parallelize(model: Net, mesh: Any) -> None:
@@ -71,10 +63,6 @@ def _parallelize(model: Net, mesh: Any) -> None:
     rows = RowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(), "embedding": rows})
     model.head.weight = model.embedding.weight
-
-
-def _tp(model: Net) -> None:
-    _parallelize(model, mesh_of(4))
 
 
 def _fsdp_tp(model: Net) -> None:
@@ -132,10 +120,10 @@ def _fused(model: Net) -> None:
 
 #: Ways to divide a ``Net`` over four ranks.
 LAYOUTS: Mapping[str, Callable[[Net], None]] = {
-    "fsdp": _fsdp,
+    "fsdp": lambda model: _fully_shard(model, mesh_of(4)),
     "fsdp-columns": _fsdp_columns,
-    "hsdp": _hsdp,
-    "tp": _tp,
+    "hsdp": lambda model: _fully_shard(model, mesh_of(2, 2, names=("replicate", "shard"))),
+    "tp": lambda model: _parallelize(model, mesh_of(4)),
     "fsdp-tp": _fsdp_tp,
     "columns": _columns,
     "part-of-the-ranks": _part_of_the_ranks,

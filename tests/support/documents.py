@@ -46,6 +46,8 @@ DOCUMENTS = tuple(
 )
 
 _INFO = re.compile(r'(?P<language>[\w+-]*)[ \t]*(?:title="(?P<title>[^"]+)")?[ \t]*\n')
+_FENCED = RawFencedCodeBlockLexer(_INFO)
+_HIDDEN = DirectiveInHTMLCommentLexer("invisible-code-block", r"\w+", mapping=None)
 _BASH_SECONDS = 100
 
 
@@ -59,8 +61,6 @@ class Outcome:
     executed: int = 0
     #: Line and reason of each block that was only compiled.
     skipped: list[tuple[int, str]] = field(default_factory=list)
-    #: Output of commands; Python blocks print to the standard output of the test.
-    printed: str = ""
 
 
 def run_document(path: Path, directory: Path) -> Outcome:
@@ -70,48 +70,34 @@ def run_document(path: Path, directory: Path) -> Outcome:
         path: The page.
         directory: Empty working directory. Modules imported from it are removed from ``sys.modules`` afterwards.
     """
-    shell = _Shell()
-    evaluators: dict[str, Callable[[Example], None]] = {
-        "python": PythonEvaluator(),
-        "bash": shell,
-        "json": _parse_json,
-        "text": _ignore,
-    }
-    document = Sybil(parsers=[SkipParser(), _BlockParser(evaluators)]).parse(path)
+    document = Sybil(parsers=[SkipParser(), _blocks]).parse(path)
     document.namespace["__name__"] = "__main__"
     outcome = Outcome(namespace=document.namespace)
     with session(directory):
         for example in document.examples():
             _evaluate(example, outcome)
-    outcome.printed = shell.printed
     return outcome
 
 
-class _BlockParser:
-    """Finds fenced blocks of all kinds, and invisible blocks."""
+def _blocks(document: Document) -> Iterable[Region]:
+    """Find fenced blocks of all kinds, and invisible blocks."""
+    for region in _FENCED(document):
+        region.lexemes["visible"] = True
+        yield _with_evaluator(document, region, region.lexemes["language"])
+    for region in _HIDDEN(document):
+        yield _with_evaluator(document, region, region.lexemes["arguments"])
 
-    def __init__(self, evaluators: Mapping[str, Callable[[Example], None]]) -> None:
-        self._evaluators = evaluators
-        self._fenced = RawFencedCodeBlockLexer(_INFO)
-        self._hidden = DirectiveInHTMLCommentLexer("invisible-code-block", r"\w+", mapping=None)
 
-    def __call__(self, document: Document) -> Iterable[Region]:
-        for region in self._fenced(document):
-            region.lexemes["visible"] = True
-            yield self._with_evaluator(document, region, region.lexemes["language"])
-        for region in self._hidden(document):
-            yield self._with_evaluator(document, region, region.lexemes["arguments"])
-
-    def _with_evaluator(self, document: Document, region: Region, language: str) -> Region:
-        region.lexemes["language"] = language
-        region.parsed = region.lexemes["source"]
-        if region.lexemes.get("title"):
-            region.evaluator = _write
-        elif language in self._evaluators:
-            region.evaluator = self._evaluators[language]
-        else:
-            raise ValueError(f"{document.region_details(region)}: no way to run {language or 'a block of no language'}")
-        return region
+def _with_evaluator(document: Document, region: Region, language: str) -> Region:
+    region.lexemes["language"] = language
+    region.parsed = region.lexemes["source"]
+    if region.lexemes.get("title"):
+        region.evaluator = _write
+    elif language in _EVALUATORS:
+        region.evaluator = _EVALUATORS[language]
+    else:
+        raise ValueError(f"{document.region_details(region)}: no way to run {language or 'a block of no language'}")
+    return region
 
 
 def _evaluate(example: Example, outcome: Outcome) -> None:
@@ -144,34 +130,29 @@ def _parse_json(example: Example) -> None:
     json.loads(example.parsed)
 
 
-def _ignore(_: Example) -> None:
-    """Skip a text block."""
+def _run_commands(example: Example) -> None:
+    """Run a block of shell commands."""
+    # Plain sluice commands run in this process: a second one would import torch again.
+    commands = [_plain_command(line) for line in _lines(example.parsed)]
+    if all(commands):
+        for command in commands:
+            result = CliRunner().invoke(main, command)
+            assert result.exit_code == 0, f"line {example.line}: sluice {shlex.join(command or [])}: {result.stderr}"
+        return
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", str(example.parsed)],
+        capture_output=True, text=True, env=environment, timeout=_BASH_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"line {example.line}: exit code {done.returncode}: {done.stderr}"
 
 
-class _Shell:
-    """Runs blocks of shell commands."""
-
-    def __init__(self) -> None:
-        self.printed = ""
-
-    def __call__(self, example: Example) -> None:
-        # Plain sluice commands run in this process: a second one would import torch again.
-        commands = [_plain_command(line) for line in _lines(example.parsed)]
-        if all(commands):
-            for command in commands:
-                result = CliRunner().invoke(main, command)
-                assert result.exit_code == 0, (
-                    f"line {example.line}: sluice {shlex.join(command or [])}: {result.stderr}"
-                )
-                self.printed += result.stdout
-            return
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", str(example.parsed)],
-            capture_output=True, text=True, env=environment, timeout=_BASH_SECONDS, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"line {example.line}: exit code {done.returncode}: {done.stderr}"
-        self.printed += done.stdout
+_EVALUATORS: dict[str, Callable[[Example], None]] = {
+    "python": PythonEvaluator(),
+    "bash": _run_commands,
+    "json": _parse_json,
+    "text": lambda _: None,
+}
 
 
 def _lines(source: str) -> list[str]:

@@ -35,9 +35,6 @@ _TIMEOUT = 200.0
 #: Bytes of the longest message; requests carry source code.
 _MESSAGE = 1 << 20
 
-#: False on systems that start an interpreter for each run.
-_FORKING = sys.platform.startswith("linux")
-
 #: Advice of madvise(2) to fault pages in for reading; the module mmap has no name for it.
 _MADV_POPULATE_READ = 22
 
@@ -60,11 +57,6 @@ def run(
         subprocess.TimeoutExpired: It was killed after its timeout.
     """
     command = ["-c", *map(str, arguments)]
-    if not _FORKING:
-        return subprocess.run(
-            [sys.executable, *command[:1], code, *command[1:]],
-            capture_output=True, text=True, check=False, env=env, timeout=timeout,
-        )  # fmt: skip
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(2)]
         request = {**_program(code, command, env), "timeout": timeout}
@@ -161,12 +153,8 @@ def _run_command(
 
 
 #: Stand-in for the module ``subprocess`` in code that uses only these names.
-SUBPROCESS = (
-    types.SimpleNamespace(
-        Popen=Process, run=_run_command, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
-    )
-    if _FORKING
-    else subprocess
+SUBPROCESS = types.SimpleNamespace(
+    Popen=Process, run=_run_command, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
 )
 
 
@@ -180,9 +168,6 @@ def _text(output: Any) -> str:
 def serving() -> Iterator[None]:
     """Run a server for the block, as the session fixture ``fresh_processes`` does."""
     global _server  # noqa: PLW0603  one server per test process, which helpers of many modules use
-    if not _FORKING:
-        yield
-        return
     # SEQPACKET keeps messages whole. The server ends when this end is closed, however this process ends.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     search = os.pathsep.join(path for path in sys.path if path)

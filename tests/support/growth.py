@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 
 import sluice
 from support import gguf_files
-from support.directories import save_sharded, write_parameters
+from support.directories import write_parameters
 from support.distributed import chunks, rows, write
 from support.fresh_process import SUBPROCESS
 
@@ -36,7 +37,7 @@ from support import growth_cases
 call = getattr(growth_cases, sys.argv[1])[sys.argv[2]].prepare(*sys.argv[3:])
 print("ready", flush=True)
 sys.stdin.readline()
-outcome = call()
+outcome = next(call)
 print("done", flush=True)
 sys.stdin.readline()
 print(json.dumps([outcome.predicted_bytes, outcome.reported_bytes, *outcome.sizes()]), flush=True)
@@ -59,15 +60,14 @@ class Outcome:
     tensor_bytes: int = 2048
 
     def sizes(self) -> tuple[int, int]:
-        """Return F, and the allowance for the tensors and for those of 1 MiB or more, in bytes."""
+        """Return F, and the allowance for the process, its tensors and those of 1 MiB or more, in bytes."""
         new = {id(tensor): tensor.nbytes for tensor in self.new()}
         every = [*new.values(), *(4 * torch.Size(shape).numel() for shape in self.moved)]
         large = sum(nbytes >= 1 << 20 for nbytes in every)
-        return sum(new.values()), self.tensor_bytes * len(every) + 8192 * large
+        return sum(new.values()), (32 << 20) + self.tensor_bytes * len(every) + 8192 * large
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class Growth(NamedTuple):
     """Memory of one call, in bytes."""
 
     #: Growth to the peak, all kinds of memory together.
@@ -114,14 +114,7 @@ def measure_growth(table: str, case: str, path: Path, output: Path) -> Growth:
         answer = process.stdout.readline()
     if not answer:
         raise RuntimeError(f"{case} failed")
-    predicted, reported, final, tensors = json.loads(answer)
-    return Growth(
-        measured_bytes=peak - before,
-        predicted_bytes=predicted,
-        reported_bytes=reported,
-        final_bytes=final,
-        overhead_bytes=(32 << 20) + tensors,
-    )
+    return Growth(peak - before, *json.loads(answer))
 
 
 def _status(pid: int) -> dict[str, int]:
@@ -184,20 +177,6 @@ def _unaligned_safetensors(path: Path) -> None:
     path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
 
 
-def _shards(path: Path) -> None:
-    path.mkdir()
-    names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
-    split: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
-    for number, (name, tensor) in enumerate(filled(SHAPES).items()):
-        split[names[number % 3]][name] = tensor
-    save_sharded(path, "model.safetensors.index.json", split)
-
-
-def _parameters(path: Path) -> None:
-    path.mkdir()
-    write_parameters(path, filled(SHAPES))
-
-
 def _distributed(path: Path) -> None:
     state = filled(SHAPES)
     whole = state.pop("0")
@@ -235,7 +214,7 @@ def _packed(path: Path) -> None:
 
 
 #: Checkpoints by name; a name without a suffix is that of a directory.
-FILES: dict[str, Callable[[Path], None]] = {
+FILES: dict[str, Callable[[Path], object]] = {
     "zip.pt": _torch(SHAPES),
     "even.pt": _torch(EVEN),
     "large.pt": _torch(LARGE),
@@ -247,8 +226,8 @@ FILES: dict[str, Callable[[Path], None]] = {
     "plain.safetensors": lambda path: safetensors.torch.save_file(filled(SHAPES), path),
     "unaligned.safetensors": _unaligned_safetensors,
     "packed.gguf": _packed,
-    "shards": _shards,
-    "parameters": _parameters,
+    "shards": lambda path: sluice.save(filled(SHAPES), path, max_shard_size="8MiB"),
+    "parameters": lambda path: write_parameters(path, filled(SHAPES)),
     "distributed": _distributed,
     "training.pt": _training,
     "many.pt": _torch(MANY),

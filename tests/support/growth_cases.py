@@ -6,7 +6,6 @@ checkpoint and measures the call.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,17 +38,11 @@ class Case:
     #: Whether CI leaves it out.
     long: bool = False
 
-    def prepare(self, path: str, output: str) -> Callable[[], Outcome]:
-        """Return the call, with everything before it done."""
+    def prepare(self, path: str, output: str) -> Iterator[Outcome | None]:
+        """Return the call, which is made by ``next``, with everything before it done."""
         running = self.call(path, output, sluice.MemoryLimits(staging=self.staging_bytes))
         next(running)
-
-        def call() -> Outcome:
-            outcome = next(running)
-            assert outcome is not None
-            return outcome
-
-        return call
+        return running
 
 
 def nbytes(shapes: Shapes, item: int = 4) -> int:
@@ -122,13 +115,13 @@ def _optimizer(
 ) -> Iterator[Outcome | None]:
     """Load the state for parameters of a dtype, or the model and the state from one checkpoint."""
     parameters = _empty(_numbered(EVEN[:8]), device="cpu").to(dtype).parameters()
-    optimizer, model = torch.optim.AdamW(parameters), _empty(_ALL)
+    optimizer, model = torch.optim.AdamW(parameters), _empty(_ALL if with_model else {})
     warm = torch.optim.AdamW([nn.Parameter(torch.zeros(2, dtype=dtype))])
     warm.load_state_dict(warm.state_dict())  # what torch itself does at first use
     load_into, load_optimizer = sluice.load_into, sluice.load_optimizer
 
-    def state() -> list[torch.Tensor]:
-        return [value for state in optimizer.state.values() for value in state.values()]
+    def loaded() -> list[torch.Tensor]:
+        return [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
 
     yield None
     with sluice.open(path) as checkpoint:
@@ -136,13 +129,8 @@ def _optimizer(
             load_into(model, checkpoint, key="model", memory=memory)
         report = load_optimizer(optimizer, checkpoint, key="optimizer", memory=memory)
     assert report.measured is not None
-    yield (
-        Outcome(new=lambda: [*model.parameters(), *state()])
-        if with_model
-        else Outcome(
-            predicted_bytes=report.predicted.total_bytes, reported_bytes=report.measured.total_bytes, new=state
-        )
-    )
+    figures = (None, None) if with_model else (report.predicted.total_bytes, report.measured.total_bytes)
+    yield Outcome(predicted_bytes=figures[0], reported_bytes=figures[1], new=loaded)
 
 
 def _pretrained(path: str, _output: str, memory: sluice.MemoryLimits, **how: Any) -> Iterator[Outcome | None]:
@@ -281,6 +269,12 @@ CASES: dict[str, Case] = {
     "shards, cold": _load("shards", cold=True, page_cache="bypass", long=True),
     "distributed, cold": _load("distributed", cold=True, page_cache="bypass", long=True),
     "parameters, cold": _load("parameters", cold=True, page_cache="bypass", long=True),
+    # Other numbers of readers: each thread has a heap and a stack
+    **{
+        f"{count} readers, {file}": _even(file, readers=count, long=count == 2 or file == "even.pt")
+        for count in (2, 16)
+        for file in ("even.pt", "even-legacy.pt")
+    },
     # Verbs and targets
     "live": Case(file="zip.pt", call=partial(_into, shapes=_ALL, live=True)),
     "refresh": Case(file="zip.pt", call=_refreshed, final_bytes=nbytes(SHAPES[:1])),
@@ -376,16 +370,8 @@ def _add_staging() -> None:
             )
 
 
-def _add_readers() -> None:
-    """Add loads with other numbers of readers; each thread has a heap and a stack."""
-    for count in (2, 16):
-        for file in ("even.pt", "even-legacy.pt"):
-            CASES[f"{count} readers, {file}"] = _even(file, readers=count, long=count == 2 or file == "even.pt")
-
-
 _add_rules()
 _add_staging()
-_add_readers()
 
 
 # Deliberate regressions, in cases of which the contract must not hold
@@ -437,14 +423,3 @@ BROKEN: dict[str, Case] = {
     "a tensor held twice": _broken(CASES["zip"], _hold_a_tensor_twice, long=False),
     "a file mapping kept": _broken(CASES["zip"], _keep_file_pages, long=True),
 }
-
-
-def evict(path: Path) -> None:
-    """Remove a file, or the files of a directory, from the page cache."""
-    for file in [path] if path.is_file() else path.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

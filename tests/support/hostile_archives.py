@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tarfile
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -201,6 +202,13 @@ def build_archive(
     return bytes(body) + comment
 
 
+def tar_header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytes:
+    """Return the header of a member of a tar archive."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
 def torch_archive(
     value: object,
     storages: Mapping[str, bytes] | None = None,
@@ -305,30 +313,3 @@ def distributed_metadata(items: object, stored: object, *, paths: object = None)
         "version": "1.0.0",
     }
     return pickled(instance(_METADATA, "Metadata", state))
-
-
-def coo(indices: list[list[int]], shape: tuple[int, ...], *, coalesced: bool | None = False) -> bytes:
-    count = len(indices[0])
-    data = {
-        "i": struct.pack(f"<{len(indices) * count}q", *(number for row in indices for number in row)),
-        "v": bytes(4 * count),
-    }
-    held = tensor_call(storage("i", len(indices) * count, kind="LongStorage"), shape=(len(indices), count))
-    values = tensor_call(storage("v", count), shape=(count,))
-    return _file("sparse_coo", (held, values, Call(Global("torch", "Size"), (shape,)), coalesced), data)
-
-
-def compressed(layout: str, compressed: list[int], plain: list[int], shape: tuple[int, ...]) -> bytes:
-    tensors = []
-    data = {"v": bytes(4 * len(plain))}
-    for key, numbers in (("c", compressed), ("p", plain)):
-        data[key] = struct.pack(f"<{len(numbers)}q", *numbers)
-        tensors.append(tensor_call(storage(key, len(numbers), kind="LongStorage"), shape=(len(numbers),)))
-    block = (len(plain), 1, 1) if layout in {"sparse_bsr", "sparse_bsc"} else (len(plain),)
-    values = tensor_call(storage("v", len(plain)), shape=block)
-    return _file(layout, (*tensors, values, Call(Global("torch", "Size"), (shape,))), data)
-
-
-def _file(layout: str, data: tuple[object, ...], storages: dict[str, bytes]) -> bytes:
-    kind = Call(Global("torch.serialization", "_get_layout"), (f"torch.{layout}",))
-    return torch_archive({"w": Call(Global("torch._utils", "_rebuild_sparse_tensor"), (kind, data))}, storages)

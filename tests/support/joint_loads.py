@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 import sluice
+from support.divided_models import mesh_of
 from support.gguf_files import packed, plain, write
+from support.watching import watch
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
@@ -46,15 +49,13 @@ def saved(path: str) -> str:
     return path
 
 
-def sharded(device: str) -> nn.Module:
-    """Return a fully sharded model on a device."""
-    from torch.distributed.device_mesh import init_device_mesh
+def sharded(device: str, mesh: Any = None) -> nn.Module:
+    """Return a fully sharded model on a device, over all ranks or a mesh."""
     from torch.distributed.fsdp import fully_shard
 
     with torch.device(device):
         model = Net()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh or mesh_of(torch.distributed.get_world_size()))
     return model
 
 
@@ -65,42 +66,17 @@ def load(path: str, device: str = "meta", **arguments: Any) -> tuple[sluice.Load
     return report, is_loaded(model)
 
 
-def divided(device: str) -> nn.Module:
-    """Return a model on a mesh of two rows: replicated over rows and divided along them, by rows and by columns."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-
-    ranks = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
-    with torch.device(device):
-        model = Net()
-    layouts: dict[str, list[Placement]] = {
-        "first.weight": [Replicate(), Shard(1)],
-        "second.weight": [Shard(0), Shard(1)],
-        "third.weight": [Shard(0), Shard(0)],
-        "first.bias": [Replicate(), Replicate()],
-        "second.bias": [Replicate(), Shard(0)],
-    }
-    for name, placements in layouts.items():
-        owner, _, own = name.rpartition(".")
-        module = model.get_submodule(owner)
-        tensor = distribute_tensor(module.get_parameter(own).detach(), mesh, placements)
-        module.register_parameter(own, nn.Parameter(tensor))
-    return model
-
-
 def load_cached(url: str, directory: str) -> bool:
-    """Load a model that ranks hold in part together through a cache; return whether every tensor is right."""
-    model = divided("meta")
+    """Load a model through a cache, of which two ranks hold each part; return whether every tensor is right."""
+    model = sharded("meta", mesh_of(2, 2, names=("replicas", "shards")))
     sluice.load_into(model, sluice.Remote(url, cache=directory))
     return is_loaded(model)
 
 
 def saved_packed(path: str) -> str:
     """Write a GGUF file, whose weights are packed."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in truth().items()}
     tensors = {
-        name: packed(shape)[0] if len(shape) == 2 else plain(torch.ones(shape)) for name, shape in shapes.items()
+        name: packed(one.shape)[0] if one.dim() == 2 else plain(torch.ones_like(one)) for name, one in truth().items()
     }
     write(Path(path), tensors)
     return path
@@ -108,7 +84,7 @@ def saved_packed(path: str) -> str:
 
 def load_packed(path: str) -> bool:
     """Load a GGUF file; return whether every tensor is the one that is read alone."""
-    model = divided("meta")
+    model = sharded("meta")
     sluice.load_into(model, path)
     return is_loaded(model, sluice.load_state_dict(path))
 
@@ -116,15 +92,11 @@ def load_packed(path: str) -> bool:
 def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     """Load a model that only some ranks hold; return the ranks of the report, and None on the others."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh("cpu", list(ranks))
     if torch.distributed.get_rank() not in ranks:
         return None
-    with torch.device("meta"):
-        model = Net()
-    fully_shard(model, mesh=mesh)
-    report = sluice.load_into(model, path)
+    report = sluice.load_into(sharded("meta", mesh), path)
     return tuple(each.rank for each in report.ranks)
 
 
@@ -175,17 +147,18 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
     from sluice.loading import joint, module_fill, module_job
 
     def fail(*_: object, **__: object) -> Any:
-        raise_fault(fault)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        errors = {"error": OSError("the disk is on fire"), "interrupt": KeyboardInterrupt(), "memory": MemoryError()}
+        raise errors[fault]
 
-    reads = 0
-    fetch = session.Session._fetch
+    reads = itertools.count(1)
 
-    def nth_read(self: session.Session, *arguments: Any) -> Any:
-        nonlocal reads
-        reads += 1
-        if reads == (1 if step == "first read" else 2):
+    def nth_read(*_: object) -> None:
+        if next(reads) == (1 if step == "first read" else 2):
             fail()
-        return fetch(self, *arguments)
 
     if step == "open":
         patch.setattr("sluice.checkpoint.open_checkpoint.open_layout", fail)
@@ -194,21 +167,12 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
     elif "read" in step:
         patch.setattr("sluice.reading.transfer.is_small", lambda _: False)
         patch.setattr(targets.Targets, "read_straight", lambda *_: False)
-        patch.setattr(session.Session, "_fetch", nth_read)
+        watch(patch, session.Session, "_fetch", nth_read)
     elif step == "before the vote":
         complete = module_fill.ModuleData
         patch.setattr(module_fill, "ModuleData", lambda **values: fail() or complete(**values))
     else:
         patch.setattr(module_job, "install_tensors", fail)
-
-
-def raise_fault(fault: str) -> None:
-    """Fail in one of the ways that tests name."""
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    raise {"error": OSError("the disk is on fire"), "interrupt": KeyboardInterrupt(), "memory": MemoryError()}[fault]
 
 
 def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tuple[str, ...], list[int]]:

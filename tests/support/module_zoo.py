@@ -132,14 +132,6 @@ def _layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(4, 2, 8, dropout=0)
 
 
-def _pretrained() -> nn.Module:
-    return nn.Embedding.from_pretrained(torch.ones(9, 4))  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _channels_last() -> nn.Module:
-    return nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-
 def _tied_parametrized() -> nn.Module:
     """Two layers whose parametrizations hold one parameter."""
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), parametrizations.weight_norm(nn.Linear(4, 4)))
@@ -167,10 +159,10 @@ ZOO: dict[str, tuple[Build, tuple[int, ...]]] = {
     "rnn cell": (lambda: nn.RNNCell(4, 5), ROWS),
     "transformer layer": (_layer, SEQUENCE),
     "cloned layers": (lambda: nn.TransformerEncoder(_layer(), 2, enable_nested_tensor=False), SEQUENCE),
-    "pretrained": (lambda: nn.Sequential(_pretrained()), (3, 2)),
+    "pretrained": (lambda: nn.Sequential(nn.Embedding.from_pretrained(torch.ones(9, 4))), (3, 2)),  # type: ignore[no-untyped-call]
     "data set": (SetsData, ROWS),
     "convolution": (lambda: nn.Conv2d(4, 4, 3), IMAGE),
-    "channels last": (_channels_last, IMAGE),
+    "channels last": (lambda: nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last), IMAGE),  # type: ignore[call-overload]
     "nested": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.PReLU(), nn.Sequential(nn.Linear(4, 2)))), ROWS),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), ROWS),
     "tied weight norm": (_tied_parametrized, ROWS),

@@ -21,7 +21,6 @@ import re
 import struct
 import tempfile
 import warnings
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +44,7 @@ from support.hostile_archives import (
     torch_archive,
 )
 from support.oracles import bits, loaded, located, same
-from support.torch_files import saved
+from support.torch_files import records_of, saved
 
 # Files to start from
 
@@ -104,14 +103,9 @@ def edit(content: bytes, choose: random.Random, first: int = 0, last: int | None
     return bytes(changed)
 
 
-def _records(content: bytes) -> dict[str, bytes]:
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 def _edit_record(content: bytes, choose: random.Random) -> bytes:
     """Change the pickle of an archive and write a valid archive around it, so that the change is parsed."""
-    records = _records(content)
+    records = records_of(content)
     name = next(name for name in records if name.endswith("data.pkl"))
     records[name] = edit(records[name], choose)
     if choose.random() < 0.1:
@@ -127,7 +121,7 @@ def _edit_record(content: bytes, choose: random.Random) -> bytes:
 def zips(count: int, seed: int) -> Iterator[bytes]:
     """Yield mutated zip files: half with a changed pickle, a quarter changed at their end, a quarter anywhere."""
     choose, small = random.Random(seed), SMALL["zip"]()
-    records = [ArchiveRecord(name=name.encode(), data=data) for name, data in _records(small).items()]
+    records = [ArchiveRecord(name=name.encode(), data=data) for name, data in records_of(small).items()]
     bases = [_saved(2), _saved(2), small, build_archive(records, zip64=True)]
     for number in range(count):
         content = choose.choice(bases)
@@ -204,8 +198,7 @@ def _read(content: bytes) -> tuple[Source, Index] | CheckpointError:
 def judge_torch(content: bytes) -> str:
     """Compare a zip or legacy file with ``torch.load(weights_only=True)``."""
     ours = _read(content)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about protocols and experimental dtypes
+    with warnings.catch_warnings(action="ignore"):  # about protocols and experimental dtypes
         try:
             theirs = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
             refusal = None
@@ -214,7 +207,7 @@ def judge_torch(content: bytes) -> str:
     if isinstance(ours, CheckpointError):
         return "refused" if refusal else "stricter"
     source, index = ours
-    if index.notes or _holds_opaque(index.tree):
+    if index.notes or (isinstance(index.tree, dict) and _tree.opaques(index.tree)):
         return "inert"
     if refusal is not None:
         _check_beyond(content, source, index, refusal)
@@ -223,15 +216,10 @@ def judge_torch(content: bytes) -> str:
     return "same"
 
 
-def _holds_opaque(tree: object) -> bool:
-    return isinstance(tree, dict) and bool(_tree.opaques(tree))
-
-
 def _check_beyond(content: bytes, source: Source, index: Index, refusal: Exception) -> None:
     """Check that torch refuses opcodes, and that the result of its unrestricted loader is equal."""
     assert "Unsupported operand" in str(refusal), f"accepted what torch refuses with {refusal!r}: {content!r}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:  # the file names nothing but tensors and plain values: sluice would have kept a placeholder
             expected = torch.load(io.BytesIO(content), weights_only=False)
         except (pickle.UnpicklingError, RuntimeError):

@@ -84,22 +84,17 @@ def index_of(storages: list[tuple[int, int]], files: tuple[FileRecord, ...] = (F
     return Index(format="test", files=files, storages=made, tree={})
 
 
-def write_storages(path: Path, tensors: list[torch.Tensor], *, gap: int = 64, shift: int = 0) -> list[tuple[int, int]]:
-    """Write the storage of each tensor at a multiple of ``gap`` plus ``shift``; return the location of each."""
+def write_storages(path: Path, tensors: list[torch.Tensor], *, shift: int = 0) -> list[tuple[int, int]]:
+    """Write the storage of each tensor at a multiple of 64 plus ``shift``; return the location of each."""
     places = []
     with path.open("wb") as file:
         for tensor in tensors:
-            at = -(-file.tell() // gap) * gap + shift
+            at = -(-file.tell() // 64) * 64 + shift
             file.write(bytes(at - file.tell()))
-            raw = _raw(tensor)
+            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
             file.write(raw)
             places.append((at, len(raw)))
     return places
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
 
 
 def entry_of(tensor: torch.Tensor, storage: int) -> Entry:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -47,7 +48,7 @@ class SystemCalls:
         """Watch the calls of the block."""
         with ExitStack() as stack:
             for module, name in CALLS:
-                real = getattr(_module(module), name)
+                real = getattr(import_module(module), name)
                 stack.enter_context(mock.patch(f"{module}.{name}", self._counted(real, name)))
             yield
 
@@ -62,10 +63,6 @@ class SystemCalls:
             return self._stop(lambda: real(*args, **options), name)
 
         return call
-
-
-def _module(name: str) -> Any:
-    return __import__(name, fromlist=["_"])
 
 
 #: Numbers of the saves that were read, by the name of the checkpoint and the digest of each file.

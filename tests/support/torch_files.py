@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +24,7 @@ PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 
 def saved(value: object, protocol: int = 2, *, legacy: bool = False) -> bytes:
     buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls complex32 experimental
+    with warnings.catch_warnings(action="ignore"):  # torch calls complex32 experimental
         torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
     return buffer.getvalue()
 
@@ -60,13 +59,38 @@ def filled(dtype: torch.dtype, count: int) -> torch.Tensor:
     return (raw % 2).view(torch.bool) if dtype is torch.bool else raw.view(dtype)
 
 
+def records_of(content: bytes) -> dict[str, bytes]:
+    """Return the records of a zip archive by their names."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def zipped(records: Mapping[str, bytes], method: int = zipfile.ZIP_STORED, target: io.BytesIO | None = None) -> bytes:
+    """Return an archive of records as other programs write it, to ``target`` if there is one."""
+    made = target or io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return made.getvalue()
+
+
 def saved_big_endian(value: object) -> bytes:
     """Return a file of ``torch.save`` that is marked as big-endian."""
-    content = io.BytesIO()
-    torch.save(value, content)
-    changed = io.BytesIO()
-    with zipfile.ZipFile(content) as old, zipfile.ZipFile(changed, "w") as new:
-        for record in old.infolist():
-            data = b"big" if record.filename.endswith("byteorder") else old.read(record)
-            new.writestr(record.filename, data)
-    return changed.getvalue()
+    return zipped(records_of(saved(value)) | {"archive/byteorder": b"big"})
+
+
+def coo(indices: list[list[int]], shape: tuple[int, ...], *, coalesced: bool = False) -> bytes:
+    """Return a file with a sparse tensor of any indices."""
+    values = torch.zeros(len(indices[0]))
+    with warnings.catch_warnings(action="ignore"):  # torch calls sparse tensors experimental
+        made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+    return saved({"w": made})
+
+
+def compressed(layout: str, lines: list[int], plain: list[int], shape: tuple[int, ...]) -> bytes:
+    """Return a file with a compressed sparse tensor of any indices."""
+    values = torch.zeros((len(plain), 1, 1) if layout in {"sparse_bsr", "sparse_bsc"} else len(plain))
+    kind = getattr(torch, layout)
+    with warnings.catch_warnings(action="ignore"):
+        made = torch.sparse_compressed_tensor(lines, plain, values, shape, layout=kind, check_invariants=False)
+    return saved({"w": made})

@@ -7,6 +7,7 @@ import shutil
 import struct
 import tarfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,16 +67,23 @@ def composites() -> Tensors:
     }
 
 
-def _torch_zip(path: Path) -> Tensors:
-    tensors = plain_tensors() | views()
-    torch.save(tensors, path)
-    return tensors
+def _maker(tensors: Callable[[], Tensors], write: Callable[[Tensors, Path], object]) -> Callable[[Path], Tensors]:
+    """Return a function that writes a checkpoint of tensors, and returns them."""
+
+    def make(path: Path) -> Tensors:
+        write(tensors(), path)
+        return tensors()
+
+    return make
 
 
-def _legacy(path: Path) -> Tensors:
-    tensors = {name: one for name, one in (plain_tensors() | views()).items() if name != "e4m3"}
-    torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    return tensors
+def _everything() -> Tensors:
+    return plain_tensors() | views()
+
+
+def _older(tensors: Tensors) -> Tensors:
+    """Return the tensors of dtypes that formats of old torch hold."""
+    return {name: one for name, one in tensors.items() if name != "e4m3"}
 
 
 def _nested(path: Path) -> Tensors:
@@ -84,31 +92,9 @@ def _nested(path: Path) -> Tensors:
     return {**{f"model.{name}": one for name, one in tensors.items()}, "more.0": tensors["ints"]}
 
 
-def _composites(path: Path) -> Tensors:
-    torch.save(composites(), path)
-    return composites()
-
-
 def _big_endian(path: Path) -> Tensors:
-    tensors = {name: one for name, one in plain_tensors().items() if name != "e4m3"}
-    path.write_bytes(saved_big_endian(tensors))
+    path.write_bytes(saved_big_endian(_older(plain_tensors())))
     return dict(torch.load(path, weights_only=True))
-
-
-def _safetensors(path: Path) -> Tensors:
-    sluice.save(plain_tensors(), path, format="safetensors")
-    return plain_tensors()
-
-
-def _shards(path: Path) -> Tensors:
-    sluice.save(plain_tensors(), path, max_shard_size=1000)
-    return plain_tensors()
-
-
-def _parameters(path: Path) -> Tensors:
-    path.mkdir()
-    directories.write_parameters(path, plain_tensors())
-    return plain_tensors()
 
 
 def _distributed(path: Path) -> Tensors:
@@ -139,11 +125,11 @@ def _ranks(path: Path) -> Tensors:
 
 def _tar(path: Path) -> Tensors:
     inner = path.with_name(f"{path.name}.unpacked")
-    tensors = _shards(inner)
+    sluice.save(plain_tensors(), inner, max_shard_size=1000)
     with tarfile.open(path, "w") as archive:
         archive.add(inner, ".")
     shutil.rmtree(inner)
-    return tensors
+    return plain_tensors()
 
 
 def _zero(path: Path) -> Tensors:
@@ -153,14 +139,14 @@ def _zero(path: Path) -> Tensors:
 
 
 MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
-    "torch-zip": _torch_zip,
-    "torch-legacy": _legacy,
+    "torch-zip": _maker(_everything, torch.save),
+    "torch-legacy": _maker(lambda: _older(_everything()), partial(torch.save, _use_new_zipfile_serialization=False)),
     "nested": _nested,
-    "composites": _composites,
+    "composites": _maker(composites, torch.save),
     "big-endian": _big_endian,
-    "safetensors": _safetensors,
-    "shards": _shards,
-    "parameters": _parameters,
+    "safetensors": _maker(plain_tensors, partial(sluice.save, format="safetensors")),
+    "shards": _maker(plain_tensors, partial(sluice.save, max_shard_size=1000)),
+    "parameters": _maker(plain_tensors, lambda tensors, path: directories.write_parameters(path, tensors)),
     "distributed": _distributed,
     "gguf": _gguf,
     "ranks": _ranks,

@@ -20,6 +20,9 @@ WRITTEN = {path.name.partition(".")[0]: path for path in sorted((Path(__file__).
 
 Tensors = dict[str, torch.Tensor]
 
+#: Settings that all groups of the optimizer have.
+_SETTINGS: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
+
 #: Changes the content of a file before it is written: (name of the file, content).
 Change = Callable[[str, Any], None]
 
@@ -113,31 +116,15 @@ def write_zero(
         for key in ("exp_avg", "exp_avg_sq")
     }
     for rank in range(world):
-        padded = [
-            torch.nn.functional.pad(v, (0, paddings[i])) if rank == world - 1 else v
-            for i, v in enumerate(weights[rank])
-        ]
+        ends = paddings if rank == world - 1 else [0] * len(paddings)
         state = {
             i: {
                 "step": torch.tensor(float(training.step)),
-                **{
-                    k: torch.nn.functional.pad(v[rank][i], (0, len(padded[i]) - len(v[rank][i])))
-                    for k, v in states.items()
-                },
+                **{key: torch.nn.functional.pad(vectors[rank][i], (0, end)) for key, vectors in states.items()},
             }
-            for i in range(len(training.groups))
+            for i, end in enumerate(ends)
         }
-        groups = [
-            {
-                "lr": training.lr / (i + 1),
-                "betas": (0.8, 0.9),
-                "eps": 1e-8,
-                "weight_decay": 0.1,
-                "amsgrad": False,
-                "params": [i],
-            }
-            for i in state
-        ]
+        groups = [{"lr": training.lr / (i + 1), **_SETTINGS, "params": [i]} for i in state]
         base = {"state": state, "param_groups": groups}
         own: dict[str, Any] = {"loss_scaler": argparse.Namespace(scale=1), "zero_stage": stage}
         if stage == 3:
@@ -145,7 +132,7 @@ def write_zero(
         else:
             own |= {"partition_count": [world] * len(groups), "base_optimizer_state": base}
             own |= {"single_partition_of_fp32_groups": weights[rank]}
-            own |= {"group_paddings": paddings if rank == world - 1 else [0] * len(groups)}
+            own |= {"group_paddings": ends}
             own |= {"param_alignment_paddings": [[gap] * len(group) for group in training.groups]} if gap else {}
         name = f"{start}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         write(name, {"optimizer_state_dict": own, "ds_version": "0.19.8"})

@@ -1,4 +1,4 @@
-"""Loads through a cache directory: servers and disks that fail, processes that are killed or load at the same time."""
+"""Loads through a cache directory: servers and disks that fail, processes that are killed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -25,19 +23,11 @@ from sluice.testing import memory_limit_refusal, run_limited
 from support.cached_objects import entries, parts
 from support.fresh_process import SUBPROCESS
 from support.range_server import RangeServer, cut, headers, status
+from support.watching import watch
 
 STATE = {f"weight{number}": torch.arange(number, 200_000 + number).reshape(400, 500) for number in range(4)}
 
-#: Program that loads a URL through a cache, and prints whether the values are right.
-LOAD = """
-import sys, torch, sluice
-url, cache = sys.argv[1:]
-loaded = sluice.load_state_dict(sluice.Remote(url, cache=cache))
-numbers = range(len(loaded))
-print(all(torch.equal(loaded[f"weight{n}"].flatten(), torch.arange(n, 200_000 + n)) for n in numbers))
-"""
-
-#: The same in small pieces, without the comparison; prints when it begins.
+#: Program that loads a URL through a cache in small pieces; prints when it begins.
 KILLED = """
 import sys, torch, sluice
 from sluice import _defaults
@@ -64,12 +54,6 @@ def is_right(loaded: dict[str, torch.Tensor]) -> bool:
 
 def load(server: RangeServer, cache: Path) -> dict[str, torch.Tensor]:
     return sluice.load_state_dict(sluice.Remote(server.url("/m"), cache=cache))
-
-
-def started(program: str, server: RangeServer, cache: Path) -> Any:
-    """Return a new process that runs a program, with the URL and the cache as its arguments."""
-    command, pipe = [sys.executable, "-c", program, server.url("/m"), str(cache)], SUBPROCESS.PIPE
-    return SUBPROCESS.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
 
 @pytest.mark.parametrize(
@@ -99,18 +83,15 @@ def test_a_server_that_fails_at_any_request_leaves_a_cache_that_is_right(
 def test_a_full_disk_is_noted_and_the_load_succeeds(
     server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.pwrite
-
-    def full(descriptor: int, data: memoryview, offset: int) -> int:
+    def full(_descriptor: int, _data: memoryview, offset: int) -> None:
         if offset > 2_000_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data, offset)
 
     model = torch.nn.ParameterDict(
         {name: torch.nn.Parameter(torch.empty_like(tensor), requires_grad=False) for name, tensor in STATE.items()}
     )
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        watch(patch, os, "pwrite", full)
         report = sluice.load_into(model, sluice.Remote(server.url("/m"), cache=tmp_path))
     assert any("not cached: No space left on device" in note for note in report.notes)
     assert all(torch.equal(model[name], STATE[name]) for name in STATE)
@@ -121,28 +102,6 @@ def test_a_full_disk_is_noted_and_the_load_succeeds(
 
 
 @pytest.mark.usefixtures("fresh_processes")
-def test_processes_that_fill_one_entry_at_once_download_it_once(
-    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(defaults, "CACHE_PIECE_BYTES", 8 << 20)  # that of the processes
-    server.bandwidth = 20e6
-    with ExitStack() as stack:
-        processes = [stack.enter_context(started(LOAD, server, tmp_path)) for _ in range(3)]
-        outputs = [process.stdout.read() for process in processes]
-    assert outputs == ["True\n"] * 3
-    received = sum(_requested(request.headers["Range"]) for request in server.requests)
-    assert received < 1.5 * len(server.files["/m"])
-    server.requests.clear()
-    assert is_right(load(server, tmp_path))
-    assert len(server.requests) == 1
-
-
-def _requested(header: str) -> int:
-    first, last = header.removeprefix("bytes=").split("-")
-    return int(last) + 1 - int(first)
-
-
-@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.long)])
 def test_loads_that_are_killed_at_random_times_leave_a_cache_that_is_right(
     server: RangeServer, tmp_path: Path, rounds: int
@@ -150,8 +109,9 @@ def test_loads_that_are_killed_at_random_times_leave_a_cache_that_is_right(
     """Kill loads at random times, flip a byte of what they left now and then, and compare what the next one loads."""
     server.bandwidth = 2e6
     numbers = random.Random(rounds)
+    command = [sys.executable, "-c", KILLED, server.url("/m"), str(tmp_path)]
     for _ in range(rounds):
-        with started(KILLED, server, tmp_path) as process:
+        with SUBPROCESS.Popen(command, stdin=SUBPROCESS.PIPE, stdout=SUBPROCESS.PIPE, text=True) as process:
             process.stdout.readline()  # imports are done
             time.sleep(numbers.uniform(0.0, 0.6))
             process.kill()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -75,15 +75,14 @@ class Model(torch.nn.Module):
         self.large = torch.nn.ModuleList(torch.nn.Linear(500, 300) for _ in range(2))
 
 
-@dataclass
-class Stated(RangeServer):
-    """A server of a checkpoint, with what is in it."""
-
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
+@functools.cache
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return Model().state_dict()
 
 
 @pytest.fixture(params=["pth", "safetensors"])
-def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stated]:
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
     """Return a server whose file takes several requests; failed ones are repeated at once."""
     monkeypatch.setattr(defaults, "REMOTE_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(defaults, "REMOTE_PATIENCE_SECONDS", 1.0)
@@ -92,21 +91,19 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(defaults, "REMOTE_READ_BYTES", 1 << 20)
     monkeypatch.setattr(defaults, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     monkeypatch.setattr(defaults, "REMOTE_GAP_BYTES", 0)
-    torch.manual_seed(0)
-    state = Model().state_dict()
-    content = saved(state) if request.param == "pth" else safetensors.torch.save(state)
-    with Stated({"/m": content}, state=state) as running:
+    content = saved(state()) if request.param == "pth" else safetensors.torch.save(state())
+    with RangeServer({"/m": content}) as running:
         yield running
 
 
-def requests_of_a_load(server: Stated) -> int:
+def requests_of_a_load(server: RangeServer) -> int:
     sluice.load_state_dict(server.url("/m"))
     count = len(server.requests)
     assert count >= 3
     return count
 
 
-def load_with(server: Stated, fault: Fault, at: int) -> dict[str, torch.Tensor] | sluice.SluiceError:
+def load_with(server: RangeServer, fault: Fault, at: int) -> dict[str, torch.Tensor] | sluice.SluiceError:
     """Return what was loaded, or the error, of a load with a fault at one request."""
     server.requests.clear()
     server.faults = {at: fault}
@@ -116,27 +113,25 @@ def load_with(server: Stated, fault: Fault, at: int) -> dict[str, torch.Tensor] 
         return error
 
 
-def is_right(server: Stated, loaded: dict[str, torch.Tensor]) -> bool:
-    return loaded.keys() == server.state.keys() and all(
-        torch.equal(loaded[name], server.state[name]) for name in loaded
-    )
+def is_right(loaded: dict[str, torch.Tensor]) -> bool:
+    return loaded.keys() == state().keys() and all(torch.equal(loaded[name], state()[name]) for name in loaded)
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_load_survives_one_fault_at_any_request(server: Stated, name: str) -> None:
+def test_a_load_survives_one_fault_at_any_request(server: RangeServer, name: str) -> None:
     for at in range(requests_of_a_load(server)):
         loaded = load_with(server, PASSING[name], at)
         assert isinstance(loaded, dict), f"request {at}: {loaded!r}"
-        assert is_right(server, loaded), f"request {at}"
+        assert is_right(loaded), f"request {at}"
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_a_load_is_right_or_refused_with_any_fault_at_any_request(server: Stated, name: str) -> None:
+def test_a_load_is_right_or_refused_with_any_fault_at_any_request(server: RangeServer, name: str) -> None:
     refused = 0
     for at in range(requests_of_a_load(server)):
         loaded = load_with(server, OTHER[name], at)
         if isinstance(loaded, dict):
-            assert is_right(server, loaded), f"request {at}"
+            assert is_right(loaded), f"request {at}"
         else:
             refused += 1
             assert loaded.file == server.url("/m"), f"request {at}: {loaded!r}"
@@ -145,7 +140,7 @@ def test_a_load_is_right_or_refused_with_any_fault_at_any_request(server: Stated
 
 
 @pytest.mark.parametrize("name", [*PASSING, *OTHER])
-def test_a_fault_that_stays_ends_a_load_and_leaves_a_model_on_meta_alone(server: Stated, name: str) -> None:
+def test_a_fault_that_stays_ends_a_load_and_leaves_a_model_on_meta_alone(server: RangeServer, name: str) -> None:
     with sluice.empty_init():
         model = Model()
     fault = (PASSING | OTHER)[name]
@@ -156,12 +151,12 @@ def test_a_fault_that_stays_ends_a_load_and_leaves_a_model_on_meta_alone(server:
     except sluice.SluiceError:
         assert all(parameter.is_meta for parameter in model.parameters())
     else:
-        assert is_right(server, model.state_dict())
+        assert is_right(model.state_dict())
 
 
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 200))])
 def test_a_server_that_lies_at_random_gives_the_right_values_or_an_error_in_time(
-    server: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(defaults, "REMOTE_SLOW_SECONDS", 0.3)
     monkeypatch.setattr(defaults, "REMOTE_HEADERS_SECONDS", 0.3)
@@ -179,5 +174,5 @@ def test_a_server_that_lies_at_random_gives_the_right_values_or_an_error_in_time
         except sluice.SluiceError:
             pass
         else:
-            assert is_right(server, model.state_dict())
+            assert is_right(model.state_dict())
         assert time.monotonic() - began < 30

@@ -115,9 +115,6 @@ class Recording:
     def renamed(self, old: str, new: str) -> None:
         self._change((old, None), (new, self.disk.number(new)))
 
-    def linked(self, old: str, new: str) -> None:
-        self._change((new, self.disk.number(old)))
-
     def removed(self, path: str) -> None:
         self._change((path, None))
 
@@ -139,7 +136,7 @@ class Recording:
             "mkdir": self.made,
             "replace": self.renamed,
             "rename": self.renamed,
-            "link": self.linked,
+            "link": lambda old, new: self._change((new, self.disk.number(old))),
             "unlink": self.removed,
             "rmdir": self.removed,
             "fsync": self.synced,

@@ -22,6 +22,7 @@ from sluice import (
     UnsupportedError,
 )
 from sluice.formats.archives.tar import TarDirectory, is_tar
+from support.hostile_archives import tar_header as header
 from support.oracles import same
 from support.sources import MemorySource
 
@@ -75,12 +76,6 @@ def test_nemo_archives_of_distributed_checkpoints(tmp_path: Path) -> None:
     assert found.pop("step") == 3
     assert same(found, STATE)
     assert sluice.verify(tmp_path / "m.nemo").ok
-
-
-def header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytes:
-    member = tarfile.TarInfo(name)
-    member.size, member.type = size, kind
-    return member.tobuf(tarfile.GNU_FORMAT)
 
 
 def attributes(record: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:

@@ -57,8 +57,7 @@ def test_every_dtype(name: str, protocol: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(TORCH_DTYPES) - set(DTYPES)))
 def test_dtypes_that_torch_itself_does_not_read(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for dtypes that torch calls experimental
+    with warnings.catch_warnings(action="ignore"):  # for dtypes that torch calls experimental
         content = saved({"w": torch.zeros(16, dtype=torch.uint8).view(torch_dtype(name))})
         with pytest.raises(AttributeError, match="UntypedStorage"):
             torch.load(io.BytesIO(content), weights_only=True)

@@ -7,7 +7,6 @@ import os
 import random
 import struct
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -293,10 +292,7 @@ def test_a_name_in_the_place_of_a_tar_archives_mark_changes_nothing() -> None:
 
 
 def test_zip_and_legacy_in_one_file() -> None:
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as writer:
-        writer.writestr("archive/data.pkl", pickled({}))
-    content = SAVED + archive.getvalue()
+    content = SAVED + torch_files.zipped({"archive/data.pkl": pickled({})})
     assert index_of(content).end == len(SAVED)
     source = MemorySource(torch_archive({}) + SAVED)
     assert detect(source).name == "torch-zip"

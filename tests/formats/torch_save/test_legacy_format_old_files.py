@@ -29,8 +29,7 @@ READ = [name for name in FILES if name != "torch-1.4.0-zip"]
 
 
 def load_with_torch(name: str, encoding: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it ignores the encoding, and uses it
+    with warnings.catch_warnings(action="ignore"):  # torch says that it ignores the encoding, and uses it
         restricted = name not in UNRESTRICTED
         return torch.load(FILES[name], weights_only=restricted, mmap=False, encoding=encoding)
 

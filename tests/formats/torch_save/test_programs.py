@@ -51,8 +51,7 @@ class Net(nn.Module):
 
 def script(path: Path, *, traced: bool = False) -> dict[str, torch.Tensor]:
     model = Net().eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
         compiler: Any = torch.jit
         made = compiler.trace(model, torch.ones(1, 3, 4, 4)) if traced else compiler.script(model)
         made.save(str(path))
@@ -85,8 +84,7 @@ def test_the_state_dict_of_a_script_is_that_of_torch_and_fills_the_eager_class(t
 
 def test_frozen_programs_are_refused_by_name(tmp_path: Path) -> None:
     compiler: Any = torch.jit
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
         compiler.freeze(compiler.script(nn.Linear(3, 2).eval())).save(str(tmp_path / "m.pt"))
     with pytest.raises(UnsupportedError, match=r"frozen TorchScript program.* before torch\.jit\.freeze"):
         sluice.open(tmp_path / "m.pt")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from sluice.records import Opaque, UnsupportedValue
 from support.dtypes import TORCH_DTYPES
 from support.hostile_archives import Call, Global, pickled, storage, tensor_call, torch_archive
 from support.sources import MemorySource
-from support.torch_files import PROTOCOLS, check, filled, index_of, saved, tree_of
+from support.torch_files import PROTOCOLS, check, filled, index_of, records_of, saved, tree_of, zipped
 from support.watching import watch
 
 
@@ -64,8 +63,7 @@ def test_any_views(
     name, count, chosen = drawn
     base = filled(torch.float32 if legacy else torch_dtype(name), count)  # torch does not read all in legacy files
     content = saved([torch.as_strided(base, *view) for view in chosen], protocol, legacy=legacy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls complex32 experimental
+    with warnings.catch_warnings(action="ignore"):  # torch calls complex32 experimental
         # torch's own safe unpickler reads protocol 2 only
         check(content, torch.load(io.BytesIO(content), weights_only=protocol == 2))
 
@@ -116,12 +114,9 @@ def test_the_last_storage_is_checked_while_indexing() -> None:
 
 @pytest.mark.parametrize("order", ["LITTLE", "BIG", "NATIVE", None])
 def test_files_without_a_byte_order_have_the_default_of_torch(tmp_path: Path, order: str | None) -> None:
-    content = io.BytesIO()
-    torch.save({"w": torch.arange(5.0), "b": torch.tensor([True])}, content)
-    with zipfile.ZipFile(content) as old, zipfile.ZipFile(tmp_path / "f.pt", "w") as new:
-        for name in old.namelist():
-            if not name.endswith("byteorder"):
-                new.writestr(name, old.read(name))
+    records = records_of(saved({"w": torch.arange(5.0), "b": torch.tensor([True])}))
+    del records["archive/byteorder"]
+    (tmp_path / "f.pt").write_bytes(zipped(records))
     before = torch.serialization.get_default_load_endianness()
     torch.serialization.set_default_load_endianness(getattr(torch.serialization.LoadEndianness, order or "", None))  # type: ignore[no-untyped-call]
     try:
