@@ -56,7 +56,7 @@ def refresh(
 
     Args:
         model: A loaded model. On several ranks, every rank makes the call, and all of them change or none.
-        source: The new weights, as in ``load_into``.
+        source: The new weights, as in ``load_into``. Adapters that a load has merged are not among them.
         since: The state that an earlier refresh returned, or ``report.state`` of a load; or the manifest of the weights
             that the model has, to be compared with ``manifest``; None if they are unknown.
         torn: ``"never"`` and ``"undo"`` read into memory of their own, as large as what changed, and exchange values

@@ -160,15 +160,9 @@ def _divided(slot: Slot, layout: RankLayout, coordinate: tuple[int, ...]) -> Slo
     tp_dim = next((layout.tp_dims[name] for name in slot.names if name in layout.tp_dims), None)
     sharding = sharding_on(layout.mesh, coordinate, dimensions=len(slot.shape), tp_dim=tp_dim)
     region = region_of(slot.shape, sharding)
-    return replace(
-        slot,
-        region=region,
-        stride=contiguous_stride(shape_of(region)),
-        device="meta",
-        in_place=False,
-        resettable=slot.resettable and layout.mesh.names == ("ddp",),  # no DTensors, whose random numbers would differ
-        home="cpu",
-    )
+    resettable = slot.resettable and layout.mesh.names == ("ddp",)  # no DTensors, whose random numbers would differ
+    slot = replace(slot, device="meta", home="cpu", in_place=False, resettable=resettable)
+    return replace(slot, region=region, stride=contiguous_stride(shape_of(region)))
 
 
 def _covered_bytes(ranges: Iterable[tuple[str, int, int]]) -> int:

@@ -97,9 +97,8 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
 
 def _apart(request: Request) -> Request:
     """Return a request for memory of its own, without gaps as those of a live tensor that is a view of others."""
-    shape = request.entry.shape
-    stride = request.stride if is_dense(shape, request.stride) else contiguous_stride(shape)
-    return replace(request, existing=False, stride=stride)
+    shape, stride = request.entry.shape, request.stride
+    return replace(request, existing=False, stride=stride if is_dense(shape, stride) else contiguous_stride(shape))
 
 
 def _check_live(job: ModuleJob) -> None:

@@ -48,9 +48,6 @@ _NESTING = 8
 #: Methods that return the memory of the elements.
 _STORAGES = frozenset({"untyped_storage", "storage", "_typed_storage", "__dlpack__"})
 
-#: Functions with which modules replace tensors on meta by others.
-_REPLACING = frozenset({"_has_compatible_shallow_copy_type", "module_load"})
-
 #: Assignments that change no element.
 _SETTERS = (torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__)  # type: ignore[attr-defined, union-attr]
 
@@ -148,8 +145,9 @@ class Unloaded(nn.Parameter):
     ) -> Any:
         tensors = list(tensors_in((args, kwargs), _NESTING))
         path = next((each._sluice_path for each in tensors if isinstance(each, cls)), None)  # noqa: SLF001
+        replacing = _name_of(func) in {"_has_compatible_shallow_copy_type", "module_load"}  # by other tensors
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
-            if not all(each.is_meta for each in tensors) and _name_of(func) not in _REPLACING:
+            if not replacing and not all(each.is_meta for each in tensors):
                 _refuse_missing(path)
             return map_tensors(func(*args, **(kwargs or {})), partial(cls._from, path=path))
 
@@ -253,8 +251,7 @@ def _refuse_missing(name: str | None) -> NoReturn:
     raise StreamError(
         "the weights are not in memory: the load failed, or the stream has ended",
         tensor=name,
-        advice="Load them with sluice.load_into or load_state_dict(assign=True), or run the model inside of "
-        "sluice.stream.",
+        advice="Load them with sluice.load_into or load_state_dict(assign=True), or run the model in sluice.stream.",
     )
 
 
