@@ -81,9 +81,9 @@ def saved_big_endian(value: object) -> bytes:
 
 def coo(indices: list[list[int]], shape: tuple[int, ...], *, coalesced: bool = False) -> bytes:
     """Return a file with a sparse tensor of any indices."""
-    values = torch.zeros(len(indices[0]))
+    held, values = torch.tensor(indices), torch.zeros(len(indices[0]))
     with warnings.catch_warnings(action="ignore"):  # torch calls sparse tensors experimental
-        made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+        made = torch.sparse_coo_tensor(held, values, shape, is_coalesced=coalesced, check_invariants=False)
     return saved({"w": made})
 
 
