@@ -249,6 +249,8 @@ def test_weights_that_are_not_there_are_refused_without_a_call_and_are_ordinary_
         with torch.no_grad(), pytest.raises(StreamError, match=r"not in memory") as refused:
             use(model, x)
         assert refused.value.tensor == "0.weight"
+    with pytest.raises(sluice.SaveError, match=r"tensors on the meta device have no values"):
+        sluice.save(model, tmp_path / "saved.pth")
     assert {type(each) for each in pickle.loads(pickle.dumps(model)).parameters()} == {nn.Parameter}
     assert type(type(own[0])(torch.ones(2)) * 2) is torch.Tensor  # as accelerate makes parameters
     assert torch.equal((own[0] @ torch.empty(512, 2, device="meta")).new_zeros(2, device="cpu"), torch.zeros(2))

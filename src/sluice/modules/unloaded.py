@@ -144,12 +144,12 @@ class Unloaded(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tensors = list(tensors_in((args, kwargs), _NESTING))
-        path = next((each._sluice_path for each in tensors if isinstance(each, cls)), None)  # noqa: SLF001
         replacing = _name_of(func) in {"_has_compatible_shallow_copy_type", "module_load"}  # by other tensors
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
-            if not replacing and not all(each.is_meta for each in tensors):
-                _refuse_missing(path)
-            return map_tensors(func(*args, **(kwargs or {})), partial(cls._from, path=path))
+            paths = [each._sluice_path for each in tensors if isinstance(each, cls) and each.is_meta]  # noqa: SLF001
+            if paths and not replacing and not all(each.is_meta for each in tensors):
+                _refuse_missing(paths[0])
+            return map_tensors(func(*args, **(kwargs or {})), partial(cls._from, path=next(iter(paths), None)))
 
     @classmethod
     def _from(cls, tensor: torch.Tensor, *, path: str | None) -> torch.Tensor:
