@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from sluice._errors import ReadError, ReadPermissionError, SaveError
-from sluice._messages import MOST_NAMES, listed, nearest_names, read_error, save_error
+from sluice._messages import MOST_NAMES, listed, nearest_names, read_error, save_error, section
 from support.watching import watch
 from support.work import at_most
 
@@ -144,3 +144,4 @@ def test_the_first_names_are_listed_and_the_others_counted() -> None:
     assert listed("missing", ["a", ""]) == "missing (2): a, ''"
     names = [f"layer.{number}" for number in range(1234)]
     assert listed("missing", names) == f"missing (1,234): {', '.join(names[:8])} and 1,226 more"
+    assert len(listed("missing", ["x" * 100_000] * 3)) + len(section("missing", ["y" * 100_000], ["y"])) < 10_000

@@ -42,6 +42,9 @@ SHOWN = 20
 #: Maximum number of names in a line that lists them.
 _NAMES_SHOWN = 8
 
+#: Most letters of a line of a list: a hostile file may have names of megabytes.
+_MOST_LETTERS = 2000
+
 _ALLOW_EMPTY = (
     "some names may be missing, not all of them: pass key= (--key) or rename= (--rename), or allow_empty=True "
     "(--allow-empty) if the model may stay without them"
@@ -173,7 +176,7 @@ def section(title: str, lines: Sequence[str], of: Sequence[object]) -> str:
     if not of:
         return ""
     more = [f"    and {len(of) - len(lines)} more"] if len(of) > len(lines) else []
-    return "\n".join([f"  {title} ({len(of)}):", *(f"    {line}" for line in lines), *more])
+    return "\n".join([f"  {title} ({len(of)}):", *(f"    {_cut(line)}" for line in lines), *more])
 
 
 def listed(label: str, names: Sequence[str]) -> str:
@@ -183,9 +186,13 @@ def listed(label: str, names: Sequence[str]) -> str:
 
 def first_names(names: Sequence[str]) -> str:
     """Return the first names as text: ``"a, b, c and 6 more"``."""
-    first = ", ".join(name or "''" for name in names[:_NAMES_SHOWN])
+    first = ", ".join(_cut(name) or "''" for name in names[:_NAMES_SHOWN])
     more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
     return f"{first}{more}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
 def _with_shape(text: str, shape: Shape | None) -> str:

@@ -212,7 +212,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
             starts at its position. Afterwards the position is the end of the object in a legacy ``torch.save`` file,
             and otherwise the end of the file. ``~`` is the home directory.
         key: Only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
-        limits: Bounds for hostile files; None for the defaults.
+        limits: Bounds for hostile files; None for the defaults. Without effect on an open checkpoint.
         encoding: Encoding of text that Python 2 wrote, which does not declare it, as in ``torch.load``: ``"latin1"``,
             ``"ascii"``, or ``"bytes"`` to keep bytes. All other text is UTF-8. Without effect on an open checkpoint.
 
