@@ -225,6 +225,20 @@ def test_parts_of_one_file_are_different_inputs(tmp_path: Path) -> None:
             assert torch.equal(merged.weight, torch.full((1, 2), 3.0))
         with pytest.raises(sluice.FormatError, match="twice an input"):
             sluice.merge([one, one], merged)
+        sluice.merge({one: 0.5, other: 0.5}, merged)
+        assert torch.equal(merged.weight, torch.full((1, 2), 3.0))
+
+
+def test_versions_and_extra_state_are_those_of_the_first_input(tmp_path: Path) -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    state["_extra_state"] = {"steps": 3}
+    torch.save(state, tmp_path / "a.pth")
+    torch.save(state, tmp_path / "b.pth")
+    sluice.merge([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / "merged.pth")
+    merged = torch.load(tmp_path / "merged.pth")
+    assert merged["_extra_state"] == {"steps": 3}
+    assert merged._metadata == {"": {"version": 2}}
+    assert merged.keys() == state.keys()
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +333,7 @@ def refusals(tmp_path: Path, a: str, b: str) -> list[tuple[Any, dict[str, Any], 
             "tokenizers are not merged",
         ),
         ([a, str(tmp_path / "none.pth")], {}, FileNotFoundError, "none.pth"),
-        ([a, a], {}, sluice.FormatError, "twice an input"),
+        ([a, a], {}, sluice.FormatError, r"twice an input.*Correct its inputs"),
         ({a: 1, b: 1, "c": 1}, {"method": "nuslerp"}, sluice.FormatError, "at most 2 inputs, not 3"),
         (sliced([{"model": a}], [{"model": b}]), {}, sluice.FormatError, "need a layer_range"),
         (sliced([{"model": a}, {"model": b, "layer_range": [0, 2]}]), {}, sluice.FormatError, "need a layer_range"),

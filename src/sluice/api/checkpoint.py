@@ -149,6 +149,8 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
         torch-zip 39
     """
 
+    __hash__ = object.__hash__  # other mappings have none, but checkpoints are keys of a merge
+
     @cached_property
     def tree(self) -> Any:
         """The nested object of the file, with ``LazyTensor`` for tensors.

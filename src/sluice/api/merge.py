@@ -71,10 +71,11 @@ def merge(
     ``"nuslerp"``, ``"task_arithmetic"``, ``"ties"``, ``"dare_linear"``, ``"dare_ties"``, ``"breadcrumbs"``,
     ``"breadcrumbs_ties"``, ``"model_stock"`` and ``"passthrough"``; ``"swa"`` and ``"ema"`` average as
     ``torch.optim.swa_utils``, and take integers of the last input. Only pieces of each input are in memory at a time;
-    ``"nuslerp"`` and ``"model_stock"`` hold one whole tensor of each input.
+    ``"nuslerp"`` and ``"model_stock"`` hold one whole tensor of each input. Extra state without tensors and versions
+    of modules are those of the first input.
 
     Args:
-        config: ``{"a.pth": 0.3, "b/": 0.7}``, the weight of each input by its path, URL, ``Remote`` or ``Patched``; a
+        config: ``{"a.pth": 0.3, "b/": 0.7}``, the weight of each input by its path or another source; a
             list of sources, for averages; a configuration as mergekit takes it (``models``, ``slices`` or
             ``modules``), or the path of its YAML or JSON file, with paths relative to the working directory.
         path_or_into: Where the result is written, as in ``convert``; or the module that it fills, as in ``load_into``.

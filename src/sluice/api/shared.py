@@ -106,11 +106,8 @@ def load_shared(
         with borrow(source, limits=others["limits"]) as opened:
             return load(model, opened, **{**others, "place": "map"})
     dtype = _stored_dtype(model, others)
-    same = {
-        name: others[name]
-        for name in ("key", "rename", "rules", "adapters", "memory", "limits", "encoding", "progress")
-    }
-    with shared(source, dtype=dtype, **same) as copy:
+    same = ("key", "rename", "rules", "adapters", "memory", "limits", "encoding", "progress")
+    with shared(source, dtype=dtype, **{name: others[name] for name in same}) as copy:
         return load_shared(load, model, copy, **_of_copy(others))
 
 

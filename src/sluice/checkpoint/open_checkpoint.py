@@ -134,11 +134,7 @@ class OpenCheckpoint:
         return self.index.metadata
 
     def refuse_cast(self, dtype: str | None) -> None:
-        """Refuse a dtype for all tensors if the metadata describes weights that torchao quantized.
-
-        Raises:
-            MismatchError: It would cast their scales.
-        """
+        """Raise ``MismatchError`` if a dtype would cast scales of weights that torchao quantized, by the metadata."""
         described = (text for text in self.metadata.values() if '"_type"' in text and '"Tensor"' not in text)
         if dtype is not None and "tensor_names" in self.metadata and any(described):
             problem = "dtype= would cast the scales of quantized weights"

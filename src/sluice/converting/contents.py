@@ -8,6 +8,7 @@ from reprlib import repr as short_repr
 
 from msgspec import Struct
 
+from sluice._dtypes import is_castable
 from sluice._errors import LimitError, MismatchError
 from sluice._messages import listed
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -19,7 +20,7 @@ from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import only_state_dict
 from sluice.records import Entry
 
-__all__ = ["ConvertedContents", "flat_contents", "refuse_repeats", "whole_contents"]
+__all__ = ["ConvertedContents", "finished_dtype", "flat_contents", "refuse_repeats", "whole_contents"]
 
 
 class ConvertedContents(Struct, frozen=True, kw_only=True):
@@ -35,6 +36,11 @@ class ConvertedContents(Struct, frozen=True, kw_only=True):
     taken: int
     #: Number of tensor names of the checkpoint.
     total: int
+
+
+def finished_dtype(entry: Entry, dtype: str | None) -> str:
+    """Return the dtype of an entry in the new file, if real floats are cast to ``dtype``."""
+    return entry.cast or (dtype if dtype is not None and is_castable(entry.dtype) else entry.dtype)
 
 
 def whole_contents(

@@ -16,8 +16,8 @@ from sluice._errors import BudgetError, MismatchError, SaveError, UnsupportedErr
 from sluice._options import NO_LIMITS, MemoryLimits, PageCache
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.converting.contents import flat_contents, whole_contents
-from sluice.converting.entries import Entries, finished_dtype
+from sluice.converting.contents import finished_dtype, flat_contents, whole_contents
+from sluice.converting.entries import Entries
 from sluice.entries.rules import Rule
 from sluice.entries.tree import every_entry, walk
 from sluice.matching.renaming import Rename

@@ -14,10 +14,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import _defaults as defaults
-from sluice._dtypes import ITEM_BYTES, is_castable
+from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.converting.contents import refuse_repeats
+from sluice.converting.contents import finished_dtype, refuse_repeats
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten
 from sluice.reading.reader import CheckpointReader
@@ -30,12 +30,7 @@ from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Call, Persistent, rebuilt, stored
 from sluice.writing.torch_zip import HashedTensor, TorchFile
 
-__all__ = ["Entries", "finished_dtype"]
-
-
-def finished_dtype(entry: Entry, dtype: str | None) -> str:
-    """Return the dtype of an entry in the new file, if real floats are cast to ``dtype``."""
-    return entry.cast or (dtype if dtype is not None and is_castable(entry.dtype) else entry.dtype)
+__all__ = ["Entries"]
 
 
 class Entries(Struct, eq=False, dict=True):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from msgspec import Struct
@@ -22,8 +22,9 @@ from sluice.checkpoint.merging import moved
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.open_file import OpenFile
 from sluice.entries.lookup import subtree
-from sluice.entries.tree import flatten, refuse_opaques
+from sluice.entries.tree import every_entry, flatten, metadata, refuse_opaques
 from sluice.formats.protocol import LocatedByIndex
+from sluice.matching.candidates import extra_states
 from sluice.matching.selection import only_state_dict
 from sluice.merging.kernels import MergedTensor
 from sluice.merging.recipe import METHODS, InputSlice, OutputSlice, Recipe, parameter
@@ -80,7 +81,7 @@ def open_merge(
         checkpoints = [stack.enter_context(borrow(each, limits=limits, alone=False)) for each in found]
         for checkpoint in checkpoints:
             check(checkpoint)
-        joined, inputs = _joined(recipe.models, checkpoints, key)
+        joined, inputs = _joined(recipe, checkpoints, key)
         tensors = _placed(recipe, _outputs(recipe, inputs, joined.limits), inputs, seed)
         source = MergeSource(title, joined, tensors)
         stack.callback(source.close)
@@ -104,16 +105,16 @@ def joined(checkpoints: Sequence[OpenCheckpoint], title: str) -> tuple[OpenCheck
     return OpenCheckpoint(title, index, tuple(files), checkpoints[0].limits), tuple(shifts)
 
 
-def _joined(
-    paths: Sequence[str], checkpoints: Sequence[OpenCheckpoint], key: str | None
-) -> tuple[OpenCheckpoint, _Inputs]:
-    """Return all inputs as one checkpoint, and the tensors of each."""
+def _joined(recipe: Recipe, checkpoints: Sequence[OpenCheckpoint], key: str | None) -> tuple[OpenCheckpoint, _Inputs]:
+    """Return all inputs as one checkpoint, with the state of the first if no module moves, and the tensors of each."""
     whole, shifts = joined(checkpoints, "the inputs of the merge")
     inputs: dict[str, Mapping[str, Entry]] = {}
-    for path, checkpoint, shift in zip(paths, checkpoints, shifts, strict=True):
+    for path, checkpoint, shift in zip(recipe.models, checkpoints, shifts, strict=True):
         tree = checkpoint.index.tree
         part = subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
         refuse_opaques(part, checkpoint.path)
+        if not inputs and all(each.layer_range is None for made in recipe.slices for each in made.sources):
+            whole.index = replace(whole.index, tree=_state(part))
         own = flatten(part, checkpoint.limits)
         for name, entry in own.items():
             if entry.composite is not None:
@@ -121,6 +122,14 @@ def _joined(
                 raise UnsupportedError(problem, file=checkpoint.path, tensor=name, advice=advice)
         inputs[path] = {name: moved(entry, by=shift) for name, entry in own.items()}
     return whole, inputs
+
+
+def _state(part: object) -> OrderedDict[str, object]:
+    """Return what is not merged of a state dict: extra state without tensors, and versions of modules."""
+    state = OrderedDict((name, value) for name, value in extra_states(part) if not any(every_entry(value)))
+    if not any(every_entry(metadata(part))):
+        vars(state).update(getattr(part, "__dict__", {}))
+    return state
 
 
 def _outputs(recipe: Recipe, inputs: _Inputs, limits: Limits) -> list[_Output]:
@@ -257,10 +266,9 @@ def _dtype(asked: str | None, output: _Output, entries: Sequence[Entry], *, copi
 
 
 def _index(source: MergeSource, tensors: Sequence[PlacedTensor]) -> tuple[Index, tuple[OpenFile, ...]]:
-    tree = {
-        placed.merged.name: row_major(placed.merged.out_dtype, placed.merged.shape, number)
-        for number, placed in enumerate(tensors)
-    }
+    tree = cast("dict[str, object]", source.inputs.index.tree)
+    for number, placed in enumerate(tensors):
+        tree[placed.merged.name] = row_major(placed.merged.out_dtype, placed.merged.shape, number)
     storages = tuple(
         Storage(file=0, offset=placed.first_byte, nbytes=placed.nbytes, key=placed.merged.name) for placed in tensors
     )

@@ -186,7 +186,7 @@ def _check_inputs(part: OutputSlice, method: str, base: str | None, file: str | 
         bound = f"at most {spec.most}" if count > spec.most else f"{spec.least} or more"
         problem = f"{method} takes {bound} inputs, not {count}"
     if problem:
-        raise config_error(f"the configuration of the merge is wrong: {problem}", file=file)
+        raise config_error(f"the merge is wrong: {problem}", file=file, advice="Correct its inputs and parameters.")
 
 
 def parameter(settings: Sequence[_Settings], name: str, default: Any, *, tensor: str, at: float) -> Any:

@@ -18,7 +18,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import __version__
-from sluice._dtypes import is_castable
 from sluice._errors import SaveError, UnsupportedError
 from sluice._options import Limits, MemoryLimits
 from sluice._progress import Progress
@@ -26,11 +25,12 @@ from sluice._public import public
 from sluice.adapters.config import Adapter
 from sluice.adapters.steps import AdapterFile
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.converting.contents import flat_contents
+from sluice.converting.contents import finished_dtype, flat_contents
+from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
-from sluice.entries.tree import every_entry
-from sluice.matching.candidates import CandidateReader
-from sluice.matching.renaming import Rename
+from sluice.entries.tree import every_entry, metadata
+from sluice.matching.candidates import extra_states
+from sluice.matching.renaming import Rename, Renaming
 from sluice.records import Entry
 from sluice.sharing.store import FILE, is_finished, lock_free, lock_shared, make_room, remove, seal
 from sluice.sources.descriptors import OwnedFile
@@ -52,10 +52,11 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
     rules: Sequence[Rule] = ()
     adapters: Sequence[Adapter] = ()
 
-    def contents(self) -> tuple[Mapping[str, Entry], str]:
-        """Return the records of its tensors by name, before ``dtype``, and the key of the state dict."""
+    def contents(self) -> tuple[Mapping[str, Entry], Mapping[str, object]]:
+        """Return the records of its tensors by name, before ``dtype``, and the state dict that they come from."""
         contents = flat_contents(self.checkpoint, key=self.key, rename=self.rename, rules=self.rules)
-        return cast("Mapping[str, Entry]", contents.tree), contents.key
+        part = subtree(self.checkpoint.index.tree, contents.key)
+        return cast("Mapping[str, Entry]", contents.tree), cast("Mapping[str, object]", part)
 
     def state(self) -> OrderedDict[str, object]:
         """Return what the file cannot hold of a state dict: versions of modules and extra state that is not a tensor.
@@ -63,22 +64,16 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
         Raises:
             UnsupportedError: Extra state has tensors in it, or is a tensor that the copy changes.
         """
-        limits, (entries, key) = self.checkpoint.limits, self.contents()
-        reader = CandidateReader(tree=self.checkpoint.index.tree, rename=self.rename, rules=(), limits=limits)
-        part, state = reader.read(key), OrderedDict[str, object]()
-        for name, value in part.extra_state.items():
-            entry = entries.get(name)
-            if entry is None or entry is not value or self._finished(entry) != entry.dtype:
-                state[name] = value
-            if name in state and any(every_entry(value)):
+        entries, part = self.contents()
+        kept = {id(entry) for entry in entries.values() if finished_dtype(entry, self.dtype) == entry.dtype}
+        states = Renaming(self.rename).apply(dict(extra_states(part)))
+        state = OrderedDict((name, value) for name, value in states.items() if id(value) not in kept)
+        vars(state).update(getattr(part, "__dict__", {}))
+        for name, value in [*state.items(), ("_metadata", metadata(state))]:
+            if any(every_entry(value)):
                 problem, advice = "a shared copy cannot hold this extra state", "Load with place='map' or place='copy'."
                 raise UnsupportedError(problem, file=self.checkpoint.path, tensor=name, advice=advice)
-        versions = OrderedDict((path, {"version": version}) for path, version in part.versions.items())
-        state._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name for it)
         return state
-
-    def _finished(self, entry: Entry) -> str:
-        return entry.cast or (self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype)
 
     def digest(self) -> str:
         """Return the key of the copy: equal only if its bytes are; reads no data.
@@ -105,7 +100,7 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
             digest.update(repr(part).encode("utf-8", "surrogatepass"))
         for name, entry in self.contents()[0].items():
             plain = replace(entry, attributes=None, origin="")
-            digest.update(repr((name, self._finished(entry), plain)).encode("utf-8", "surrogatepass"))
+            digest.update(repr((name, finished_dtype(entry, self.dtype), plain)).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
 
