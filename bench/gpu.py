@@ -22,7 +22,7 @@ from bench._common import refuse_wrong_weights, run_alone, show_document
 from bench._puzzle import Puzzle
 from sluice._units import format_bytes
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.gpt2 import SIZES, make_checkpoint
+from sluice.benchmark.gpt2 import SIZES, random_state_dict, write_checkpoint
 from sluice.benchmark.machine import make_cold, temporary_folder
 from sluice.benchmark.methods import STRATEGIES, final_bytes
 from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Work
@@ -115,11 +115,11 @@ def _make_checkpoints(console: Console, size: str, folder: Path) -> float:
         )
     with console.status("making the checkpoints"):
         begin = time.perf_counter()
-        make_checkpoint(folder / "model.pth", size, torch.float32)
+        write_checkpoint(random_state_dict(size, torch.float32), folder / "model.pth")
         make_cold(folder / "model.pth")
         seconds = time.perf_counter() - begin
-        make_checkpoint(folder / "model.safetensors", size, torch.float32)
-        make_checkpoint(folder / "parameters", size, torch.float32)
+        write_checkpoint(random_state_dict(size, torch.float32), folder / "model.safetensors")
+        write_checkpoint(random_state_dict(size, torch.float32), folder / "parameters")
     return nbytes / seconds
 
 

@@ -16,7 +16,7 @@ from bench._common import options, refuse_wrong_weights, show_document, working_
 from bench._llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
 from bench._peers import ALL_PEERS, HUGGING_FACE
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.gpt2 import make_checkpoint
+from sluice.benchmark.gpt2 import random_state_dict, write_checkpoint
 from sluice.benchmark.methods import absence, final_bytes
 from sluice.benchmark.records import (
     PTH,
@@ -131,7 +131,7 @@ def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
                 shape: LlamaShape = json.loads(scenario.model_args)
                 write_directory(path, shape, shards=int(path.name.rpartition("-")[2]))
             else:
-                make_checkpoint(path, scenario.model, torch.float32)
+                write_checkpoint(random_state_dict(scenario.model, torch.float32), path)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

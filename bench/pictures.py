@@ -10,7 +10,7 @@ import click
 import torch
 
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.gpt2 import SIZES, make_checkpoint
+from sluice.benchmark.gpt2 import SIZES, random_state_dict, write_checkpoint
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.machine import temporary_folder
 from sluice.benchmark.methods import STRATEGIES, final_bytes
@@ -75,8 +75,8 @@ def main(size: str, directory: Path | None, out: Path) -> None:
     device = _machine.device()
     found: dict[Precision, dict[str, Outcome]] = {dtype: {} for dtype in _DTYPES}
     with temporary_folder(directory) as folder:
-        make_checkpoint(folder / "model.pth", size, torch.float32)
-        make_checkpoint(folder / "parameters", size, torch.float32)
+        write_checkpoint(random_state_dict(size, torch.float32), folder / "model.pth")
+        write_checkpoint(random_state_dict(size, torch.float32), folder / "parameters")
         for dtype in _DTYPES:
             for method in STRATEGIES:
                 path = folder / ("model.pth" if ".pth" in method.reads else "parameters")

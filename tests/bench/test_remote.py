@@ -148,7 +148,7 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(_runner, "absence", lambda method: "no kit" if method == "instanttensor" else "")
         for state in list(_runner._PREPARATIONS):
             monkeypatch.setitem(_runner._PREPARATIONS, state, bool)
-        monkeypatch.setattr(gpu, "make_checkpoint", lambda path, *_: path.mkdir() if not path.suffix else path.touch())
+        monkeypatch.setattr(gpu, "write_checkpoint", lambda _, path: path.mkdir() if not path.suffix else path.touch())
         monkeypatch.setattr(gpu, "make_cold", lambda _: True)
         monkeypatch.setattr(puzzle, "make_file", lambda path, *_, **__: path.touch())
         monkeypatch.setattr(gpu, "run_alone", lambda work, *_, **__: tasks[work])

@@ -20,8 +20,9 @@ from sluice.benchmark.gpt2 import (
     GPTConfig,
     GPTModel,
     config,
-    make_checkpoint,
+    random_state_dict,
     random_weight,
+    write_checkpoint,
 )
 from sluice.benchmark.loads import verdict
 from sluice.benchmark.machine import cached_share, make_cold, make_warm
@@ -180,7 +181,7 @@ def test_an_unknown_size_is_named() -> None:
 
 
 def test_a_checkpoint_in_half_precision_holds_the_random_weights_of_its_names(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "tiny.pth", "tiny", torch.bfloat16)
+    write_checkpoint(random_state_dict("tiny", torch.bfloat16), tmp_path / "tiny.pth")
     for name, weight in torch.load(tmp_path / "tiny.pth", weights_only=True).items():
         assert torch.equal(weight, random_weight(name, weight.shape).bfloat16()), name
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sluice.benchmark import process as _process
-from sluice.benchmark.gpt2 import make_checkpoint
+from sluice.benchmark.gpt2 import random_state_dict, write_checkpoint
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import final_bytes
 from sluice.benchmark.process import Watcher, run_tasks
@@ -21,7 +21,7 @@ from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.pth"
-    make_checkpoint(path, "tiny", torch.float32)
+    write_checkpoint(random_state_dict("tiny", torch.float32), path)
     return path
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sluice.benchmark.gpt2 import make_checkpoint
+from sluice.benchmark.gpt2 import random_state_dict, write_checkpoint
 from support.fresh_process import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_processes", "sim")]
@@ -80,7 +80,7 @@ def assert_bounds(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.long) for size in ("small", "medium")])
 def test_the_tutorials_models(tmp_path: Path, size: str, dtype: str) -> None:
-    make_checkpoint(tmp_path / "model.pth", size, torch.float32)
+    write_checkpoint(random_state_dict(size, torch.float32), tmp_path / "model.pth")
     found = measured(tmp_path / "model.pth", dtype, size)
     assert_bounds(found)
     assert found["reserved"] == found["predicted"]

@@ -11,7 +11,7 @@ import torch
 
 import sluice
 from sluice import _defaults as defaults
-from sluice.benchmark.gpt2 import gpt2, make_checkpoint
+from sluice.benchmark.gpt2 import gpt2, random_state_dict, write_checkpoint
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.records import MethodJob, Precision
 from sluice.planning.budget import HOST, MemoryLimit
@@ -163,7 +163,7 @@ def _error_mib(size: str, folder: Path, method: str, dtype: Precision) -> tuple[
     """Predict a method in this process and run it in a fresh one; return the error and the measured peak, in MiB."""
     path = folder / (f"{size}-parameters" if method == "per-parameter" else f"{size}.pth")
     if not path.exists():
-        make_checkpoint(path, size, torch.float32)
+        write_checkpoint(random_state_dict(size, torch.float32), path)
     with sluice.empty_init():
         model = gpt2(size)
     planned = sluice.plan(model, path, dtype=getattr(torch, dtype))

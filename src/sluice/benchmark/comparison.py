@@ -100,7 +100,7 @@ def checkpoint_for(method: str, subject: ComparedModel, folder: Path) -> Path:
         if nbytes > free:
             text = f"a checkpoint of {format_bytes(nbytes)} does not fit: {format_bytes(free)} are free"
             raise OSError(errno.ENOSPC, text, str(folder))
-        gpt2.make_checkpoint(path, subject.model, torch.float32)
+        gpt2.write_checkpoint(gpt2.random_state_dict(subject.model, torch.float32), path)
     return path
 
 

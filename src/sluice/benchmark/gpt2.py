@@ -25,7 +25,6 @@ __all__ = [
     "GPTModel",
     "config",
     "gpt2",
-    "make_checkpoint",
     "random_state_dict",
     "random_weight",
     "write_checkpoint",
@@ -202,19 +201,8 @@ def random_weight(name: str, shape: torch.Size) -> torch.Tensor:
     return torch.empty(shape).uniform_(middle - spread, middle + spread, generator=generator)
 
 
-def make_checkpoint(path: Path, size: str, dtype: torch.dtype) -> None:
-    """Write a state dict of random weights, all of which is in memory meanwhile; see ``write_checkpoint``.
-
-    Args:
-        path: The file or directory to write.
-        size: One of ``SIZES``.
-        dtype: Dtype of every tensor in the file.
-    """
-    write_checkpoint(random_state_dict(size, dtype), path)
-
-
 def random_state_dict(size: str, dtype: torch.dtype) -> OrderedDict[str, torch.Tensor]:
-    """Return the state dict that ``make_checkpoint`` writes."""
+    """Return a state dict of random weights of a model of ``SIZES``."""
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in gpt2(size).state_dict().items()}
     # torch fills tensors without the interpreter lock: one tensor per thread.
