@@ -114,12 +114,13 @@ def _make_checkpoints(console: Console, size: str, folder: Path) -> float:
             "choose a smaller --size or another --directory"
         )
     with console.status("making the checkpoints"):
+        state = random_state_dict(size, torch.float32)
         begin = time.perf_counter()
-        write_checkpoint(random_state_dict(size, torch.float32), folder / "model.pth")
+        write_checkpoint(state, folder / "model.pth")
         make_cold(folder / "model.pth")
         seconds = time.perf_counter() - begin
-        write_checkpoint(random_state_dict(size, torch.float32), folder / "model.safetensors")
-        write_checkpoint(random_state_dict(size, torch.float32), folder / "parameters")
+        write_checkpoint(state, folder / "model.safetensors")
+        write_checkpoint(state, folder / "parameters")
     return nbytes / seconds
 
 
