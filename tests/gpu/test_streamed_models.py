@@ -12,13 +12,11 @@ import torch
 import sluice
 from support import fresh_process
 from support.simulated_device import Simulator
-from support.streamed_models import Layers, block_bytes, empty, saved
+from support.streamed_models import IDS, Layers, block_bytes, empty, saved
 
 pytestmark = pytest.mark.gpu
 
 Deep = partial(Layers, count=24)
-
-IDS = torch.tensor([[1, 2, 3, 999]])
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

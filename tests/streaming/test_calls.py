@@ -43,10 +43,10 @@ class Stages(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.25, 0.35, 0.6, 0.9])
-def test_a_call_reads_what_does_not_stay_and_all_of_it_ahead(tmp_path: Path, share: float) -> None:
-    model, running = saved(Stages, tmp_path / "model.pth"), empty(Stages)
+def test_a_call_reads_what_does_not_stay_and_all_of_it_ahead(file: Path, share: float) -> None:
+    model, running = saved(Stages, file), empty(Stages)
     x, nbytes = torch.randn(2, WIDTH), sum(parameter.nbytes for parameter in model.parameters())
-    with torch.inference_mode(), sluice.stream(running, tmp_path / "model.pth", memory=int(nbytes * share)) as stream:
+    with torch.inference_mode(), sluice.stream(running, file, memory=int(nbytes * share)) as stream:
         for _ in range(2):
             running(x)
         before = stream.report
@@ -86,11 +86,7 @@ def test_later_calls_follow_the_call_before() -> None:
     order = CallOrder([0, 1, 2, 3], 8)
     assert _after(order, 3, 1, 0, 3, 1)[:3] == [0, 3, 1]
     assert _after(order, 2) == [3, 0, 1, 2]  # never seen after 1: the definition again
-
-
-def test_a_repeated_block_is_told_from_its_neighbours() -> None:
-    order = CallOrder([0, 1, 2], 8)
-    assert _after(order, 0, 1, 1, 2, 0, 1)[:2] == [1, 2]
+    assert _after(CallOrder([0, 1, 2], 8), 0, 1, 1, 2, 0, 1)[:2] == [1, 2]  # a block that is repeated
 
 
 def test_old_calls_are_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""Reads whose bytes are kept in host memory."""
+"""Reads whose bytes are kept in host memory, and streams to an accelerator whose weights rest there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import sluice
+from sluice import _defaults as defaults
+from sluice._errors import BudgetError
+from sluice._options import MemoryLimits
+from sluice.benchmark.machine import make_cold
 from sluice.engine.host_memory import HostMemory
-from sluice.records import Read
+from sluice.records import DeviceFacts, Read
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import DirectIOUnavailable
 from sluice.streaming.host_weights import HostWeights, resting_bytes
-from support.sources import RecordingSource
+from support.fake_accelerator import FakeAccelerator
+from support.sources import RecordingSource, record_reads
+from support.streamed_models import IDS, Layers, block_bytes
+
+MIB = 1 << 20
 
 CONTENT = bytes(range(251)) * 200
 
@@ -61,3 +71,44 @@ def found(host: HostWeights, offset: int, nbytes: int) -> bytes:
     data = bytearray(nbytes)
     assert host.sources[0].read_into(offset, memoryview(data)) == nbytes
     return bytes(data)
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("sluice.loading.devices.device_name", str)
+    monkeypatch.setattr("sluice.reading.transfer.device_facts", lambda device: DeviceFacts(device=device))
+    monkeypatch.setattr("sluice.engine.targets.accelerator", lambda _: FakeAccelerator())
+    return "fake:0"
+
+
+@pytest.mark.usefixtures("inference")
+@pytest.mark.parametrize("page_cache", ["cold", "cached"])
+def test_weights_of_an_accelerator_rest_in_host_memory(
+    file: Path, model: Layers, running: Layers, fake_device: str, page_cache: str
+) -> None:
+    """The second call reads from the file only what has no room, and the same bits."""
+    memory = MemoryLimits(
+        device=3 * block_bytes(), host=(64 << 20) + defaults.OVERHEAD_BYTES + 2 * block_bytes() + 8192
+    )
+    planned = sluice.plan(running, file, memory=memory, device=fake_device, stream=True).stream
+    if page_cache == "cold":
+        make_cold(file)
+    calls: list[int] = []
+    with sluice.open(file) as checkpoint:
+        (recorded,) = record_reads(checkpoint)
+        with sluice.stream(running, checkpoint, memory=memory, device=fake_device) as stream:
+            for _ in range(5):
+                recorded.reads.clear()
+                assert torch.equal(running(IDS), model(IDS))
+                calls.append(sum(each.nbytes for each in recorded.reads))
+            report = stream.report
+    assert planned is not None
+    assert (planned.host_bytes, planned.call_bytes) == (report.host_bytes, report.call_bytes)
+    assert 0 < report.host_bytes <= 2 * block_bytes()
+    # Direct reads are of whole blocks, and up to two weights are read ahead for the next call.
+    assert sum(calls[1:]) <= 4 * (report.call_bytes + 16 * defaults.BLOCK_BYTES) + 2 * MIB
+    assert calls[0] >= report.call_bytes + report.host_bytes
+    assert "rest in host memory" in str(report)
+    assert report.device == fake_device
+    with pytest.raises(BudgetError, match="free memory of fake:0 is unknown"):
+        sluice.stream(running, file, device=fake_device)

@@ -13,11 +13,13 @@ import torch
 import sluice
 from sluice import rules
 from sluice._errors import BudgetError, MismatchError
-from support.hf_architectures import CASES, Case
+from support.hf_architectures import CASES, Case, case_named
 from support.hf_comparing import outputs
-from support.streamed_models import adapt, same, train
+from support.streamed_models import adapt, empty, same, train
 
 _PARAMETERS = [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.long) for case in CASES]
+
+pytestmark = pytest.mark.usefixtures("small_weights")
 
 
 @pytest.fixture
@@ -28,18 +30,16 @@ def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _empty(transformers: Any, case: Case) -> Any:
-    with sluice.empty_init():
-        return getattr(transformers, case.name)(case.config(transformers)).eval()
+    return empty(lambda: getattr(transformers, case.name)(case.config(transformers)))
 
 
 def _made(transformers: Any, name: str) -> tuple[Case, Any, int]:
     """Return an architecture by its name, a model of it, and the bytes of its parameters."""
-    case = next(case for case in CASES if case.name == name)
+    case = case_named(name)
     model = case.model(transformers).eval()
     return case, model, sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize("case", _PARAMETERS)
 def test_outputs_are_those_of_the_loaded_model(transformers: Any, tmp_path: Path, case: Case) -> None:
     model, inputs = case.model(transformers), case.inputs()
@@ -64,7 +64,6 @@ def test_outputs_are_those_of_the_loaded_model(transformers: Any, tmp_path: Path
                 assert stream.report.read_bytes
 
 
-@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize(
     "options",
     [{}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": None}],
@@ -105,7 +104,6 @@ _EXPERTS = [
 ]
 
 
-@pytest.mark.usefixtures("small_weights")
 def test_experts_are_joined_by_rules_while_they_are_read(transformers: Any, tmp_path: Path) -> None:
     case, model, nbytes = _made(transformers, "MixtralForCausalLM")
     model.save_pretrained(tmp_path / "model")
@@ -128,7 +126,6 @@ _TRAINED = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that peft uses too
-@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize("again", [None, False, True], ids=["saved", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("name", _TRAINED)
 def test_training_is_that_of_the_model_in_memory(
@@ -160,7 +157,6 @@ def test_training_is_that_of_the_model_in_memory(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.usefixtures("small_weights")
 def test_adapters_of_peft_are_trained_and_saved(transformers: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     case, model, nbytes = _made(transformers, "LlamaForCausalLM")

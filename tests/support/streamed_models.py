@@ -17,6 +17,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 #: A square weight of this width has 1 MiB, like the targets that get a mapping of their own.
 WIDTH = 512
 
+IDS = torch.tensor([[1, 2, 3, 999]])
+
 
 class Layers(nn.Module):
     """An embedding, blocks in a list, and a head, which may be tied to the embedding."""
