@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +15,9 @@ import torch
 import sluice
 import sluice.hf
 from support.divided_models import locals_of
-from support.hf_architectures import CASES, Case
-from support.hf_comparing import assert_same, outputs, save_bin
-from support.ranks import Ranks
+from support.hf_architectures import CASES, Case, case_named
+from support.hf_comparing import assert_same, outputs, save_bin, save_llama
+from support.ranks import Ranks, failure
 
 _PARAMETERS = [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.long) for case in CASES]
 
@@ -111,32 +112,12 @@ def _compared(folder: Path, options: dict[str, Any]) -> Iterator[str]:
 def test_each_rank_gets_the_weights_that_the_library_gives_it(
     name: str, transformers: Any, tmp_path: Path, two_ranks: Ranks
 ) -> None:
-    model_class = getattr(transformers, name)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 50,
-        "pad_token_id": 0,
-    }
-    model_class(model_class.config_class(**sizes)).save_pretrained(tmp_path, max_shard_size="10kB")
+    case_named(name).model(transformers).save_pretrained(tmp_path, max_shard_size="10kB")
     for options in ({"tp_plan": "auto"}, {"tp_size": 2}, {"fsdp_size": 2}):
         assert two_ranks.run(compared, tmp_path, options) == [[]] * 2, options
 
 
-def refused(folder: Path) -> str:
-    try:
-        sluice.hf.from_pretrained(folder, distributed_config={"pp_size": 2})
-    except sluice.UnsupportedError as error:
-        return str(error)
-    return ""
-
-
 def test_pipelines_are_refused(transformers: Any, tmp_path: Path, two_ranks: Ranks) -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    assert all("pp_size must be 1" in text for text in two_ranks.run(refused, tmp_path))
+    save_llama(transformers, tmp_path)
+    refused = partial(failure, sluice.hf.from_pretrained, tmp_path, distributed_config={"pp_size": 2})
+    assert all("pp_size must be 1" in text for text in two_ranks.run(refused))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -31,11 +32,6 @@ PROPOSAL = Proposal(
 )
 
 
-def test_equal_proposals() -> None:
-    other = replace(PROPOSAL, host="b", files=(("/mnt/model.pth", 100, ""),), growth_bytes=20 * _MIB)
-    assert judge_proposals({0: PROPOSAL, 1: other}) == {}
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -59,7 +55,9 @@ def test_a_rank_that_differs(change: dict[str, object], text: str) -> None:
 
 def test_the_ranks_of_a_host_share_its_smallest_limit() -> None:
     tight = replace(PROPOSAL, limit_bytes=19 * _MIB, limit_origin="left in the control group")
-    elsewhere = replace(PROPOSAL, host="b", hostname="node-b", growth_bytes=20 * _MIB)
+    files = (("/mnt/model.pth", 100, ""),)
+    elsewhere = replace(PROPOSAL, host="b", hostname="node-b", files=files, growth_bytes=20 * _MIB)
+    assert judge_proposals({0: PROPOSAL, 1: elsewhere}) == {}
     found = judge_proposals({0: PROPOSAL, 1: tight, 2: elsewhere})
     assert found == dict.fromkeys(
         (0, 1),
@@ -75,11 +73,8 @@ def test_ranks_outside_of_the_mesh_do_not_take_part(four_ranks: Ranks, tmp_path:
 
 
 def counted(name: str, value: str) -> int:
-    os.environ[name] = value
-    try:
+    with mock.patch.dict(os.environ, {name: value}):
         return local_rank_count()
-    finally:
-        del os.environ[name]
 
 
 @pytest.mark.parametrize(

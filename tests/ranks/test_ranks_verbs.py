@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,7 @@ import torch
 
 import sluice
 from support.joint_loads import Net, saved, sharded, with_options
-from support.ranks import Ranks
-
-pytestmark = pytest.mark.ranks
+from support.ranks import Ranks, failure
 
 
 def _optimizer(model: Any) -> Any:
@@ -61,11 +59,7 @@ def call(folder: str, verbs: list[str]) -> tuple[str, float]:
     began = time.monotonic()
     if rank:
         time.sleep(0.2)
-    try:
-        {**VERBS, **ALONE}[verbs[rank]](model, folder)
-    except sluice.RankError as error:
-        return str(error), time.monotonic() - began - 0.2
-    return "", time.monotonic() - began - 0.2
+    return failure(VERBS[verbs[rank]], model, folder), time.monotonic() - began - 0.2
 
 
 @pytest.mark.parametrize("verbs", [list(pair) for pair in permutations(VERBS, 2)], ids="-".join)
@@ -83,12 +77,7 @@ def alone_first(folder: str, alone: str, verb: str, rank: int) -> str:
     if torch.distributed.get_rank() == rank:
         time.sleep(0.2)
         ALONE[alone](sharded("meta"), folder)
-    model = sharded("cpu")
-    try:
-        VERBS[verb](model, folder)
-    except sluice.RankError as error:
-        return str(error)
-    return ""
+    return failure(VERBS[verb], sharded("cpu"), folder)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -106,10 +95,7 @@ def call_on_one(folder: str, verb: str, rank: int) -> tuple[str, list[str]]:
     model, text = sharded("cpu"), ""
     if torch.distributed.get_rank() == rank:
         logging.getLogger("sluice").addHandler(handler)
-        try:
-            VERBS[verb](model, folder)
-        except sluice.RankError as error:
-            text = str(error)
+        text = failure(VERBS[verb], model, folder)
         logging.getLogger("sluice").removeHandler(handler)
     return text, words
 
@@ -135,21 +121,12 @@ def test_a_rank_that_does_not_call(two_ranks: Ranks, folder: str, verb: str, ran
 def load_in_threads(paths: list[str], order: list[list[int]]) -> list[str]:
     """Load models in threads, whose loads begin in an order; return their errors by model."""
     models = [sharded("meta") for _ in paths]
-    errors = ["" for _ in paths]
-
-    def load(number: int) -> None:
-        try:
-            sluice.load_into(models[number], paths[number])
-        except sluice.RankError as error:
-            errors[number] = str(error)
-
-    threads = [threading.Thread(target=load, args=(number,)) for number in order[torch.distributed.get_rank()]]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.2)
-    for thread in threads:
-        thread.join()
-    return errors
+    loads: dict[int, Future[str]] = {}
+    with ThreadPoolExecutor() as pool:
+        for number in order[torch.distributed.get_rank()]:
+            loads[number] = pool.submit(failure, sluice.load_into, models[number], paths[number])
+            time.sleep(0.2)
+    return [loads[number].result() for number in sorted(loads)]
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -167,20 +144,16 @@ def test_two_threads_take_turns(two_ranks: Ranks, tmp_path: Any, same: bool) -> 
 
 def save_beside_a_load(folder: str) -> str:
     """Save a model in a thread while a different one is loaded; return the error."""
-    model, errors = sharded("cpu"), [""]
+    model = sharded("cpu")
 
-    def save() -> None:
+    def save() -> str:
         time.sleep(0.2)
-        try:
-            VERBS["save"](model, folder)
-        except sluice.RankError as error:
-            errors[0] = str(error)
+        return failure(VERBS["save"], model, folder)
 
-    thread = threading.Thread(target=save)
-    thread.start()
-    (text,) = load_slowly([f"{folder}/model.pth"], [[0]] * 2)
-    thread.join()
-    return text + errors[0]
+    with ThreadPoolExecutor() as pool:
+        saving = pool.submit(save)
+        (text,) = load_slowly([f"{folder}/model.pth"], [[0]] * 2)
+    return text + saving.result()
 
 
 def test_a_save_beside_a_load_waits_for_it(two_ranks: Ranks, folder: str) -> None:
@@ -192,11 +165,7 @@ def load_flat(path: str) -> str:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
-    try:
-        sluice.load_into(model, path)
-    except sluice.MismatchError as error:
-        return str(error)
-    return ""
+    return failure(sluice.load_into, model, path)
 
 
 def test_fsdp1_is_named_first(two_ranks: Ranks, tmp_path: Any) -> None:

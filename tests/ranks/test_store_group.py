@@ -1,4 +1,4 @@
-"""Decisions of ranks through a store: on threads with a dictionary for a store and a clock that the test moves."""
+"""Decisions of ranks through a store: on threads with a store in memory and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -7,51 +7,27 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from sluice import _defaults as defaults
-from sluice.machine.processes import RunningProcess
 from sluice.ranks.judgement import StepOutcome
 from sluice.ranks.store_group import StoreGroup, _Contribution
 from support.waiting import SkippedTime
 
 
-class FakeStore:
-    """A store in memory that records how often each rank asked."""
+class Store(HashStore):
+    """A store in memory, which may stop answering."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.fails = False
-        self._lock = threading.Lock()
+    fails = False
 
-    def set(self, key: str, value: bytes) -> None:
-        self._check()
-        with self._lock:
-            self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        self._check()
-        return self.values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        self._check()
-        with self._lock:
-            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
-            return int(self.values[key])
-
-    def check(self, keys: list[str]) -> bool:
-        self._check()
-        return all(key in self.values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        with self._lock:
-            return self.values.pop(key, None) is not None
-
-    def _check(self) -> None:
-        if self.fails:
+    def __getattribute__(self, name: str) -> Any:
+        if name != "fails" and self.fails:
             raise RuntimeError("Connection reset by peer")
+        return super().__getattribute__(name)
 
 
 class Clock(SkippedTime):
@@ -65,29 +41,18 @@ def joined(answers: Mapping[int, bytes]) -> StepOutcome:
     return StepOutcome(value=b",".join(answers[rank] for rank in sorted(answers)))
 
 
-def group(
-    store: FakeStore,
-    rank: int,
-    *,
-    clock: Clock | None = None,
-    state: str = "running",
-    verb: str = "load_into",
-    ranks: tuple[int, ...] = (0, 1),
-) -> StoreGroup:
-    def state_of(process: RunningProcess, seen_by: RunningProcess) -> str:
-        return state
-
-    made = clock or Clock()
+def group(store: Any, rank: int, *, clock: Clock | None = None, state: str = "running") -> StoreGroup:
+    """Return a rank of two that loads; ``state`` is that of the other one's process."""
     own = StoreGroup(
         store,
         rank,
-        ranks,
-        state=state_of,
-        clock=made if clock else time.monotonic,
-        sleep=made.sleep if clock else time.sleep,
+        (0, 1),
+        state=lambda *_: state,
+        clock=clock or time.monotonic,
+        sleep=clock.sleep if clock else time.sleep,
         turns=threading.Lock(),
     )
-    own.join(verb)
+    own.join("load_into")
     return own
 
 
@@ -99,15 +64,15 @@ def both(groups: list[StoreGroup], step: str, *, last: bool = False) -> list[Ste
 
 def test_keys_of_past_calls_are_deleted() -> None:
     """A job that loads for weeks does not fill the store."""
-    store, sizes = FakeStore(), []
+    store, sizes = Store(), []
     for _ in range(5):
         both([group(store, rank) for rank in (0, 1)], "done", last=True)
-        sizes.append(len(store.values))
+        sizes.append(store.num_keys())
     assert sizes[1] == sizes[-1]
 
 
 def test_a_failure_that_a_rank_announced() -> None:
-    store = FakeStore()
+    store = Store()
     groups = [group(store, rank) for rank in (0, 1)]
     groups[1].warn("no disk")
     groups[1].warn("a second failure, because of the first")
@@ -115,8 +80,8 @@ def test_a_failure_that_a_rank_announced() -> None:
     assert both([group(store, rank) for rank in (0, 1)], "read") == [StepOutcome(value=b"0,1")] * 2, "the next call"
 
 
-def test_ranks_that_read_notice_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, clock = FakeStore(), Clock()
+def test_ranks_that_read_notice_a_failure() -> None:
+    store, clock = Store(), Clock()
     reading, other = group(store, 0, clock=clock), group(store, 1)
     clock.now += defaults.RANK_LOOK_SECONDS
     assert not reading.look()
@@ -128,7 +93,8 @@ def test_ranks_that_read_notice_a_failure(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_sign_of_life_is_enough() -> None:
     """A rank that reads for hours is waited for."""
-    store, clock = FakeStore(), Clock()
+    store: Any = Store()
+    clock = Clock()
     own, other = group(store, 0, clock=clock), group(store, 1)
     signs = 0
 
@@ -148,7 +114,7 @@ def test_a_sign_of_life_is_enough() -> None:
 @pytest.mark.parametrize("leads", [True, False])
 def test_an_interrupt_while_waiting(leads: bool) -> None:
     """It is a failure for every rank, and not an exception that leaves the others waiting."""
-    store, rank = FakeStore(), 0 if leads else 1
+    store, rank = Store(), 0 if leads else 1
     own, other = group(store, rank), group(store, 1 - rank)
     waits, sleep = 0, own._sleep
 
@@ -170,7 +136,7 @@ def test_an_interrupt_while_waiting(leads: bool) -> None:
 
 
 def test_an_interrupt_after_the_verdict_does_not_change_it() -> None:
-    store = FakeStore()
+    store = Store()
     own, other = group(store, 1), group(store, 0)
     raised = False
 
@@ -188,7 +154,7 @@ def test_an_interrupt_after_the_verdict_does_not_change_it() -> None:
 
 def test_a_store_that_does_not_answer() -> None:
     """The process that serves it was killed."""
-    store = FakeStore()
+    store = Store()
     own = group(store, 1)
     store.fails = True
     own.warn("no rank can be told")
@@ -197,7 +163,7 @@ def test_a_store_that_does_not_answer() -> None:
 
 def test_a_rank_that_died_between_two_calls_is_named_at_once() -> None:
     """Its process is known since the first call."""
-    store = FakeStore()
+    store = Store()
     both([group(store, rank) for rank in (0, 1)], "done", last=True)
     clock = Clock()
     failed = group(store, 0, clock=clock, state="gone").decide("meet", b"", joined).failed
@@ -207,7 +173,7 @@ def test_a_rank_that_died_between_two_calls_is_named_at_once() -> None:
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_word_about_the_rank_that_is_missing(caplog: pytest.LogCaptureFixture, leads: bool) -> None:
-    store, rank = FakeStore(), 0 if leads else 1
+    store, rank = Store(), 0 if leads else 1
     clock = Clock()
     clock.sleep = lambda _: setattr(clock, "now", clock.now + 1.0)  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "sluice"):

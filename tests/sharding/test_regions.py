@@ -98,13 +98,10 @@ def test_two_later_dimensions_come_before_a_strided_one() -> None:
         assert torch.equal(selected(numbered((29,)), region_of((29,), sharding(mesh, at, placements))), expected)
 
 
-def test_replicas_hold_everything_and_ranks_outside_nothing() -> None:
+def test_replicas_hold_everything_ranks_outside_nothing_and_no_dimension_is_invented() -> None:
     assert region_of((3, 2), sharding((2,), (1,), (None,))) == (((0, 3),), ((0, 2),))
     assert region_of((3, 2), sharding((2,), None, (None,))) == ((), ())
     assert region_of((), sharding((2,), (1,), (None,))) == ()
-
-
-def test_a_dimension_that_a_tensor_lacks_is_not_divided() -> None:
     with pytest.raises(ValueError, match="does not divide a tensor of 1 dimensions"):
         region_of((4,), sharding((2,), (0,), (Shard(1),)))
 

@@ -238,3 +238,8 @@ _SEVERAL = (
 )  # fmt: skip
 
 CASES = (*_DECODERS, *_EXPERTS, *_STATE_SPACE, *_ENCODERS, *_PAIRS, *_IMAGES, *_SOUND, *_SEVERAL)
+
+
+def case_named(name: str) -> Case:
+    """Return the case of a model class."""
+    return next(case for case in CASES if case.name == name)

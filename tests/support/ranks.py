@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
+import sluice
+
 #: Seconds until a function that does not return is ended: less than the timeout of a test.
 _TIMEOUT = 120.0
 
@@ -110,6 +112,15 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         """End the processes."""
         self.close()
+
+
+def failure(function: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """Return the text of the error of a call; empty if it returns."""
+    try:
+        function(*arguments, **options)
+    except sluice.SluiceError as error:
+        return str(error)
+    return ""
 
 
 def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:

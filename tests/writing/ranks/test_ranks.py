@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sluice import SaveError
 from sluice.sharding.regions import Region, Sharding, Split, region_of
@@ -75,24 +76,23 @@ def test_ranks_write_what_all_hold_by_turns() -> None:
     assert [tuple(tensor.parts.values()) for tensor in tensors.values()] == [(0,), (0,), (1,), (2,), (0,)]
 
 
-def test_a_part_that_no_rank_holds_is_an_error() -> None:
-    part = held((4, 2), (((0, 2),), ((0, 2),)))
-    with pytest.raises(SaveError, match=r"no rank holds element \[2, 0\]") as caught:
-        divide([{"w": part}, {"w": part}])
+HALF = held((4, 2), (((0, 2),), ((0, 2),)))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ([HALF, HALF], r"no rank holds element \[2, 0\]"),
+        ([held((4, 2), ((), ()))], "no rank holds any element"),
+        ([HALF, whole(4, 2)], r"element \[0, 0\] is in 2 different parts"),
+        ([whole(4, 2), whole(4, 3)], "ranks 0 and 1 hold different tensors"),
+        ([whole(4, 2), replace(whole(4, 2), dtype="bfloat16")], "ranks 0 and 1 hold different tensors"),
+    ],
+)
+def test_parts_that_are_not_one_tensor_are_an_error(tensors: list[HeldTensor], problem: str) -> None:
+    with pytest.raises(SaveError, match=problem) as caught:
+        divide([{"w": tensor} for tensor in tensors])
     assert caught.value.tensor == "w"
-    with pytest.raises(SaveError, match="no rank holds any element"):
-        divide([{"w": held((4, 2), ((), ()))}])
-
-
-def test_parts_that_overlap_are_an_error() -> None:
-    with pytest.raises(SaveError, match=r"element \[0, 0\] is in 2 different parts"):
-        divide([{"w": held((4, 2), (((0, 2),), ((0, 2),)))}, {"w": whole(4, 2)}])
-
-
-@pytest.mark.parametrize("other", [whole(4, 3), held((4, 2), (((0, 4),), ((0, 2),)), dtype="bfloat16")])
-def test_ranks_that_hold_different_tensors_under_one_name_are_an_error(other: HeldTensor) -> None:
-    with pytest.raises(SaveError, match="ranks 0 and 1 hold different tensors"):
-        divide([{"w": whole(4, 2)}, {"w": other}])
 
 
 def test_a_rank_without_elements_follows_the_ties_of_the_others() -> None:

@@ -13,7 +13,9 @@ import torch
 
 import sluice
 from sluice import _defaults as defaults
+from sluice.machine.peaks import PeakMeter
 from sluice.writing.durable import direct
+from support.directories import assert_same
 from support.divided_models import Net
 from support.ranks import Ranks
 
@@ -51,14 +53,9 @@ def saved(path: Path, seed: int, rank: int = -1, write: int = -1, fault: str = "
     return ""
 
 
-def loaded(path: Path) -> dict[str, torch.Tensor]:
-    return dict(sluice.load_state_dict(path))
-
-
-def same(found: dict[str, torch.Tensor], seed: int) -> bool:
+def assert_holds(path: Path, seed: int) -> None:
     torch.manual_seed(seed)
-    expected = Net().state_dict()
-    return all(torch.equal(found[name], tensor) for name, tensor in expected.items()) and len(found) == len(expected)
+    assert_same(sluice.load_state_dict(path), Net().state_dict())
 
 
 def hidden(directory: Path) -> list[str]:
@@ -74,10 +71,10 @@ def test_a_failed_write_on_one_rank_fails_every_rank(four_ranks: Ranks, tmp_path
         (text,) = set(four_ranks.run(saved, path, 2, rank, write))
         assert text.startswith(f"RankError: save failed on 1 of 4 ranks, and existing files are intact; rank {rank}")
         assert "No space left" in text
-        assert same(loaded(path), 1)
+        assert_holds(path, 1)
         assert hidden(tmp_path) == []
     assert four_ranks.run(saved, path, 3) == [""] * 4  # the group is usable
-    assert same(loaded(path), 3)
+    assert_holds(path, 3)
 
 
 def unpublished(path: Path) -> str:
@@ -93,7 +90,7 @@ def test_a_failed_rename_fails_every_rank(four_ranks: Ranks, tmp_path: Path, nam
     four_ranks.run(saved, path, 1)
     (text,) = set(four_ranks.run(unpublished, path))
     assert "existing files are intact; rank 0: SaveError" in text
-    assert same(loaded(path), 1)
+    assert_holds(path, 1)
     assert hidden(tmp_path) == []
 
 
@@ -117,10 +114,10 @@ def test_a_killed_rank_fails_the_other(tmp_path: Path, name: str, rank: int) -> 
         outcomes = ranks.outcomes(saved, path, 2, rank, 3, "kill")
     assert outcomes[rank] == (False, "the process ended with exit code -9")
     assert f"rank {rank}: ended" in outcomes[1 - rank][1]
-    assert same(loaded(path), 1)
+    assert_holds(path, 1)
     # A lead that is killed while it writes the header of its second shard has not told the path.
     assert len(hidden(tmp_path)) == (rank == 0 and name == "model")
-    assert sluice.save(loaded(path), path, format=FORMATS[name], overwrite=True)  # type: ignore[arg-type]
+    assert sluice.save(sluice.load_state_dict(path), path, format=FORMATS[name], overwrite=True)  # type: ignore[arg-type]
     assert hidden(tmp_path) == []
 
 
@@ -158,38 +155,29 @@ def prepare(directory: Path) -> None:
         sluice.save({"small": _STATE["small"]}, directory / path, format=form)  # type: ignore[arg-type]
 
 
-def save(path: Path, dtype: torch.dtype | None) -> None:
+def growth_of_save(path: Path, dtype: torch.dtype | None) -> int:
+    """Return the bytes by which the memory of this rank grows."""
     state = {name: tensor for name, tensor in _STATE.items() if name != "small"}
-    sluice.save(state, path, format=None if path.suffix else "dcp", dtype=dtype)
+    with PeakMeter() as meter:
+        sluice.save(state, path, format=None if path.suffix else "dcp", dtype=dtype)
+    return meter.peaks.total_bytes
 
 
 def forget() -> None:
     _STATE.clear()
 
 
-def _memory(pid: int | None, field: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError(field)
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the kernel's record of the peak")
 def test_every_rank_takes_its_share_of_staging(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(prepare, tmp_path)
+    files = [("v.safetensors", None), ("w.safetensors", torch.bfloat16), ("w", torch.float64)]
     try:
-        for path, dtype in (("v.safetensors", None), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):
-            before = []
-            for process in two_ranks.processes:
-                Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
-                before.append(_memory(process.pid, "VmRSS"))
-            two_ranks.run(save, tmp_path / path, dtype)
-            for process, start in zip(two_ranks.processes, before, strict=True):
-                growth = _memory(process.pid, "VmHWM") - start
+        for path, dtype in files:
+            for growth in two_ranks.run(growth_of_save, tmp_path / path, dtype):
                 assert growth <= defaults.SAVE_STAGING_BYTES // 2 + 8 * _MIB, f"{path}: {growth / _MIB:.1f} MiB"
     finally:
         two_ranks.run(forget)
-    for path, dtype in (("v.safetensors", torch.float32), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):
+    for path, dtype in files:
         loaded = sluice.load_state_dict(tmp_path / path)
         assert torch.equal(loaded["columns"], numbered(range(4096), range(4096), 4096).to(dtype))
         assert torch.equal(loaded["rows"], numbered(range(4099), range(1023), 1023).to(dtype))
