@@ -82,9 +82,6 @@ def test_a_place_that_cannot_be_set_up_is_skipped_with_the_reason(
     rows = everywhere._rows("refused", 1, 1, FILES, tmp_path)
     assert rows == [Row(place="refused", skipped="mounting needs root")]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_program_is_the_reason() -> None:
     with pytest.raises(Unavailable, match=r"mkfs\.absent is not installed"):
         places._run("mkfs.absent")
 

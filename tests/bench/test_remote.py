@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from bench import _puzzle as puzzle
 from bench import _remote_methods, gpu
@@ -50,13 +50,10 @@ def test_ranges(root: Path, asked: str, begin: int, nbytes: int) -> None:
     assert found.headers["Content-Range"] == f"bytes {begin}-{begin + nbytes - 1}/100"
 
 
-def test_refused_requests(root: Path) -> None:
+def test_refused_requests_and_lists(root: Path) -> None:
     assert _answer(root, "/bucket/a%26b", Range="bytes=100-").status.startswith("416")
     assert _answer(root, "/bucket/a%26b", If_Match='"other"').status.startswith("412")
     assert _answer(root, "/bucket/../secret").status.startswith("404")
-
-
-def test_a_bucket_is_listed(root: Path) -> None:
     assert b"<Key>a&amp;b</Key>" in _answer(root, "/bucket?list-type=2&prefix=a").content
     assert b"<Key>" not in _answer(root, "http://host/bucket/?list-type=2&prefix=x").content
 
@@ -137,12 +134,12 @@ def job_outcome(job: MethodJob, **_: object) -> Outcome:
 
 @pytest.fixture
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs the command with a fake device; it takes the outcome of each task."""
+    """Return a function that runs the command with a fake device and returns its output, from outcomes of tasks."""
     # Enough disk space for the whole puzzle, regardless of this machine.
     usage = SimpleNamespace(free=100 * 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
-    def run(tasks: dict[str, Outcome], *arguments: str, run_job: Any = job_outcome) -> Result:
+    def run(tasks: dict[str, Outcome], *, run_job: Any = job_outcome, code: int = 0) -> str:
         (tmp_path / "disk").mkdir()
         monkeypatch.setattr(_runner, "run_job", run_job)
         monkeypatch.setattr(_runner, "absence", lambda method: "no kit" if method == "instanttensor" else "")
@@ -156,7 +153,9 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in (("is_available", True), ("mem_get_info", (100 * GIB, 140 * GIB))):
             monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
         folders = ["--directory", str(tmp_path / "disk"), "--out", str(tmp_path / "out")]
-        return CliRunner().invoke(gpu.main, ["--size", "tiny", *folders, *arguments])
+        done = CliRunner().invoke(gpu.main, ["--size", "tiny", *folders])
+        assert done.exit_code == code, done.output
+        return done.output
 
     return run
 
@@ -184,8 +183,7 @@ def _tables(path: Path) -> list[list[list[str]]]:
 
 
 def test_the_command_leaves_tables_and_no_checkpoints(invoke: Any, tmp_path: Path) -> None:
-    result = invoke(DONE)
-    assert result.exit_code == 0, result.output
+    invoke(DONE)
     assert list((tmp_path / "disk").iterdir()) == []
     document = json.loads((tmp_path / "out/gpu.json").read_text())
     assert document["command"] == "python3 -m bench.gpu --size tiny --minutes 7.5"
@@ -202,13 +200,8 @@ def test_the_command_leaves_tables_and_no_checkpoints(invoke: Any, tmp_path: Pat
 
 
 def test_failures_are_reported_and_do_not_stop_the_rest(invoke: Any, tmp_path: Path) -> None:
-    result = invoke(
-        {
-            PINNED: Outcome(status="failed", reason="no page-locked memory"),
-            PUZZLE: Outcome(status="killed", reason="killed"),
-        }
-    )
-    assert result.exit_code == 0, result.output
+    failed = Outcome(status="failed", reason="no page-locked memory")
+    invoke({PINNED: failed, PUZZLE: Outcome(status="killed", reason="killed")})
     limits, solved = _tables(tmp_path / "out/gpu.json")
     assert limits[0][1] == "no page-locked memory"
     assert solved[-1] == ["result", "killed"]
@@ -219,15 +212,12 @@ def test_wrong_weights_fail_the_command(invoke: Any) -> None:
         outcome = job_outcome(job)
         return dataclasses.replace(outcome, verdict="other") if job.method == "naive" and job.verify else outcome
 
-    result = invoke(DONE, run_job=lie)
-    assert result.exit_code == 1
-    assert "wrong weights: naive" in result.output
+    assert "wrong weights: naive" in invoke(DONE, run_job=lie, code=1)
 
 
 def test_too_little_time_for_the_puzzle_is_reported(
     invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(puzzle, "_EXTRA_SECONDS", 1000.0)
-    result = invoke(DONE)
-    assert result.exit_code == 0, result.output
+    invoke(DONE)
     assert _tables(tmp_path / "out/gpu.json")[1][-1][1].startswith("not tried: disk, device or the ")

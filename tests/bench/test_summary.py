@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +15,33 @@ from click.testing import CliRunner
 from bench.summary import ALL_CELLS_PAGE, PAGES, all_cells, joined, main, replace_block, summary_lines
 from sluice.benchmark.records import MethodRun
 from sluice.benchmark.results import as_document
-from support.comparisons import MIB, good, scenario
+from support.comparisons import MIB, good, run_of, scenario
 from support.documents import ROOT
 
 _SECONDS = {"reference": 1.0, "raw-direct": 1.5, "torch-mmap": 3.0, "sluice-load-into": 2.0}
 
 
-def _document() -> dict[str, Any]:
+@pytest.fixture
+def document() -> dict[str, Any]:
     """Return the results of a run of two tables; mmap was not run cached in the second one."""
     scenarios = []
     runs: list[MethodRun] = []
-    for dtype in ("float32", "bfloat16"):
-        each = replace(
-            scenario("float32" if dtype == "float32" else "bfloat16"),
-            title=f"GPT-2 small, .pth, fp32 → {dtype}",
-            checkpoints={method: Path("small.pth") for method in ("raw-direct", "torch-mmap", "sluice-load-into")},
-        )
-        scenarios.append(each)
+    files = dict.fromkeys(("raw-direct", "torch-mmap", "sluice-load-into"), Path("small.pth"))
+    for each in (scenario("float32"), scenario("bfloat16")):
+        scenarios.append(replace(each, title=f"GPT-2 small, .pth, fp32 → {each.dtype}", checkpoints=files))
         for method, seconds in _SECONDS.items():
-            states = each.states[:1] if (method, dtype) == ("torch-mmap", "bfloat16") else each.states
-            runs += [
-                MethodRun(
-                    scenario=each.title,
-                    method=method,
-                    state=state,
-                    repetition=repetition,
-                    outcome=good(method, seconds + (state == "cold") + repetition, 520 * MIB),
-                )
-                for state in states
-                for repetition in range(3)
-            ]
+            states = each.states[:1] if (method, each.dtype) == ("torch-mmap", "bfloat16") else each.states
+            for state, repetition in product(states, range(3)):
+                outcome = good(method, seconds + (state == "cold") + repetition, 520 * MIB)
+                runs.append(run_of(scenarios[-1], method, outcome, state, repetition))
     machine = {"date": "2026-11-22", "processor": "a processor, 2 cores"}
-    document = as_document(machine=machine, command="python -m bench.load", scenarios=scenarios, runs=runs)
-    stored: dict[str, Any] = json.loads(json.dumps(document))
+    made = as_document(machine=machine, command="python -m bench.load", scenarios=scenarios, runs=runs)
+    stored: dict[str, Any] = json.loads(json.dumps(made))
     return stored
 
 
-def test_the_table_has_the_medians_of_the_run() -> None:
-    lines = summary_lines(_document())
+def test_the_table_has_the_medians_of_the_run(document: dict[str, Any]) -> None:
+    lines = summary_lines(document)
     caption = " ".join(lines[: lines.index("")])
     assert caption.endswith("Medians of up to 3 fresh processes.")
     assert "0.49 GiB in fp32" in caption
@@ -60,23 +50,21 @@ def test_the_table_has_the_medians_of_the_run() -> None:
         "| **sluice** | 1.04 F | 4.00 s | 3.00 s | 1.04 F | 4.00 s | 3.00 s |",
         "| a raw direct read of the file | - | 3.50 s | 2.50 s | - | 3.50 s | 2.50 s |",
     ]
-
-
-def test_a_run_without_a_cast_is_refused() -> None:
-    document = _document()
-    document["scenarios"] = document["scenarios"][:1]
+    document["scenarios"] = document["scenarios"][:1]  # without a cast
     with pytest.raises(click.ClickException, match="bfloat16"):
         summary_lines(document)
 
 
-def test_the_pages_are_written_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_are_written_between_their_markers(
+    document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     for page in PAGES:
         page.write_text("# Title\n\n<!-- summary: begin -->\nthe table before\n<!-- summary: end -->\n\nThe rest.\n")
     with (tmp_path / ALL_CELLS_PAGE).open("a") as page_of_cells:
         page_of_cells.write("\n<!-- every cell: begin -->\nold\n<!-- every cell: end -->\n")
-    Path("load.json").write_text(json.dumps(_document()))
+    Path("load.json").write_text(json.dumps(document))
     result = CliRunner().invoke(main, ["load.json"])
     assert result.exit_code == 0, result.output
     for page in PAGES:
@@ -89,8 +77,7 @@ def test_the_pages_are_written_between_their_markers(tmp_path: Path, monkeypatch
     assert "### GPT-2 small, .pth, fp32 → bfloat16" in (tmp_path / ALL_CELLS_PAGE).read_text()
 
 
-def test_every_cell_has_its_figures_or_the_reason_of_their_absence() -> None:
-    document = _document()
+def test_every_cell_has_its_figures_or_the_reason_of_their_absence(document: dict[str, Any]) -> None:
     rows = document["scenarios"][1]["rows"]
     rows[1]["failures"], rows[1]["reasons"] = {"warm": "absent"}, ["no_such_loader is not installed"]
     lines = all_cells(document)
@@ -101,16 +88,14 @@ def test_every_cell_has_its_figures_or_the_reason_of_their_absence() -> None:
     assert lines[-1] == "None."
 
 
-def test_lost_cells_are_listed() -> None:
-    document = _document()
+def test_lost_cells_are_listed(document: dict[str, Any]) -> None:
     rows = {row["method"]: row for row in document["scenarios"][0]["rows"]}
     rows["torch-mmap"]["seconds"]["warm"] = 1.25
     lines = all_cells(document)
     assert lines[-1] == "- GPT-2 small, .pth, fp32 → float32, cached: torch-mmap 1.25 s, sluice 3.00 s"
 
 
-def test_runs_of_different_cases_are_shown_as_one() -> None:
-    document = _document()
+def test_runs_of_different_cases_are_shown_as_one(document: dict[str, Any]) -> None:
     parts = [
         {**document, "command": f"python -m bench.load --case {number}", "scenarios": [each]}
         for number, each in enumerate(document["scenarios"])

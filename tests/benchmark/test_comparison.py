@@ -6,7 +6,6 @@ import shutil
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from sluice.benchmark.comparison import checkpoint_for, default_methods, fitting
 from sluice.benchmark.gpt2 import (
     GPTConfig,
     GPTModel,
-    config,
     random_state_dict,
     random_weight,
     write_checkpoint,
@@ -27,7 +25,9 @@ from sluice.benchmark.gpt2 import (
 from sluice.benchmark.loads import verdict
 from sluice.benchmark.machine import cached_share, make_cold, make_warm
 from sluice.benchmark.methods import METHODS, final_bytes, kind_of, main_dtype
-from sluice.benchmark.records import MethodJob
+from sluice.benchmark.records import Precision
+from support.comparisons import job
+from support.directories import save
 
 _MODEL = f"{__name__}:Tied"
 
@@ -84,20 +84,12 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_a_checkpoint_is(own: Path, tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    save_file({"a": torch.ones(2)}, parts / "model-00001-of-00002.safetensors")
-    save_file({"b": torch.ones(2)}, parts / "model-00002-of-00002.safetensors")
-    singles = tmp_path / "singles"
-    singles.mkdir()
-    torch.save(torch.ones(2), singles / "w.pt")
-    found = [kind_of(path) for path in (own, tmp_path / "w.safetensors", parts, singles)]
+def test_what_a_checkpoint_is_and_the_dtype_of_most_of_its_bytes(own: Path, tmp_path: Path) -> None:
+    for name in ("w", "parts/model-00001-of-00002", "parts/model-00002-of-00002"):
+        save(tmp_path / f"{name}.safetensors", {name: torch.ones(2)})
+    save(tmp_path / "singles" / "w.pt", torch.ones(2))
+    found = [kind_of(path) for path in (own, *(tmp_path / name for name in ("w.safetensors", "parts", "singles")))]
     assert found == [".pth", ".safetensors", "shards", ""]
-
-
-def test_the_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(9, dtype=torch.bfloat16), "b": torch.ones(2), "c": torch.ones(99, dtype=torch.int64)}
     save_file(tensors, tmp_path / "w.safetensors")
     assert main_dtype(tmp_path / "w.safetensors") == "bfloat16"
@@ -107,17 +99,11 @@ def test_the_finished_size_counts_ties_once_and_keeps_integers() -> None:
     assert final_bytes(_MODEL, torch.bfloat16, '{"width": 16}') == 5 * 16 * 2 + 8
 
 
-def test_own_checkpoints_are_read_directly_if_a_method_can(own: Path, tmp_path: Path) -> None:
+def test_own_checkpoints_are_read_directly_if_a_method_can_and_refused_else(own: Path, tmp_path: Path) -> None:
     subject = own_model(own, _MODEL, "{}", "model")
     assert default_methods(subject) == ["naive", "sequential", "meta-sequential", "mmap", "sluice"]
-    folder = tmp_path / "made"
-    folder.mkdir()
-    assert checkpoint_for("naive", subject, folder) == own
-    assert list(folder.iterdir()) == []
-
-
-def test_a_method_that_does_not_read_the_checkpoint_is_refused(own: Path, tmp_path: Path) -> None:
-    subject = own_model(own, _MODEL, "{}", "model")
+    assert checkpoint_for("naive", subject, tmp_path) == own
+    assert list(tmp_path.iterdir()) == [own]
     for method in ("safetensors-load-file", "accelerate", "per-parameter"):  # a format, a key, and one file for each
         with pytest.raises(sluice.UnsupportedError, match=f"{method} does not read this checkpoint.*sluice convert"):
             checkpoint_for(method, subject, tmp_path)
@@ -131,14 +117,15 @@ def test_what_only_sluice_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         checkpoint_for("naive", subject, tmp_path)
 
 
+def _loaded(method: str, checkpoint: Path, dtype: Precision, key: str | None = None) -> nn.Module:
+    found = METHODS[method].start(job(method, checkpoint, model=_MODEL, key=key, dtype=dtype, verify=True))()
+    assert isinstance(found, nn.Module)
+    return found
+
+
 @pytest.mark.parametrize("method", ["naive", "sequential", "meta-sequential", "mmap", "sluice"])
 def test_the_truth_of_an_own_model_is_what_torch_reads(method: str, own: Path) -> None:
-    job = MethodJob(
-        method=method, model=_MODEL, checkpoint=str(own), key="model", dtype="bfloat16", device="cpu", verify=True
-    )
-    truth, found = (METHODS[name].start(job)() for name in ("reference", method))
-    assert isinstance(truth, nn.Module)
-    assert isinstance(found, nn.Module)
+    truth, found = (_loaded(name, own, "bfloat16", "model") for name in ("reference", method))
     assert truth.state_dict()["steps"] == 3
     assert verdict(found) == verdict(truth)
 
@@ -147,17 +134,8 @@ def test_the_truth_finds_a_tied_weight_under_its_other_name(tmp_path: Path) -> N
     weights = OrderedDict(Tied().state_dict())
     del weights["head.weight"]
     torch.save(weights, tmp_path / "tied.pth")
-    job = MethodJob(
-        method="sluice", model=_MODEL, checkpoint=str(tmp_path / "tied.pth"), dtype="float32", device="cpu", verify=True
-    )
-    truth = METHODS["reference"].start(job)()
-    assert isinstance(truth, nn.Module)
+    truth = _loaded("reference", tmp_path / "tied.pth", "float32")
     assert torch.equal(truth.state_dict()["head.weight"], weights["embedding.weight"])
-
-
-def _small_config(**changes: Any) -> GPTConfig:
-    values = {"vocab_size": 11, "context_length": 8, "emb_dim": 4, "n_heads": 2, "n_layers": 2, **changes}
-    return cast("GPTConfig", values)
 
 
 @pytest.mark.parametrize(("size", "nbytes"), [("small", 702_480_384), ("large", 3_504_431_104), ("xl", 6_753_416_192)])
@@ -168,16 +146,11 @@ def test_final_bytes_are_those_of_gpt2_with_its_masks(size: str, nbytes: int) ->
 
 def test_no_token_sees_a_later_one() -> None:
     torch.manual_seed(0)
-    model = GPTModel(_small_config()).eval()
+    model = GPTModel(GPTConfig(vocab_size=11, context_length=8, emb_dim=4, n_heads=2, n_layers=2)).eval()
     one, other = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 9, 9]])
     with torch.no_grad():
         assert torch.equal(model(one)[:, :2], model(other)[:, :2])
         assert not torch.equal(model(one)[:, 2:], model(other)[:, 2:])
-
-
-def test_an_unknown_size_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown GPT-2 size 'huge'; expected one of tiny, small"):
-        config("huge")
 
 
 def test_a_checkpoint_in_half_precision_holds_the_random_weights_of_its_names(tmp_path: Path) -> None:
@@ -204,15 +177,10 @@ def test_a_folder_is_dropped_from_the_cache_and_read_into_it(folder: Path) -> No
     if not make_cold(folder):
         pytest.skip("this file system keeps its files in memory")
     assert cached_share(folder) == 0
+    (folder / "two").read_bytes()
+    assert cached_share(folder) == pytest.approx(2 / 258)  # pages
     assert make_warm(folder)
     assert cached_share(folder) == 1
-
-
-def test_the_share_counts_pages(folder: Path) -> None:
-    if not make_cold(folder):
-        pytest.skip("this file system keeps its files in memory")
-    (folder / "two").read_bytes()
-    assert cached_share(folder) == pytest.approx(2 / 258)
 
 
 def test_a_file_that_stays_is_not_called_cold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,16 +23,8 @@ from bench._peers import HUGGING_FACE
 from sluice.benchmark import gpt2
 from sluice.benchmark.loads import touch, verdict
 from sluice.benchmark.methods import LOADERS, METHODS, PEERS, STRATEGIES, absence
-from sluice.benchmark.records import (
-    OTHER,
-    PARAMETERS,
-    PTH,
-    SAFETENSORS,
-    SHARDS,
-    Kind,
-    MethodJob,
-    Precision,
-)
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Kind, Precision
+from support.comparisons import job
 from support.directories import SAFETENSORS_INDEX, save_sharded
 
 _LOADERS = [
@@ -66,8 +58,7 @@ def checkpoints(_short_vocabulary: None, tmp_path_factory: pytest.TempPathFactor
 
 
 def _load(name: str, checkpoint: Path, dtype: Precision) -> nn.Module:
-    job = MethodJob(method=name, model="tiny", checkpoint=str(checkpoint), dtype=dtype, device="cpu", verify=True)
-    loaded = METHODS[name].start(job)()
+    loaded = METHODS[name].start(job(name, checkpoint, dtype=dtype, verify=True))()
     assert isinstance(loaded, nn.Module)
     return loaded
 
@@ -108,19 +99,10 @@ def test_every_method_for_directories_makes_the_right_llama(
         monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     folder = tmp_path / "llama"
     write_directory(folder, LLAMA_TINY, shards=shards)
-    shape = json.dumps(LLAMA_TINY)
-    job = MethodJob(
-        method="",
-        model="bench._llama:llama",
-        model_args=shape,
-        checkpoint=str(folder),
-        dtype="bfloat16",
-        device="cpu",
-        verify=True,
-    )
+    source = {"model": "bench._llama:llama", "model_args": json.dumps(LLAMA_TINY)}
 
     def digest(method: str) -> str:
-        model = METHODS[method].start(dataclasses.replace(job, method=method))()
+        model = METHODS[method].start(job(method, folder, dtype="bfloat16", verify=True, **source))()
         assert isinstance(model, nn.Module)
         return verdict(model)
 

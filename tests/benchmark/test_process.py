@@ -15,7 +15,8 @@ from sluice.benchmark.gpt2 import random_state_dict, write_checkpoint
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import final_bytes
 from sluice.benchmark.process import Watcher, run_tasks
-from sluice.benchmark.records import BenchTask, MethodJob, Outcome, Work
+from sluice.benchmark.records import BenchTask, Outcome, Work
+from support.comparisons import job
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +26,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _job(method: str, checkpoint: Path, *, verify: bool = False) -> MethodJob:
-    return MethodJob(
-        method=method, model="tiny", checkpoint=str(checkpoint), dtype="float32", device="cpu", verify=verify
-    )
-
-
 def test_a_copying_method_grows_by_anonymous_memory(checkpoint: Path) -> None:
     final = final_bytes("tiny", torch.float32)
-    outcome = run_job(_job("meta-sequential", checkpoint, verify=True))
+    outcome = run_job(job("meta-sequential", checkpoint, verify=True))
     assert (outcome.status, outcome.reason) == ("ok", "")
     assert outcome.seconds > 0
     # The total is the kernel's own record. The kinds are sampled; on a busy machine there may be no sample between the
@@ -47,7 +42,7 @@ def test_a_copying_method_grows_by_anonymous_memory(checkpoint: Path) -> None:
 @pytest.mark.usefixtures("forked_processes")
 def test_a_mapping_method_grows_by_file_pages(checkpoint: Path) -> None:
     final = final_bytes("tiny", torch.float32)
-    outcome = run_job(_job("mmap", checkpoint))
+    outcome = run_job(job("mmap", checkpoint))
     assert outcome.status == "ok"
     assert outcome.file_bytes > 0.9 * final
     assert outcome.anon_bytes < 0.5 * final
@@ -55,30 +50,22 @@ def test_a_mapping_method_grows_by_file_pages(checkpoint: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
-    outcome = run_job(_job("naive", tmp_path / "nowhere.pth"))
-    assert outcome.status == "failed"
-    assert outcome.reason.startswith("FileNotFoundError: ")
-    assert outcome.total_bytes > 0
-
-
-@pytest.mark.usefixtures("forked_processes")
-def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_missing_packages_and_lateness_are_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = run_job(job("naive", tmp_path / "nowhere.pth"))
+    assert failed.status == "failed"
+    assert failed.reason.startswith("FileNotFoundError: ")
+    assert failed.total_bytes > 0
     (tmp_path / "accelerate.py").write_text("raise ImportError('no accelerate here')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert run_job(_job("accelerate", tmp_path)) == Outcome(status="absent", reason="no accelerate here")
-
-
-@pytest.mark.usefixtures("forked_processes")
-def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    assert run_job(job("accelerate", tmp_path)) == Outcome(status="absent", reason="no accelerate here")
     os.mkfifo(tmp_path / "endless.pth")
-    outcome = run_job(_job("naive", tmp_path / "endless.pth"), timeout_seconds=0.1)
-    assert (outcome.status, outcome.reason) == ("timeout", "stopped after 0.1 s")
+    late = run_job(job("naive", tmp_path / "endless.pth"), timeout_seconds=0.1)
+    assert (late.status, late.reason) == ("timeout", "stopped after 0.1 s")
 
 
 def test_a_killed_process_is_an_outcome(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_process._Child, "go_on", lambda child, _: child.process.kill())
-    outcome = run_job(_job("naive", checkpoint))
+    outcome = run_job(job("naive", checkpoint))
     assert (outcome.status, outcome.reason) == ("killed", "killed by the system: out of memory")
 
 

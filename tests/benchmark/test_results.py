@@ -90,6 +90,11 @@ def open_page(browser: Any, page_file: Path) -> Iterator[Open]:
     assert complaints == []
 
 
+@pytest.fixture
+def page(open_page: Open) -> Any:
+    return open_page()
+
+
 def _settle(page: Any) -> None:
     """Wait until changes are drawn: uPlot draws in a microtask, the browser in the next frame."""
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -100,8 +105,7 @@ def _pixels(page: Any, method: str) -> int:
     return int(page.evaluate(_PIXELS, method))
 
 
-def test_every_method_is_drawn_and_can_be_toggled(open_page: Open) -> None:
-    page = open_page()
+def test_every_method_is_drawn_and_can_be_toggled(page: Any) -> None:
     before = {method: _pixels(page, method) for method in ("naive", "mmap", "sluice")}
     assert min(before.values()) > 200
     button = page.get_by_role("button", name="naive")
@@ -116,8 +120,7 @@ def test_every_method_is_drawn_and_can_be_toggled(open_page: Open) -> None:
     assert _pixels(page, "naive") > 0.9 * before["naive"]
 
 
-def test_methods_are_toggled_and_the_chart_is_read_with_the_keyboard(open_page: Open) -> None:
-    page = open_page()
+def test_methods_are_toggled_and_the_chart_is_read_with_the_keyboard(page: Any) -> None:
     button = page.get_by_role("button", name="mmap")
     button.focus()
     page.keyboard.press("Space")
@@ -132,8 +135,7 @@ def test_methods_are_toggled_and_the_chart_is_read_with_the_keyboard(open_page: 
     assert "mmap" not in tip.inner_text()
 
 
-def test_hovering_shows_what_each_method_holds(open_page: Open) -> None:
-    page = open_page()
+def test_hovering_shows_what_each_method_holds(page: Any) -> None:
     box = page.locator("#chart .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)  # the axis ends at two seconds
     _settle(page)
@@ -147,8 +149,7 @@ def test_hovering_shows_what_each_method_holds(open_page: Open) -> None:
     assert "sluice: done" in page.locator("#tip").inner_text()
 
 
-def test_choices_change_what_is_drawn(open_page: Open) -> None:
-    page = open_page()
+def test_choices_change_what_is_drawn(page: Any) -> None:
     linear = _pixels(page, "naive")
     page.get_by_label("log", exact=True).check(force=True)
     assert abs(_pixels(page, "naive") - linear) > 50
@@ -159,8 +160,7 @@ def test_choices_change_what_is_drawn(open_page: Open) -> None:
     assert "0 MiB" in page.get_by_role("button", name="naive").inner_text()
 
 
-def test_all_charts_have_the_same_time_axis(open_page: Open) -> None:
-    page = open_page()
+def test_all_charts_have_the_same_time_axis(page: Any) -> None:
     box = page.locator("#chart .u-over").bounding_box()
     moments = set()
     for label in ("fp32, cold", "bf16, cold, 800 MiB"):  # the second ends after 1.5 s, the first after 2 s
@@ -172,8 +172,7 @@ def test_all_charts_have_the_same_time_axis(open_page: Open) -> None:
     assert len(moments) == 1
 
 
-def test_only_what_is_drawn_has_a_mark(open_page: Open) -> None:
-    page = open_page()
+def test_only_what_is_drawn_has_a_mark(page: Any) -> None:
     caption = page.locator("#caption")
     assert "died" not in caption.inner_text()
     page.get_by_label("mapped file", exact=True).check(force=True)
@@ -192,8 +191,7 @@ def test_only_what_is_drawn_has_a_mark(open_page: Open) -> None:
     assert "died" in caption.inner_text()
 
 
-def test_a_casualty_is_marked_in_chart_button_and_table(open_page: Open) -> None:
-    page = open_page()
+def test_a_casualty_is_marked_in_chart_button_and_table(page: Any) -> None:
     page.get_by_label("bf16, cold, 800 MiB", exact=True).check(force=True)
     _settle(page)
     assert "killed at 700 MiB" in page.get_by_role("button", name="naive").inner_text()
@@ -203,8 +201,7 @@ def test_a_casualty_is_marked_in_chart_button_and_table(open_page: Open) -> None
     assert "naive: out of memory: killed by the kernel at the limit of 800 MiB" in page.locator("main").inner_text()
 
 
-def test_names_are_text_and_the_command_is_there(open_page: Open) -> None:
-    page = open_page()
+def test_names_are_text_and_the_command_is_there(page: Any) -> None:
     title = page.locator("h1").inner_text()
     assert title == "GPT-2 small </script><b>not markup</b>, float32"
     finding = "fp32, cold: sluice 1.00 s with 1.04 F; the fastest and leanest other method was mmap"
@@ -223,8 +220,7 @@ def test_a_phone_needs_no_horizontal_scrolling(open_page: Open, scheme: str) -> 
     assert page.locator("tbody tr").first.evaluate("(row) => getComputedStyle(row).display") == "grid"
 
 
-def test_the_dark_has_other_colours_and_follows_the_system(open_page: Open) -> None:
-    page = open_page()
+def test_the_dark_has_other_colours_and_follows_the_system(page: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     swatch = "getComputedStyle(document.querySelector('button[data-method=sluice] .swatch')).backgroundColor"
     light = page.evaluate(ground), page.evaluate(swatch)

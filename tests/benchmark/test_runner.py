@@ -7,46 +7,29 @@ import io
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from sluice.benchmark import runner as _runner
-from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, State, Status
+from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, State
 from sluice.benchmark.results import as_document, print_section, section_of, write_document
 from sluice.benchmark.runner import finding, run_with_progress, summarise, typical_runs
-from support.comparisons import FINAL_BYTES, MIB, good, killed, runs_of, scenario
-
-_TRUTH = "abc"
+from support.comparisons import FINAL_BYTES, MIB, TRUTH, good, killed, run_of, runs_of, scenario
 
 
 def _scenario(*states: State, device: str = "cpu", methods: tuple[str, ...] = ("naive", "sluice")) -> Scenario:
-    return Scenario(
-        title="a title",
-        model="tiny",
-        dtype="float32",
-        device=device,
-        states=states,
-        checkpoints={method: Path(f"/checkpoints/{method}") for method in methods},
-        final_bytes=1 << 30,
+    paths = {method: Path(f"/checkpoints/{method}") for method in methods}
+    return dataclasses.replace(
+        scenario(), title="a title", device=device, states=states, checkpoints=paths, final_bytes=1 << 30
     )
 
 
-def _run(
-    method: str,
-    state: State = "cold",
-    seconds: float = 1.0,
-    status: Status = "ok",
-    *,
-    total_gib: float = 1.0,
-    verdict: str | None = None,
-    reason: str = "",
-) -> MethodRun:
+def _run(method: str, state: State = "cold", *, total_gib: float = 1.0, **fields: Any) -> MethodRun:
     total = int(total_gib * (1 << 30))
-    outcome = Outcome(
-        status=status, seconds=seconds, anon_bytes=total, total_bytes=total, verdict=verdict, reason=reason
-    )
-    return MethodRun(scenario="a title", method=method, state=state, repetition=0, outcome=outcome)
+    usual: dict[str, Any] = {"status": "ok", "seconds": 1.0, "anon_bytes": total, "total_bytes": total}
+    return run_of(_scenario(state), method, Outcome(**{**usual, **fields}), state)
 
 
 @pytest.fixture
@@ -139,7 +122,7 @@ def test_rows_are_medians_and_the_worse_state_decides_memory() -> None:
 
 @pytest.mark.parametrize(
     ("reference", "found", "right"),
-    [(_TRUTH, _TRUTH, True), (_TRUTH, "abd", False), (_TRUTH, None, None), (None, _TRUTH, None)],
+    [(TRUTH, TRUTH, True), (TRUTH, "abd", False), (TRUTH, None, None), (None, TRUTH, None)],
 )
 def test_a_model_is_right_when_weights_are_equal(reference: str | None, found: str | None, right: bool | None) -> None:
     runs = [_run("reference", status="ok" if reference else "killed", verdict=reference), _run("naive", verdict=found)]
@@ -149,10 +132,8 @@ def test_a_model_is_right_when_weights_are_equal(reference: str | None, found: s
 
 
 def test_a_failure_is_a_row_with_its_progress_and_does_not_spoil_the_figures_of_good_runs() -> None:
-    scenario, killed = (
-        _scenario("cold", methods=("naive",)),
-        _run("naive", status="killed", total_gib=5, reason="memory"),
-    )
+    scenario = _scenario("cold", methods=("naive",))
+    killed = _run("naive", status="killed", total_gib=5, reason="memory")
     row = summarise(scenario, [killed, killed])[0]
     assert (row.failures, row.reasons, row.seconds) == ({"cold": "killed"}, ("memory",), {})
     assert row.total_bytes == 5 << 30
@@ -167,7 +148,7 @@ def _printed(scenario: Scenario, runs: list[MethodRun], *, width: int = 160) -> 
 
 
 def test_the_table_shows_ratios_and_casualties() -> None:
-    runs = [_run("reference", verdict=_TRUTH), _run("sluice", seconds=1.5, total_gib=1.02, verdict=_TRUTH)]
+    runs = [_run("reference", verdict=TRUTH), _run("sluice", seconds=1.5, total_gib=1.02, verdict=TRUTH)]
     runs += [_run("naive", status="killed", total_gib=2, reason="out of memory")]
     lines = _printed(_scenario("cold"), runs).splitlines()
     (naive,) = [line.replace(" ", "") for line in lines if "│ naive" in line]
@@ -185,10 +166,8 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
 
 
 def test_on_an_accelerator_its_memory_is_shown_and_judged() -> None:
-    outcome = Outcome(
-        status="ok", seconds=1, total_bytes=1 << 28, device_allocated_bytes=5 << 29, device_reserved_bytes=3 << 30
-    )
-    runs = [MethodRun(scenario="a title", method="naive", state="cold", repetition=0, outcome=outcome)]
+    memory: dict[str, Any] = {"anon_bytes": 0, "device_allocated_bytes": 5 << 29, "device_reserved_bytes": 3 << 30}
+    runs = [_run("naive", total_gib=0.25, **memory)]
     scenario = _scenario("cold", device="cuda", methods=("naive",))
     assert summarise(scenario, runs)[0].over_final == 3
     text = _printed(scenario, runs)
@@ -197,7 +176,7 @@ def test_on_an_accelerator_its_memory_is_shown_and_judged() -> None:
 
 
 def test_results_are_written_as_json_and_markdown(tmp_path: Path) -> None:
-    runs = [_run("reference", verdict=_TRUTH), _run("naive", seconds=1.5, total_gib=2, verdict=_TRUTH)]
+    runs = [_run("reference", verdict=TRUTH), _run("naive", seconds=1.5, total_gib=2, verdict=TRUTH)]
     compared = _scenario("cold", methods=("naive",))
     results = as_document(machine={"date": "today"}, command="make demo", scenarios=[compared], runs=runs)
     write_document(tmp_path / "out", "results", results, [section_of(compared, runs)])
@@ -215,13 +194,7 @@ def test_results_are_written_as_json_and_markdown(tmp_path: Path) -> None:
 def test_a_row_has_processor_time_and_everything() -> None:
     scenario = _scenario("cold", methods=("naive",))
     runs = [
-        dataclasses.replace(
-            _run("naive", seconds=2.0),
-            outcome=Outcome(
-                status="ok", seconds=2.0, cpu_seconds=cpu, import_seconds=0.25, build_seconds=0.5, total_bytes=1
-            ),
-        )
-        for cpu in (1.0, 3.0, 7.0)
+        _run("naive", seconds=2.0, cpu_seconds=cpu, import_seconds=0.25, build_seconds=0.5) for cpu in (1.0, 3.0, 7.0)
     ]
     (row,) = summarise(scenario, runs)
     assert (row.cpu_seconds, row.everything_seconds, row.counts) == ({"cold": 3.0}, {"cold": 2.75}, {"cold": 3})
@@ -232,10 +205,7 @@ def _finding(outcomes: dict[str, Outcome], *, limit: int | None = None) -> str:
     one = scenario(limit=limit)
     compared = dataclasses.replace(one, checkpoints=dict.fromkeys(outcomes, Path("net.pth")))
     runs = [run for run in runs_of(one) if run.method == "reference"]
-    runs += [
-        MethodRun(scenario=one.title, method=method, state="cold", repetition=0, outcome=outcome)
-        for method, outcome in outcomes.items()
-    ]
+    runs += [run_of(one, method, outcome) for method, outcome in outcomes.items()]
     return finding(compared, "cold", summarise(compared, runs))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from sluice.benchmark.records import REFERENCE, MethodRun, Outcome, Precision, Scenario, Trace
+from sluice.benchmark.records import REFERENCE, MethodJob, MethodRun, Outcome, Precision, Scenario, State, Trace
 
 MIB = 1 << 20
 
@@ -68,6 +69,16 @@ def killed(seconds: float, peak_bytes: int) -> Outcome:
     )
 
 
+def job(method: str, checkpoint: Path, **fields: Any) -> MethodJob:
+    """Return the job to load a checkpoint of the tiny model to the CPU; ``fields`` replace others."""
+    usual: dict[str, Any] = {"model": "tiny", "dtype": "float32", "device": "cpu", "verify": False}
+    return MethodJob(method=method, checkpoint=str(checkpoint), **{**usual, **fields})
+
+
+def run_of(each: Scenario, method: str, outcome: Outcome, state: State = "cold", repetition: int = 0) -> MethodRun:
+    return MethodRun(scenario=each.title, method=method, state=state, repetition=repetition, outcome=outcome)
+
+
 def runs_of(each: Scenario) -> list[MethodRun]:
     """Return the reference, and one run of each method in each state; ``naive`` is killed under a limit."""
     outcomes = {
@@ -75,17 +86,9 @@ def runs_of(each: Scenario) -> list[MethodRun]:
         "mmap": good("mmap", 1.5, FINAL_BYTES, mapped=True),
         "sluice": good("sluice", 1.0, 520 * MIB),
     }
-    truth = MethodRun(
-        scenario=each.title, method="reference", state="cold", repetition=0, outcome=Outcome(status="ok", verdict=TRUTH)
-    )
-    return [
-        truth,
-        *(
-            MethodRun(scenario=each.title, method=method, state=state, repetition=0, outcome=outcome)
-            for state in each.states
-            for method, outcome in outcomes.items()
-        ),
-    ]
+    truth = run_of(each, REFERENCE, Outcome(status="ok", verdict=TRUTH))
+    runs = [run_of(each, method, outcome, state) for state in each.states for method, outcome in outcomes.items()]
+    return [truth, *runs]
 
 
 class FakeRunner:
@@ -112,14 +115,12 @@ class FakeRunner:
 
     def _runs(self, scenario: Scenario, repetition: int) -> list[MethodRun]:
         methods = {REFERENCE: TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
-        return [
-            MethodRun(
-                scenario=scenario.title,
-                method=method,
-                state=state,
-                repetition=repetition,
-                outcome=replace(good(method, 1.0, scenario.final_bytes), verdict=verdict),
-            )
+        outcomes = {
+            method: replace(good(method, 1.0, scenario.final_bytes), verdict=verdict)
             for method, verdict in methods.items()
+        }
+        return [
+            run_of(scenario, method, outcome, state, repetition)
+            for method, outcome in outcomes.items()
             for state in scenario.states
         ]

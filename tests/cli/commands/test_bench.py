@@ -13,12 +13,12 @@ from sluice.benchmark import comparison as _comparison
 from sluice.benchmark import runner as _runner
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.methods import LOADERS
-from sluice.benchmark.records import MethodJob, Outcome
+from sluice.benchmark.records import Outcome
 from sluice.cli.commands.bench import bench_command
 from sluice.cli.comparison import END_SECONDS
 from sluice.testing import memory_limit_refusal
 from support.command_line import printed, refused, run_command
-from support.comparisons import TRUTH, FakeRunner, trace
+from support.comparisons import TRUTH, FakeRunner, job, trace
 
 pytestmark = pytest.mark.usefixtures("directory")
 
@@ -159,11 +159,8 @@ def test_under_a_limit_the_hungry_die_with_the_reason_and_the_lean_live(tmp_path
     limit = 850 << 20  # torch itself takes part of it
 
     def run(method: str) -> Outcome:
-        job = MethodJob(
-            method=method, model="torch.nn:Embedding", model_args="[98304, 1024]", checkpoint=str(path),
-            dtype="float32", device="cpu", verify=False,
-        )  # fmt: skip
-        return run_job(job, host_limit_bytes=limit)
+        embedding = {"model": "torch.nn:Embedding", "model_args": "[98304, 1024]"}
+        return run_job(job(method, path, **embedding), host_limit_bytes=limit)
 
     lean = run("sluice")
     assert (lean.status, lean.reason) == ("ok", "")
