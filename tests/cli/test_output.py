@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -50,17 +51,17 @@ def test_a_bad_file_is_one_paragraph(directory: Path, kind: str) -> None:
     [
         ("import no_such_dependency", "needs the module 'no_such_dependency', which is not installed"),
         ("1 / 0", "raised ZeroDivisionError"),
+        ("def Net(): 1 / 0", "Net raised ZeroDivisionError: division by zero; --model-args passes arguments to it"),
     ],
 )
-def test_a_module_that_fails_is_the_models_fault(directory: Path, source: str, message: str) -> None:
-    Path("cli_broken.py").write_text(f"{source}\nNet = None")
-    assert message in refused("load", "net.pth", "--model", "cli_broken:Net", code=1)
-
-
-def test_a_factory_that_fails_is_the_models_fault(directory: Path) -> None:
-    result = refused("load", "net.pth", "--model", "cli_model:broken", code=1)
-    assert "cli_model:broken raised RuntimeError: no such weights; --model-args passes arguments to it" in result
-    refused("--debug", "load", "net.pth", "--model", "cli_model:broken", code=1)
+def test_a_module_or_factory_that_fails_is_the_models_fault(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "cli_broken", raising=False)
+    Path("cli_broken.py").write_text(source)
+    command = ("load", "net.pth", "--model", "cli_broken:Net")
+    assert message in refused(*command, code=1)
+    refused("--debug", *command, code=1)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +78,7 @@ def test_a_factory_that_fails_is_the_models_fault(directory: Path) -> None:
 def test_every_exception_has_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, message: str
 ) -> None:
-    def fail(*arguments: object, **named: object) -> None:
-        raise error
-
-    monkeypatch.setattr(sluice, "open", fail)
+    monkeypatch.setattr(sluice, "open", Mock(side_effect=error))
     assert message in refused("inspect", "x", code=exit_code)
     refused("--debug", "inspect", "x", code=exit_code)
 
@@ -126,28 +124,20 @@ def test_a_command_with_a_closed_output_does_its_work(directory: Path, monkeypat
 
 def test_a_terminal_without_unicode_gets_escapes(directory: Path) -> None:
     torch.save({"größe": torch.ones(1)}, "net.pth")
-    code = "import sys; from sluice.cli import main; main(sys.argv[1:])"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     for option in ([], ["--all"], ["--tree"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, "inspect", "net.pth", *option],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        )
+        command = [sys.executable, "-m", "sluice", "inspect", "net.pth", *option]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         assert "gr\\xf6\\xdfe" in done.stdout
 
 
-def test_version_and_help() -> None:
+def test_version_help_and_misspelt_commands() -> None:
     assert run_command("--version").stdout == f"sluice {sluice.__version__}\n"
     text = run_command("--help").stdout
     for code in ("0 ", "1 ", "2 ", "3 ", "130"):
         assert f"  {code}" in text
     assert "Examples:" in run_command("inspect", "--help").stdout
     assert "Examples:" in run_command("load", "--help").stdout
-
-
-def test_a_misspelt_command_is_proposed() -> None:
     assert "No such command 'inspct'. Did you mean 'inspect'?" in refused("inspct", "net.pth")
     assert "sluice verify URL --cache DIRECTORY" in run_command("prefetch", "s3://bucket/m").stderr
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
 import sluice
 from sluice.cli.commands.inspect import outline
-from sluice.cli.output import print_sections
-from sluice.cli.summary import Summary, summarise, to_json
-from sluice.entries.tree import flatten
-from sluice.records import Entry, Index, Storage, elements_of
-from support.command_line import index_of_three
+from sluice.cli.summary import summarise, to_json
+from support.command_line import printed
+
+pytestmark = pytest.mark.usefixtures("directory")
 
 
-def test_outline_shows_every_kind_of_value() -> None:
-    assert list(outline(index_of_three().tree, None)) == [
+@pytest.fixture
+def saved(directory: object) -> str:
+    """Return a file of three tensors in two storages; two names share the smaller one."""
+    big, shared = torch.ones(2, 256, dtype=torch.bfloat16), torch.ones(4)
+    value = {"big": nn.Parameter(big, requires_grad=False), "tied": [shared, shared], "epoch": 3, "loss": float("nan")}
+    torch.save({**value, "args": argparse.Namespace()}, "x.pth")
+    return "x.pth"
+
+
+def test_outline_shows_every_kind_of_value(saved: str) -> None:
+    assert printed("inspect", saved, "--tree").splitlines()[1:] == [
         "├── big: Parameter bfloat16 [2, 256], 1.00 KiB",
         "├── tied: list of 2",
         "│   ├── [0]: float32 [4], 16 B",
@@ -34,37 +47,17 @@ def test_a_shortened_outline_is_marked() -> None:
     assert list(outline({"params": [0, 1]}, 2)) == ["└── params: list of 2: [0, 1]"]
 
 
-def test_outline_of_a_tree_with_countless_places_is_lazy() -> None:
-    tree: list[object] = [1]
-    for _ in range(60):
-        tree = [tree, tree]
-    assert next(outline(tree, None)).startswith("├── [0]: list of 2")
-
-
-_HOSTILE = "w\x1b[31m[red]:smile:\u202e\nEND"
-
-
-def summary_of(index: Index | None = None) -> Summary:
-    index = index or index_of_three()
-    return summarise("x.pth", None, index, flatten(index.tree, sluice.Limits()))
-
-
-def test_empty_storages_are_not_shared() -> None:
-    nothing = Entry(elements=elements_of("float32"), shape=(0,), stride=(1,), storage=0)
-    index = index_of_three(storages=(Storage(file=0, offset=0, nbytes=0, key="0"),), tree={"a": nothing, "b": nothing})
-    assert summary_of(index).shared == {}
-
-
-def test_json_is_complete() -> None:
-    value = json.loads(json.dumps(to_json(summary_of(), sluice.Limits())))
+def test_json_is_complete_and_bounded(saved: str) -> None:
+    value = json.loads(printed("inspect", saved, "--json"))
     common: dict[str, object] = {"layout": "strided", "packing": None, "math_bits": [], "storage_offset": 0}
     plain: dict[str, object] = {**common, "requires_grad": False}
+    assert "argparse.Namespace" in "".join(value.pop("notes"))
     assert value == {
         "path": "x.pth",
         "key": None,
         "format": "torch-zip",
-        "files": [{"path": "x.pth", "nbytes": 2048}],
-        "metadata": {},
+        "files": [{"path": "x.pth", "nbytes": os.path.getsize(saved)}],
+        "metadata": {"version": "3", "byteorder": "little", "archive": "x"},
         "tensor_bytes": 1056,
         "stored_bytes": 1040,
         "dtypes": {"bfloat16": {"count": 1, "nbytes": 1024}, "float32": {"count": 2, "nbytes": 32}},
@@ -88,18 +81,19 @@ def test_json_is_complete() -> None:
             {"name": "loss", "text": "nan"},
             {"name": "args", "not_loaded": "argparse.Namespace"},
         ],
-        "notes": ["A note."],
     }
+    torch.save({"many": list(range(11))}, "many.pth")
+    with sluice.open("many.pth") as checkpoint, pytest.raises(sluice.LimitError, match="too many values"):
+        to_json(summarise("many.pth", None, checkpoint.index, {}), sluice.Limits(entries=10))
 
 
-def test_json_is_bounded() -> None:
-    with pytest.raises(sluice.LimitError, match="too many values"):
-        to_json(summary_of(index_of_three(tree={"many": list(range(11))})), sluice.Limits(entries=10))
+def test_empty_storages_are_not_shared() -> None:
+    nothing = torch.empty(0)
+    torch.save({"a": nothing, "b": nothing}, "x.pth")
+    assert json.loads(printed("inspect", "x.pth", "--json"))["shared"] == []
 
 
-def test_long_metadata_is_cut_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    index = index_of_three(metadata={"config": "x" * 5000})
-    print_sections(summary_of(index).sections(everything=False))
-    assert "... (5,000 characters)" in capsys.readouterr().out
-    print_sections(summary_of(index).sections(everything=True))
-    assert "x" * 5000 in capsys.readouterr().out
+def test_long_metadata_is_cut_unless_all_is_asked_for() -> None:
+    save_file({}, "x.safetensors", metadata={"config": "x" * 5000})
+    assert "... (5,000 characters)" in printed("inspect", "x.safetensors")
+    assert "x" * 5000 in printed("inspect", "x.safetensors", "--all")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from click.testing import CliRunner, Result
 
 from sluice.cli import main
-from sluice.records import Entry, FileIdentity, FileRecord, Index, Opaque, Storage, elements_of
 
 #: Source of a module that builds models.
 MODEL_MODULE = """
@@ -20,9 +17,6 @@ class Net(nn.Module):
         super().__init__()
         self.fc = nn.Linear(width, 3)
         self.head = nn.Linear(3, 3, bias=False)
-
-def broken():
-    raise RuntimeError("no such weights")
 
 def number():
     return 7
@@ -56,27 +50,3 @@ def state_dict() -> dict[str, torch.Tensor]:
         "fc.bias": torch.ones(3),
         "head.weight": torch.eye(3),
     }
-
-
-def index_of_three(**changes: Any) -> Index:
-    """Return three tensors in two storages; two names share the smaller one."""
-    shared = Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=1)
-    fields: dict[str, Any] = {
-        "format": "torch-zip",
-        "files": (
-            FileRecord(path="x.pth", identity=FileIdentity(device=1, inode=2, nbytes=2048, mtime_ns=0, ctime_ns=0)),
-        ),
-        "storages": (
-            Storage(file=0, offset=64, nbytes=1024, key="0"),
-            Storage(file=0, offset=1088, nbytes=16, key="1"),
-        ),
-        "tree": {
-            "big": Entry(elements=elements_of("bfloat16"), shape=(2, 256), stride=(256, 1), storage=0, parameter=True),
-            "tied": [shared, shared],
-            "epoch": 3,
-            "loss": float("nan"),
-            "args": Opaque(qualified_name="argparse.Namespace"),
-        },
-        "notes": ("A note.",),
-    }
-    return Index(**(fields | changes))

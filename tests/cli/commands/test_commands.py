@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -64,24 +64,17 @@ def test_a_dry_run_prints_what_would_be_written(source: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
-def test_a_dry_run_ends_as_the_command_does(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "m.json").write_bytes(b"old")
-    manifest = ("new.pt", "--manifest", tmp_path / "m.json")
-    for command in (("convert", source, source), ("convert", source, *manifest), ("merge", source, source)):
-        assert "already exists; use --force" in refused(*command, "--dry-run", code=1)
+def test_existing_files_are_replaced_only_on_request(source: Path, tmp_path: Path) -> None:
+    out, manifest = tmp_path / "out.pt", tmp_path / "m.json"
+    for path in (out, manifest):
+        path.write_bytes(b"old")
+    with_manifest = ("convert", source, tmp_path / "new.pt", "--manifest", manifest)
+    for command in (("convert", source, out), with_manifest, ("merge", source, out)):
+        for more in ((), ("--dry-run",)):
+            assert "already exists; use --force" in refused(*command, *more, code=1)
         printed(*command, "--dry-run", "--force")
-
-
-def test_existing_files_are_replaced_only_on_request(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out.pt"
-    out.write_bytes(b"old")
-    assert "already exists; use --force" in refused("convert", source, out, code=1)
+    assert "m.json: the file already exists; use --force" in refused(*with_manifest, code=1)
     assert f"replaced (1): {out}" in convert(source, out, "--force").stdout
-    (tmp_path / "m.json").write_bytes(b"old")
-    done = refused("convert", source, tmp_path / "new.pt", "--manifest", tmp_path / "m.json", code=1)
-    assert "m.json: the file already exists; use --force" in done
     assert not (tmp_path / "new.pt").exists()
 
 
@@ -114,9 +107,7 @@ def test_mistakes_are_one_paragraph(
 
 
 def test_a_missing_library_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: object) -> None:
-        raise ImportError("xxh3_128 needs the library xxhash")
-
+    missing = Mock(side_effect=ImportError("xxh3_128 needs the library xxhash"))
     monkeypatch.setattr("sluice.writing.manifest.new_hash", missing)
     options = ("--manifest", tmp_path / "m.json", "--manifest-hash", "xxh3_128")
     for more in ((), ("--dry-run",)):
@@ -159,8 +150,7 @@ def test_a_copy_is_built_found_listed_and_dropped(path: str) -> None:
     with sluice.shared(path, dtype="bf16") as copy:
         assert (copy.key, copy.built) == (key, False)
         assert "in use" in run_command("share", "--list").output
-        refused = run_command("share", "--drop", key)
-        assert (refused.exit_code, "is in use" in refused.output) == (1, True)
+        assert "is in use" in refused("share", "--drop", key, code=1)
     assert "unused for 0 s" in run_command("share", "--list").output
     assert run_command("share", "--drop", key).exit_code == 0
     assert run_command("share", "--list").output == ""
@@ -194,15 +184,12 @@ def test_inputs(inputs: list[Path], tmp_path: Path) -> None:
     assert json.loads(done)["tensors"] == 1
     assert torch.load(out)["w"][0, 0] == 0.75
     assert merge(*inputs, out).exit_code == 1  # it exists
-    assert merge(*inputs, out, "--force").exit_code == 0
-    assert torch.load(out)["w"][0, 0] == 0.5
-    options = ("--method", "task_arithmetic", "--base", inputs[0], "-p", "lambda=0.25")
-    assert merge(f"{inputs[1]}=1", out, "--force", *options).exit_code == 0
-    assert torch.load(out)["w"][0, 0] == 0.25
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"merge_method": "passthrough", "models": [{"model": str(inputs[1])}]}))
-    assert merge(config, out, "--force").exit_code == 0
-    assert torch.load(out)["w"][0, 0] == 1
+    arithmetic = ("--method", "task_arithmetic", "--base", inputs[0], "-p", "lambda=0.25", f"{inputs[1]}=1")
+    for arguments, expected in ((inputs, 0.5), (arithmetic, 0.25), ((config,), 1)):
+        printed("merge", "--force", *arguments, out)
+        assert torch.load(out)["w"][0, 0] == expected
 
 
 def test_refused(inputs: list[Path], tmp_path: Path) -> None:
@@ -227,23 +214,17 @@ def test_paths_with_signs_of_equality(inputs: list[Path], tmp_path: Path, monkey
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def spy(config: Any, *_: object, **__: object) -> None:
-        seen.append(config)
-        raise sluice.FormatError("seen")
-
+    spy = Mock(side_effect=sluice.FormatError("seen"))
     monkeypatch.setattr(sluice, "merge", spy)
     with_names = ["https://h/epoch=3-step=100.ckpt", "s3://b/lr=0.1.safetensors"]
     assert merge(*with_names, "out.pth").exit_code == 1
-    assert seen.pop() == with_names
     signed = ["https://h/a.pth?X-Amz-Expires=3600&X-Amz-Signature=SECRET", "https://h/b.pth?Expires=3600"]
     assert merge(*signed, "out.pth").exit_code == 1
     assert merge(*(f"{url}=0.5" for url in signed), "out.pth").exit_code == 1
     assert merge(*(f"{url}=1" for url in signed), "out.pth", "--header", "A:b").exit_code == 1
-    assert seen[0] == signed
-    assert seen[1] == dict.fromkeys(signed, 0.5)
-    assert [(source.url, source.headers) for source in seen[2]] == [(url, {"A": "b"}) for url in signed]
+    *seen, last = (call.args[0] for call in spy.call_args_list)
+    assert seen == [with_names, signed, dict.fromkeys(signed, 0.5)]
+    assert [(source.url, source.headers) for source in last] == [(url, {"A": "b"}) for url in signed]
     assert "SECRET" not in refused("merge", "https://h/a.pth?sig=SECRET", "https://h/b.pth?sig=x=0.5", "out.pth")
 
 
@@ -258,14 +239,8 @@ def test_directories_of_adapters_with_signs_of_equality(
 
 
 def test_adapters_have_the_settings_of_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def spy(*_: object, adapters: list[Any], **__: object) -> None:
-        seen.extend(adapters)
-        raise sluice.FormatError("seen")
-
+    spy = Mock(side_effect=sluice.FormatError("seen"))
     monkeypatch.setattr(sluice, "convert", spy)
     run_command("convert", source, "out.pt", "--adapter", "https://h/a.safetensors=0.5", "--header", "A:b")
-    assert [(each.weight, each.path.url, each.path.headers) for each in seen] == [
-        (0.5, "https://h/a.safetensors", {"A": "b"})
-    ]
+    (adapter,) = spy.call_args.kwargs["adapters"]
+    assert (adapter.weight, adapter.path.url, adapter.path.headers) == (0.5, "https://h/a.safetensors", {"A": "b"})

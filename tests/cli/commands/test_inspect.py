@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 import sluice
-from support import distributed
+from support import directories, distributed
 from support.command_line import printed, run_command
-from support.directories import save, save_sharded
 from support.gguf_files import packed, plain, text, write
 from support.work import at_most
 
-
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("directory")
 
 
 def state_dict() -> dict[str, torch.Tensor]:
@@ -45,60 +40,38 @@ LARGEST = [
 ]
 
 
-def written(kind: str) -> str:
-    """Write the state dict in a format; return its path."""
-    state, path = state_dict(), Path("net")
-    if kind.startswith("torch-") and kind != "torch-distributed":
-        torch.save(state, path, _use_new_zipfile_serialization=kind == "torch-zip")
-    elif kind == "safetensors":
-        safetensors.torch.save_file(state, path, metadata={"made": "here"})
-    elif kind == "torch-distributed":
-        distributed.save(path, state)
-    elif kind == "huggingface-safetensors":
-        save(path / "model.safetensors", state)
-        (path / "config.json").write_text("{}")
-    elif kind == "huggingface-bin":
-        shards = {f"pytorch_model-{n}-of-3.bin": {name: tensor} for n, (name, tensor) in enumerate(state.items(), 1)}
-        save_sharded(path, "pytorch_model.bin.index.json", shards)
-    else:
-        for name, tensor in state.items():
-            suffix = {"safetensors-parts": "safetensors", "per-parameter": "pt"}[kind]
-            save(path / f"{name}.{suffix}", {name: tensor} if suffix == "safetensors" else tensor)
-    return str(path)
+def save_safetensors(folder: Path, state: directories.Tensors) -> Path:
+    directories.save(folder / "f.safetensors", state)
+    return folder / "f.safetensors"
 
 
-_NAMES = ("fc.bias", "fc.weight", "steps")
+ZIP = ["version: 3", "byteorder: little"]
 
-#: Formats with their files and their metadata.
-FORMATS: dict[str, tuple[list[str], list[str]]] = {
-    "torch-zip": ([], ["version: 3", "byteorder: little", "archive: net"]),
-    "torch-legacy": ([], ["protocol_version: 1001", "byteorder: little"]),
-    "safetensors": ([], ["made: here"]),
-    "huggingface-safetensors": ([], ["format: pt"]),
-    "huggingface-bin": (
-        [f"net/pytorch_model-{number}-of-3.bin" for number in (1, 2, 3)],
-        ["version: 3", "byteorder: little"],
-    ),
-    "safetensors-parts": ([f"net/{name}.safetensors" for name in _NAMES], ["format: pt"]),
-    "torch-distributed": ([], ["version: 1.0.0"]),
-    "per-parameter": (
-        [f"net/{name}.pt" for name in _NAMES],
-        ["version: 3", "byteorder: little"],
-    ),
+#: Formats: how they are written, their files if there are several, and their metadata.
+FORMATS: dict[str, tuple[Callable[[Path, directories.Tensors], Path], list[str], list[str]]] = {
+    "torch-zip": (directories.write_zip, [], [*ZIP, "archive: f"]),
+    "torch-legacy": (directories.write_legacy, [], ["protocol_version: 1001", "byteorder: little"]),
+    "safetensors": (save_safetensors, [], ["format: pt"]),
+    "huggingface-safetensors": (directories.write_model, [], []),
+    "huggingface-bin": (directories.write_pickled_shards, [f"pytorch_model-{i}.bin" for i in range(3)], ZIP),
+    "safetensors-parts": (directories.write_parts, [f"part-{i}.safetensors" for i in range(3)], []),
+    "torch-distributed": (distributed.save, [], ["version: 1.0.0"]),
+    "per-parameter": (directories.write_parameters, ["fc.bias.pt", "fc.weight.pt", "steps.pt"], ZIP),
 }
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_state_dict_in_each_format(kind: str) -> None:
-    files, metadata = FORMATS[kind]
-    path = written(kind)
+    write_format, files, metadata = FORMATS[kind]
+    Path("net").mkdir()
+    path = str(write_format(Path("net"), state_dict()))
     first, second, third, *lines = inspect(path)
-    assert first == "net"
+    assert first == path
     assert second.startswith(f"{kind}, {len(files) or 1} file")
     assert third == "3 tensors, 4.81 KiB"
     if files:
         assert lines.pop(0) == "file bytes"
-        assert [lines.pop(0).split()[0] for _ in files] == files
+        assert [lines.pop(0).split()[0] for _ in files] == [f"net/{name}" for name in files]
     assert lines == [*DTYPES, *LARGEST, *(["Metadata", *metadata] if metadata else [])]
     value = json.loads(printed("inspect", path, "--json"))
     shapes = {tensor["name"]: tensor["shape"] for tensor in value["tensors"]}
@@ -200,25 +173,14 @@ def test_ten_thousand_tensors() -> None:
     assert sum(line.startswith("model.layers.") for line in everything) == 10_000
 
 
-def test_a_small_file_of_countless_places_is_refused_quickly() -> None:
-    shared: object = {"w": torch.ones(1)}
-    for _ in range(30):
-        shared = [shared, shared]
-    torch.save({"a": shared, "b": [shared] * 100}, "bomb.pt")
-    with at_most(2_000_000):
-        result = run_command("inspect", "bomb.pt")
-    assert result.exit_code == 1
-    assert "exceeds the limit" in result.stderr
-
-
-def test_inspect_shows_one_part(directory: Path) -> None:
+def test_inspect_shows_one_part() -> None:
     torch.save({"model": state_dict(), "other": torch.ones(2)}, "run.pt")
     value = json.loads(printed("inspect", "run.pt", "--key", "model.fc", "--json"))
     assert [tensor["name"] for tensor in value["tensors"]] == ["weight", "bias"]
     assert value["tensor_bytes"] == value["stored_bytes"] == 4920
 
 
-def test_the_tree_shows_names_that_dots_cannot_tell_apart(directory: Path) -> None:
+def test_the_tree_shows_names_that_dots_cannot_tell_apart() -> None:
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, "run.pt")
     assert run_command("inspect", "run.pt").exit_code == 1
     assert run_command("inspect", "run.pt", "--tree").stdout.splitlines()[1:] == [
@@ -228,6 +190,6 @@ def test_the_tree_shows_names_that_dots_cannot_tell_apart(directory: Path) -> No
     ]
 
 
-def test_inspect_refuses_options_that_json_would_ignore(directory: Path) -> None:
+def test_inspect_refuses_options_that_json_would_ignore() -> None:
     assert run_command("inspect", "x", "--json", "--all").exit_code == 2
     assert run_command("inspect", "x", "--json", "--tree").exit_code == 2
