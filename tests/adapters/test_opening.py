@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import sluice
@@ -15,8 +13,10 @@ from sluice.adapters.config import Adapter
 from sluice.adapters.opening import open_adapted
 from sluice.adapters.steps import BaseWeight
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.cli import main
+from support.command_line import printed
+from support.directories import assert_same, write_peft
 from support.range_server import RangeServer
+from support.trained_net import empty
 
 
 class Net(nn.Module):
@@ -32,11 +32,6 @@ class Net(nn.Module):
         return found
 
 
-def empty() -> Net:
-    with sluice.empty_init():
-        return Net()
-
-
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     torch.manual_seed(3)
@@ -50,31 +45,23 @@ def adapter(tmp_path: Path) -> Path:
     modules = {"first": (256, 256), "second": (48, 256), "head": (64, 256)}
     tensors = {}
     for name, (rows, columns) in modules.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(4, columns)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, 4)
-    (tmp_path / "lora").mkdir()
-    safetensors.torch.save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 3}
-    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(settings))
-    return tmp_path / "lora"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(4, columns)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 4)
+    return write_peft(tmp_path / "lora", tensors, r=4)
 
 
 @pytest.fixture
 def want(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    model = empty()
+    model = empty(Net)
     sluice.load_into(model, base, adapters=sluice.Adapter(adapter, weight=0.5))
     plain = torch.load(base)["model"]
     low_rank = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
     for name in ("first", "second", "head"):
         a, b = (low_rank[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
         plain[f"{name}.weight"] += b @ a * (3 / 4 * 0.5)
-    found = model.state_dict()
+    found: dict[str, torch.Tensor] = model.state_dict()
     assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
     return found
-
-
-def differing(want: dict[str, torch.Tensor], found: Any) -> list[str]:
-    return [name for name in want if not torch.equal(want[name], found[name])]
 
 
 @pytest.mark.parametrize("name", ["new.safetensors", "new.pth", "model"])
@@ -84,7 +71,7 @@ def test_a_conversion_has_the_bits_of_a_load(
     report = sluice.convert(base, tmp_path / name, key="model", adapters=[sluice.Adapter(adapter, weight=0.5)])
 
     found = sluice.load_state_dict(tmp_path / name)
-    assert differing(want, found) == []
+    assert_same(found, want)
     assert report.tied or found["head.weight"].data_ptr() == found["tokens.weight"].data_ptr()
     assert any("merged" in note and "LoRA, 3 changes, scale 0.375" in note for note in report.notes)
 
@@ -108,17 +95,15 @@ def test_the_command_takes_adapters_and_weights(
     base: Path, adapter: Path, want: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     new = tmp_path / "new.safetensors"
-    result = CliRunner().invoke(main, ["convert", str(base), str(new), "--adapter", f"{adapter}=0.5", "--quiet"])
-
-    assert result.exit_code == 0, result.output
-    assert differing(want, sluice.load_state_dict(new)) == []
+    printed("convert", base, new, "--adapter", f"{adapter}=0.5", "--quiet")
+    assert_same(sluice.load_state_dict(new), want)
 
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_stream_merges_what_it_reads(base: Path, adapter: Path, want: dict[str, torch.Tensor], streams: bool) -> None:
     whole, tokens = Net(), torch.arange(5)
     whole.load_state_dict(want)
-    model, chosen = empty(), sluice.Adapter(adapter, weight=0.5)
+    model, chosen = empty(Net), sluice.Adapter(adapter, weight=0.5)
     plan = sluice.plan(model, base, adapters=chosen, stream=True, memory=1)
     assert plan.stream is not None
     memory = plan.stream.smallest_bytes if streams else "1GiB"
@@ -133,19 +118,19 @@ def test_a_shared_copy_is_that_of_its_adapters(
     base: Path, adapter: Path, want: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLUICE_SHARED_DIR", str(tmp_path / "store"))
-    chosen, model = sluice.Adapter(adapter, weight=0.5), empty()
+    chosen, model = sluice.Adapter(adapter, weight=0.5), empty(Net)
     plan = sluice.plan(model, base, place="shared", adapters=chosen)
     assert any("not built yet" in note for note in plan.notes)
 
     with sluice.shared(base, adapters=chosen) as copy, sluice.shared(base, adapters=[chosen]) as second:
         assert (copy.built, second.built) == (True, False)
-        assert differing(want, sluice.load_state_dict(copy)) == []
+        assert_same(sluice.load_state_dict(copy), want)
         with sluice.shared(base, adapters=adapter) as other, sluice.shared(base) as plain:
             assert len({copy.key, other.key, plain.key}) == 3
     report = sluice.load_into(model, base, place="shared", adapters=chosen)
 
     assert report.mapped_bytes
-    assert differing(want, model.state_dict()) == []
+    assert_same(model.state_dict(), want)
 
 
 def test_weights_are_merged_before_they_are_quantized(base: Path, adapter: Path, want: dict[str, torch.Tensor]) -> None:
@@ -154,17 +139,16 @@ def test_weights_are_merged_before_they_are_quantized(base: Path, adapter: Path,
         assert isinstance(first, nn.Linear)
         first.weight = nn.Parameter(first.weight.detach() * 2)
 
-    model = empty()
+    model = empty(Net)
     report = sluice.load_into(model, base, adapters=sluice.Adapter(adapter, weight=0.5), quantize=quantize)
 
-    assert torch.equal(model.first.weight, want["first.weight"] * 2)
-    assert differing(want, model.state_dict()) == ["first.weight"]
+    assert_same(model.state_dict(), {**want, "first.weight": want["first.weight"] * 2})
     assert report.adapters
 
 
 def test_a_load_maps_what_does_not_change(base: Path, adapter: Path, tmp_path: Path) -> None:
     sluice.convert(base, tmp_path / "base.safetensors")
-    report = sluice.load_into(empty(), tmp_path / "base.safetensors", place="map", adapters=adapter)
+    report = sluice.load_into(empty(Net), tmp_path / "base.safetensors", place="map", adapters=adapter)
 
     assert report.mapped_bytes == 4 * (256 + 48)
 
@@ -175,16 +159,10 @@ def test_a_weight_without_a_module_is_used_as_the_adapter_says(
 ) -> None:
     a, b, weight = torch.randn(2, shape[0]), torch.randn(shape[1], 2), torch.randn(shape)
     lora = {"c.lora_A.weight": a, "c.lora_B.weight": b}
-    sluice.save(lora, tmp_path / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "fan_in_fan_out": fan_in_fan_out}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    path = write_peft(tmp_path / "lora", lora, lora_alpha=2, fan_in_fan_out=fan_in_fan_out)
     sluice.save({"c.weight": weight}, tmp_path / "base.safetensors")
 
-    sluice.convert(
-        tmp_path / "base.safetensors",
-        tmp_path / "new.safetensors",
-        adapters=tmp_path / "adapter_model.safetensors",
-    )
+    sluice.convert(tmp_path / "base.safetensors", tmp_path / "new.safetensors", adapters=path)
 
     linear = shape[0] == shape[1] and not fan_in_fan_out
     found = sluice.load_state_dict(tmp_path / "new.safetensors")["c.weight"]
@@ -212,21 +190,21 @@ def test_a_file_of_any_name_has_its_configuration(
     base: Path, adapter: Path, want: dict[str, torch.Tensor], name: str
 ) -> None:
     (adapter / "adapter_model.safetensors").rename(adapter / name)
-    model = empty()
+    model = empty(Net)
     sluice.load_into(model, base, adapters=sluice.Adapter(adapter / name, weight=0.5))
-    assert differing(want, model.state_dict()) == []
+    assert_same(model.state_dict(), want)
 
 
 def test_the_limits_of_the_load_are_those_of_its_adapters(base: Path, adapter: Path, tmp_path: Path) -> None:
     (adapter / "adapter_model.safetensors").rename(tmp_path / "elsewhere")
     (adapter / "adapter_model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(sluice.PathEscapeError):
-        sluice.load_into(empty(), base, adapters=adapter, limits=sluice.Limits(symlinks_outside=False))
+        sluice.load_into(empty(Net), base, adapters=adapter, limits=sluice.Limits(symlinks_outside=False))
 
 
 def test_the_url_of_a_directory_is_an_adapter(base: Path, adapter: Path) -> None:
     pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
-    own, served = empty(), empty()
+    own, served = empty(Net), empty(Net)
     sluice.load_into(own, base, adapters=adapter)
     with RangeServer({f"/lora/{each.name}": each.read_bytes() for each in adapter.iterdir()}) as server:
         sluice.load_into(served, base, adapters=server.url("/lora/"))
@@ -236,10 +214,10 @@ def test_the_url_of_a_directory_is_an_adapter(base: Path, adapter: Path) -> None
 def test_a_checkpoint_is_not_an_adapter(base: Path, tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "other.pth")
     with pytest.raises(sluice.UnsupportedError, match="whole weights, and no adapter"):
-        sluice.load_into(empty(), base, adapters=tmp_path / "other.pth")
+        sluice.load_into(empty(Net), base, adapters=tmp_path / "other.pth")
 
 
 @pytest.mark.parametrize("weight", [pytest.param(10**400, id="large"), float("nan"), "much"])
 def test_a_weight_is_a_finite_number(base: Path, adapter: Path, weight: Any) -> None:
     with pytest.raises(ValueError, match="weight of an adapter is a finite number"):
-        sluice.load_into(empty(), base, adapters=sluice.Adapter(adapter, weight=weight))
+        sluice.load_into(empty(Net), base, adapters=sluice.Adapter(adapter, weight=weight))

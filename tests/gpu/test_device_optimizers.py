@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,8 @@ def test_twenty_more_steps_are_the_same(tmp_path: Path, device: str, kind: Kind,
     model, optimizer = stopped(tmp_path / "run.pt", kind, on=device)
     again, ours = resumed(tmp_path / "run.pt", kind, on=device, device=wait)
     if wait:
-        assert {tensor.device.type for tensor in _tensors(ours)} == {"cpu"}
+        values = [value for state in ours.state.values() for value in state.values()]
+        assert {value.device.type for value in values if isinstance(value, torch.Tensor)} == {"cpu"}
         assert len(ours._optimizer_step_pre_hooks) == 1
     else:
         assert not differences(ours.state_dict(), optimizer.state_dict())
@@ -50,8 +50,3 @@ def test_training_continues_on_the_second_device(
     train(again, ours, 3, first=5)
     assert not differences(again.state_dict(), model.state_dict())
     assert not differences(ours.state_dict(), optimizer.state_dict())
-
-
-def _tensors(optimizer: torch.optim.Optimizer) -> list[Any]:
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]

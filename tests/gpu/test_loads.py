@@ -16,6 +16,7 @@ from sluice._options import PageCache
 from sluice.engine.accelerators import accelerators
 from sluice.reading import transfer as _transfer
 from support.oracles import bits
+from support.trained_net import empty
 
 pytestmark = pytest.mark.gpu
 
@@ -174,8 +175,7 @@ def test_auto_fills_the_first_device_up_to_its_limit_and_leaves_the_rest_to_the_
 ) -> None:
     layers = [nn.Linear(1024, 3072) for _ in range(4)]
     torch.save(nn.Sequential(*layers).state_dict(), tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = nn.Sequential(*(nn.Linear(1024, 3072) for _ in range(4)))
+    model = empty(lambda: nn.Sequential(*(nn.Linear(1024, 3072) for _ in range(4))))
     limits: dict[str, int | str] = dict.fromkeys(accelerators(), 0)
     report = sluice.load_into(
         model, tmp_path / "f.pth", device="auto", memory=sluice.MemoryLimits(device=limits | {device: "40MiB"})

@@ -56,7 +56,11 @@ def _torchao(root: nn.Module) -> None:
 @pytest.mark.parametrize("quantize", [scale_modules(), _to_half, _torchao], ids=["rows", "whole", "torchao"])
 def test_the_bits_and_the_memory(device: str, checkpoint: Path, quantize: Callable[[nn.Module], object]) -> None:
     module = torch.get_device_module()
-    expected = _parts(_quantized_afterwards(checkpoint, device, quantize))
+    loaded = empty(Net)
+    sluice.load_into(loaded, checkpoint, device=device)
+    quantize(loaded)
+    expected = _parts(loaded)
+    del loaded
     gc.collect()  # torchao leaves cycles
     module.empty_cache()
     module.reset_peak_memory_stats()
@@ -72,13 +76,6 @@ def test_the_bits_and_the_memory(device: str, checkpoint: Path, quantize: Callab
         assert kind == other
         assert all(map(torch.equal, mine, theirs))
     assert all(parameter.device == torch.device(device) for parameter in found.parameters())
-
-
-def _quantized_afterwards(checkpoint: Path, device: str, quantize: Callable[[nn.Module], object]) -> nn.Module:
-    model: nn.Module = empty(Net)
-    sluice.load_into(model, checkpoint, device=device)
-    quantize(model)
-    return model
 
 
 def _parts(model: nn.Module) -> list[tuple[object, list[torch.Tensor]]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,20 +120,14 @@ def test_two_loads_at_once_on_two_devices(
     file: Path, device: str, second_device: str, sim: Simulator, seed: int | None
 ) -> None:
     sim.schedule(seed)
-    found: dict[str, OrderedDict[str, torch.Tensor]] = {}
+    devices, expected = (device, second_device), torch.load(file, weights_only=True)
 
-    def run(where: str) -> None:
-        found[where] = sluice.load_state_dict(file, device=where, memory=sluice.MemoryLimits(staging="1MiB"))
+    def load_on(where: str) -> OrderedDict[str, torch.Tensor]:
+        return sluice.load_state_dict(file, device=where, memory=sluice.MemoryLimits(staging="1MiB"))
 
-    threads = [threading.Thread(target=run, args=(where,)) for where in (device, second_device)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = torch.load(file, weights_only=True)
-    for where, loaded in found.items():
-        for name, tensor in loaded.items():
-            assert str(tensor.device) == where
-            assert torch.equal(tensor.cpu(), expected[name])
-    assert len(found) == 2
+    with ThreadPoolExecutor(2) as pool:
+        for where, loaded in zip(devices, pool.map(load_on, devices), strict=True):
+            for name, tensor in loaded.items():
+                assert str(tensor.device) == where
+                assert torch.equal(tensor.cpu(), expected[name])
     assert sim.page_locked_bytes()[0] == 0

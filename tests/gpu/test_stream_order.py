@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import sluice
 from sluice.engine.accelerators import StreamAccelerator
 from support.trained_net import empty
+from support.watching import watch
 
 pytestmark = pytest.mark.gpu
 
@@ -67,16 +69,14 @@ def test_weights_are_there_for_the_next_kernel_and_only_they(
 def test_memory_that_another_thread_freed_is_not_written_too_early(
     file: Path, device: str, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
 ) -> None:
-    allocate = StreamAccelerator.allocate
     once = threading.Lock()
 
-    def after_others(self: StreamAccelerator, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def leave_work_once(*_: object) -> None:
         # This runs in a reader thread, on the default stream, after the load has started.
         if once.acquire(blocking=False):
             leave_work_behind(device)
-        return allocate(self, count, dtype)
 
-    monkeypatch.setattr(StreamAccelerator, "allocate", after_others)
+    watch(monkeypatch, StreamAccelerator, "allocate", leave_work_once)
     loaded = sluice.load_state_dict(file, device=device)
     assert once.locked()
     torch.accelerator.synchronize()
@@ -96,29 +96,6 @@ def test_the_callers_stream_and_device_stay_current(
     assert torch.get_device_module().current_device() == 0
 
 
-class Busy(threading.Thread):
-    """Repeats one computation with a model and collects the results that differ from the first."""
-
-    def __init__(self, model: nn.Module, tokens: torch.Tensor) -> None:
-        super().__init__(name="busy")
-        self._model = model
-        self._tokens = tokens
-        self.stopped = threading.Event()
-        self.rounds = 0
-        self.wrong = 0
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            with torch.no_grad():
-                first = self._model(self._tokens)
-                while not self.stopped.is_set():
-                    self.wrong += not torch.equal(self._model(self._tokens), first)
-                    self.rounds += 1
-        except Exception as error:  # noqa: BLE001  (the test looks at it)
-            self.error = error
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_second_model_is_loaded_while_the_first_computes(
     tmp_path: Path, device: str, dtype: torch.dtype | None
@@ -126,20 +103,27 @@ def test_a_second_model_is_loaded_while_the_first_computes(
     def build() -> nn.Sequential:
         return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.Tanh())))
 
-    first, second = build(), build()
+    first, second = build().to(device), build()
     torch.save(second.state_dict(), tmp_path / "second.pth")
-    expected = second.state_dict()
-    busy = Busy(first.to(device), torch.randn(512, 1024, device=device))
-    busy.start()
-    try:
-        for _ in range(4):
-            model = empty(build)
-            sluice.load_into(model, tmp_path / "second.pth", device=device, dtype=dtype)
-            for name, tensor in model.state_dict().items():
-                assert torch.equal(tensor.cpu(), expected[name].to(dtype or tensor.dtype)), name
-    finally:
-        busy.stopped.set()
-        busy.join()
-    assert busy.error is None
-    assert busy.rounds > 0
-    assert busy.wrong == 0
+    tokens, stopped = torch.randn(512, 1024, device=device), threading.Event()
+
+    def compute() -> list[bool]:
+        """Repeat a computation; return whether each result is the first one."""
+        with torch.no_grad():
+            result, equal = first(tokens), list[bool]()
+            while not stopped.is_set():
+                equal.append(torch.equal(first(tokens), result))
+        return equal
+
+    with ThreadPoolExecutor(1) as pool:
+        computing = pool.submit(compute)
+        try:
+            for _ in range(4):
+                model = empty(build)
+                sluice.load_into(model, tmp_path / "second.pth", device=device, dtype=dtype)
+                for name, tensor in second.state_dict().items():
+                    assert torch.equal(model.state_dict()[name].cpu(), tensor.to(dtype or tensor.dtype)), name
+        finally:
+            stopped.set()
+    assert computing.result()
+    assert all(computing.result())

@@ -16,6 +16,8 @@ from support.hf_comparing import assert_same, loaded_both_ways, save_llama
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 _OPTIONS: dict[str, dict[str, object]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4-nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -50,7 +52,6 @@ def _save_changed(
     save_file(state, path / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", _OPTIONS)
@@ -72,7 +73,6 @@ def test_models_are_those_of_the_library(
         assert torch.equal(again(ids).logits, logits)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_scales_in_rows_and_columns(transformers: Any, tmp_path: Path) -> None:
     """A model that has computed with AVX-512 is saved so."""
 
@@ -95,7 +95,6 @@ def _replaced(description: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], 
     return lambda state: state.update({_TEXT: description})
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -119,7 +118,6 @@ def test_damaged_descriptions_are_mismatches(
         sluice.hf.from_pretrained(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_other_orders_of_eight_bits_are_refused(transformers: Any, tmp_path: Path) -> None:
     _save_changed(transformers, tmp_path, "int8", lambda state: state[f"{_KEY}.weight_format"].fill_(2))
     with pytest.raises(sluice.MismatchError, match="row by row"):

@@ -17,7 +17,7 @@ import huggingface_hub
 from huggingface_hub import constants
 
 import sluice
-from support.hf_comparing import assert_same
+from support.hf_comparing import assert_same, edit_config
 from support.range_server import RangeServer
 
 COMMIT = "5f0e1b2c" * 5
@@ -63,10 +63,6 @@ def test_a_model_is_that_of_its_directory(transformers: Any, hub: RangeServer, t
     paths = [request.path for request in hub.requests]
     assert sum(path.endswith("/revision/main") for path in paths) == 1  # a push in between mixes no commits
     assert all(COMMIT in path or path.endswith("/revision/main") for path in paths)
-
-
-def test_a_revision(transformers: Any, hub: RangeServer, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path / "saved")
     _publish(hub, tmp_path / "saved", "refs%2Fpr%2F1")
     assert sluice.hf.from_pretrained("org/net", revision="refs/pr/1").num_parameters()
 
@@ -128,8 +124,6 @@ def test_a_streamed_model_computes_the_same(
 
 def test_models_that_are_not_streamed(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "torchao"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, quantization_config={"quant_method": "torchao"})
     with pytest.raises(sluice.UnsupportedError, match="loaded, not streamed"):
         sluice.hf.stream(tmp_path)

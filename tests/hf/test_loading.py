@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,26 +14,20 @@ from safetensors.torch import load_file, save_file
 
 import sluice
 from support import fresh_process
-from support.hf_architectures import CASES, Case
-from support.hf_comparing import assert_same
+from support.hf_architectures import case_named
+from support.hf_comparing import assert_same, edit_config
 
 
-def _case(name: str) -> Case:
-    return next(case for case in CASES if case.name == name)
-
-
-def _saved(transformers: Any, path: Path, name: str = "GPT2LMHeadModel", **settings: Any) -> Any:
-    model = _case(name).model(transformers)
-    for key, value in settings.items():
-        setattr(model.config, key, value)
+def _saved(transformers: Any, path: Path, name: str = "GPT2LMHeadModel") -> Any:
+    model = case_named(name).model(transformers)
     model.save_pretrained(path)
     return model
 
 
-def _edit_config(path: Path, **values: Any) -> None:
-    file = path / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**config, **values}), encoding="utf-8")
+@pytest.fixture
+def gpt2(transformers: Any, tmp_path: Path) -> Any:
+    """Return a model that is saved in the folder."""
+    return _saved(transformers, tmp_path)
 
 
 def _edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -54,37 +47,31 @@ def test_importing_it_imports_no_transformers() -> None:
 # Classes and dtypes
 
 
-def test_the_class_can_be_given(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+def test_the_class_can_be_given(transformers: Any, gpt2: Any, tmp_path: Path) -> None:
+    with pytest.raises(sluice.UnsupportedError, match=r"AutoModelForCTC .* has none for GPT2Config"):
+        sluice.hf.from_pretrained(tmp_path, transformers.AutoModelForCTC)
     for given in (None, transformers.GPT2LMHeadModel, transformers.AutoModelForCausalLM):
         assert type(sluice.hf.from_pretrained(tmp_path, given)) is transformers.GPT2LMHeadModel
-    _edit_config(tmp_path, architectures=5)
+    edit_config(tmp_path, architectures=5)
     sluice.hf.from_pretrained(tmp_path, transformers.AutoModelForCausalLM)
     for wrong in (5, "GPT2LMHeadModel"):
         with pytest.raises(TypeError, match=f"model_class is an? {type(wrong).__name__}; write a class"):
             sluice.hf.from_pretrained(tmp_path, wrong)  # type: ignore[arg-type]
 
 
-def test_an_auto_class_without_one_for_the_model_is_refused(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
-    with pytest.raises(sluice.UnsupportedError, match=r"AutoModelForCTC .* has none for GPT2Config"):
-        sluice.hf.from_pretrained(tmp_path, transformers.AutoModelForCTC)
-
-
 @pytest.mark.parametrize("edited", [False, True], ids=["of the configuration", "of the weights"])
 def test_dtype_auto(transformers: Any, tmp_path: Path, edited: bool) -> None:
-    model = _case("LlamaForCausalLM").model(transformers).to(torch.bfloat16)
+    model = case_named("LlamaForCausalLM").model(transformers).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     if edited:
-        _edit_config(tmp_path, dtype=None)
+        edit_config(tmp_path, dtype=None)
     loaded = sluice.hf.from_pretrained(tmp_path)
     assert loaded.dtype is torch.bfloat16
     assert_same(loaded, type(model).from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "int8", "nonsense", torch.float8_e5m2])
-def test_other_dtypes_are_refused(transformers: Any, tmp_path: Path, dtype: Any) -> None:
-    _saved(transformers, tmp_path)
+def test_other_dtypes_are_refused(gpt2: Any, tmp_path: Path, dtype: Any) -> None:
     with pytest.raises(ValueError, match="floating-point dtype"):
         sluice.hf.from_pretrained(tmp_path, dtype=dtype)
 
@@ -98,8 +85,7 @@ def test_modules_that_the_library_keeps_in_float32(transformers: Any, tmp_path: 
     assert_same(loaded, type(model).from_pretrained(tmp_path, dtype=torch.float16))
 
 
-def test_implementations_and_configurations_are_passed_on(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+def test_implementations_and_configurations_are_passed_on(transformers: Any, gpt2: Any, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path, attn_pdrop=0.5)
     loaded = sluice.hf.from_pretrained(tmp_path, config=config, attn_implementation="eager")
     assert loaded.config._attn_implementation == "eager"
@@ -109,8 +95,7 @@ def test_implementations_and_configurations_are_passed_on(transformers: Any, tmp
         sluice.hf.from_pretrained(tmp_path, config={})
 
 
-def test_the_report_is_handed_over(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+def test_the_report_is_handed_over(gpt2: Any, tmp_path: Path) -> None:
     reports: list[sluice.LoadReport] = []
     loaded = sluice.hf.from_pretrained(tmp_path, report=reports.append)
     [report] = reports
@@ -132,7 +117,7 @@ def test_what_was_loaded_is_saved_as_it_was(transformers: Any, tmp_path: Path) -
 
 
 def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any, tmp_path: Path) -> None:
-    _case("BertModel").model(transformers).save_pretrained(tmp_path)
+    case_named("BertModel").model(transformers).save_pretrained(tmp_path)
     wanted = transformers.BertForSequenceClassification
     with pytest.raises(sluice.MismatchError, match=r"classifier\.weight") as caught:
         sluice.hf.from_pretrained(tmp_path, wanted)
@@ -146,8 +131,7 @@ def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any
     assert reports[0].initialised == ("classifier.bias", "classifier.weight")
 
 
-def test_a_checkpoint_without_any_weight_of_the_model(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+def test_a_checkpoint_without_any_weight_of_the_model(gpt2: Any, tmp_path: Path) -> None:
 
     def keep_none(state: dict[str, torch.Tensor]) -> None:
         state.clear()
@@ -182,8 +166,7 @@ def test_names_that_the_library_ignores_are_not_reported(transformers: Any, tmp_
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_tied_weights_that_the_checkpoint_has_twice(transformers: Any, tmp_path: Path, equal: bool) -> None:
-    model = _saved(transformers, tmp_path)
+def test_tied_weights_that_the_checkpoint_has_twice(gpt2: Any, tmp_path: Path, equal: bool) -> None:
     _edit_weights(
         tmp_path, lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"] + (not equal)})
     )
@@ -191,7 +174,7 @@ def test_tied_weights_that_the_checkpoint_has_twice(transformers: Any, tmp_path:
     ours = sluice.hf.from_pretrained(tmp_path, report=reports.append)
     assert (ours.lm_head.weight is ours.transformer.wte.weight) is equal
     assert any("were not tied" in note for note in reports[0].notes) is not equal
-    assert_same(ours, type(model).from_pretrained(tmp_path))
+    assert_same(ours, type(gpt2).from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("kept", ["model.encoder.embed_tokens.weight", "lm_head.weight"])
@@ -209,13 +192,12 @@ def test_a_tie_is_found_by_any_of_its_names(transformers: Any, tmp_path: Path, k
 # Refusals
 
 
-def test_code_of_the_directory_is_never_imported(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+def test_code_of_the_directory_is_never_imported(transformers: Any, gpt2: Any, tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    _edit_config(tmp_path, auto_map=auto_map)
+    edit_config(tmp_path, auto_map=auto_map)
     assert type(sluice.hf.from_pretrained(tmp_path)) is transformers.GPT2LMHeadModel
-    _edit_config(tmp_path, model_type="evil", architectures=["Model"])
+    edit_config(tmp_path, model_type="evil", architectures=["Model"])
     with pytest.raises(sluice.UnsupportedError):
         sluice.hf.from_pretrained(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -243,17 +225,15 @@ def test_code_of_the_directory_is_never_imported(transformers: Any, tmp_path: Pa
     ],
 )
 def test_configurations_that_make_no_sense(
-    transformers: Any, tmp_path: Path, values: dict[str, Any], message: str | None
+    gpt2: Any, tmp_path: Path, values: dict[str, Any], message: str | None
 ) -> None:
-    _saved(transformers, tmp_path)
-    _edit_config(tmp_path, **values)
+    edit_config(tmp_path, **values)
     with pytest.raises((sluice.UnsupportedError, sluice.MismatchError), match=message):
         sluice.hf.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("settings", ["[]", '{"max_new_tokens": -1}', '{"watermarking_config": 5}'])
-def test_settings_for_generation_are_read_before_weights(transformers: Any, tmp_path: Path, settings: str) -> None:
-    _saved(transformers, tmp_path)
+def test_settings_for_generation_are_read_before_weights(gpt2: Any, tmp_path: Path, settings: str) -> None:
     (tmp_path / "generation_config.json").write_text(settings, encoding="utf-8")
     _edit_weights(tmp_path, lambda state: state.update(x=torch.ones(1)))  # would be unexpected
     with pytest.raises(sluice.UnsupportedError, match=r"cannot read generation_config\.json"):
@@ -261,16 +241,13 @@ def test_settings_for_generation_are_read_before_weights(transformers: Any, tmp_
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this platform has no FIFOs")
-def test_a_fifo_is_not_a_configuration(transformers: Any, tmp_path: Path) -> None:
+def test_the_configuration_is_a_file_and_bounded(transformers: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(sluice.ReadError):
         sluice.hf.from_pretrained(tmp_path)
-
-
-def test_the_configuration_is_bounded(transformers: Any, tmp_path: Path) -> None:
-    _saved(transformers, tmp_path)
+    _saved(transformers, tmp_path / "model")
     with pytest.raises(sluice.LimitError):
-        sluice.hf.from_pretrained(tmp_path, limits=sluice.Limits(header_bytes=100))
+        sluice.hf.from_pretrained(tmp_path / "model", limits=sluice.Limits(header_bytes=100))
 
 
 @pytest.mark.parametrize(
@@ -357,13 +334,10 @@ def test_a_head_for_other_classes_is_initialized_as_the_library_does(transformer
 
 
 @pytest.mark.gpu
-def test_a_model_computes_as_on_the_cpu(tmp_path: Path, transformers: Any, device: str) -> None:
-    settings = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    expected = transformers.GPT2LMHeadModel(settings).eval()
-    expected.save_pretrained(tmp_path / "model")
-    model = sluice.hf.from_pretrained(tmp_path / "model", device=device)
+def test_a_model_computes_as_on_the_cpu(tmp_path: Path, gpt2: Any, device: str) -> None:
+    model = sluice.hf.from_pretrained(tmp_path, device=device)
     tokens = torch.randint(0, 96, (2, 9))
     with torch.no_grad():
-        ours, theirs = model(tokens.to(device)).logits, expected(tokens).logits
+        ours, theirs = model(tokens.to(device)).logits, gpt2(tokens).logits
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-2)
     assert model.lm_head.weight is model.transformer.wte.weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import sluice
-from support.hf_comparing import assert_same, loaded_both_ways, save_llama
+from support.hf_comparing import assert_same, edit_config, loaded_both_ways, save_llama
 
 torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install 'sluice[quantize]'")
 
@@ -40,24 +39,18 @@ def test_weights_are_quantized_as_the_library_does(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "float8", "some"])
+@pytest.mark.parametrize("kind", ["int8", "float8", "some", "int8, pickled"])
 def test_quantized_directories_are_loaded_without_full_precision(
     transformers: Any, tmp_path: Path, kind: str, *, tied: bool
 ) -> None:
     save_llama(transformers, tmp_path / "plain", tie_word_embeddings=tied)
-    quantized = sluice.hf.from_pretrained(
-        tmp_path / "plain", quantization_config=transformers.TorchAoConfig(_CONFIGS[kind])
-    )
-    quantized.save_pretrained(tmp_path / "quantized")
-    assert_same(*loaded_both_ways(transformers, tmp_path / "quantized"))
-
-
-def test_pickled_quantized_weights_are_loaded(transformers: Any, tmp_path: Path) -> None:
-    save_llama(transformers, tmp_path / "plain", tie_word_embeddings=True)
-    config = transformers.TorchAoConfig(_INT8)
+    config = transformers.TorchAoConfig(_CONFIGS[kind.removesuffix(", pickled")])
     quantized = sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config)
-    quantized.config.save_pretrained(tmp_path / "quantized")
-    torch.save(quantized.state_dict(), tmp_path / "quantized" / "pytorch_model.bin")
+    if kind.endswith("pickled"):
+        quantized.config.save_pretrained(tmp_path / "quantized")
+        torch.save(quantized.state_dict(), tmp_path / "quantized" / "pytorch_model.bin")
+    else:
+        quantized.save_pretrained(tmp_path / "quantized")
     assert_same(*loaded_both_ways(transformers, tmp_path / "quantized"))
 
 
@@ -75,10 +68,7 @@ def test_what_is_not_supported_is_refused(transformers: Any, tmp_path: Path) -> 
 
 def test_a_damaged_description_is_refused(transformers: Any, tmp_path: Path) -> None:
     save_llama(transformers, tmp_path)
-    file = tmp_path / "config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
     for broken in ({}, {"quant_type": {"default": {"_type": "os.system", "_data": {}}}}):
-        settings["quantization_config"] = {"quant_method": "torchao", **broken}
-        file.write_text(json.dumps(settings), encoding="utf-8")
+        edit_config(tmp_path, quantization_config={"quant_method": "torchao", **broken})
         with pytest.raises(sluice.UnsupportedError, match="refuses the quantization_config"):
             sluice.hf.from_pretrained(tmp_path)

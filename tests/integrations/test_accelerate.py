@@ -13,22 +13,22 @@ import sluice
 pytest.importorskip("accelerate")
 
 from sluice.integrations.accelerate import load_checkpoint_and_dispatch
+from support.trained_net import empty
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    torch.save(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).state_dict(), tmp_path / "m.pth")
+    torch.save(net().state_dict(), tmp_path / "m.pth")
     return tmp_path / "m.pth"
 
 
-def empty() -> nn.Sequential:
-    with sluice.empty_init():
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("device_map", [None, "auto", "sequential", {"": "cpu"}, {"0": "cpu", "1": "cpu"}])
 def test_a_model_is_filled_and_runs(path: Path, device_map: str | dict[str, str] | None) -> None:
-    model = load_checkpoint_and_dispatch(empty(), path, device_map=device_map, dtype=torch.bfloat16)
+    model = load_checkpoint_and_dispatch(empty(net), path, device_map=device_map, dtype=torch.bfloat16)
     expected = torch.load(path)["1.weight"].to(torch.bfloat16)
     assert torch.equal(model.get_parameter("1.weight"), expected)
     assert model(torch.ones(1, 4, dtype=torch.bfloat16)).shape == (1, 2)
@@ -36,8 +36,8 @@ def test_a_model_is_filled_and_runs(path: Path, device_map: str | dict[str, str]
 
 def test_disk_and_missing_weights_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="balanced_low_0"):
-        load_checkpoint_and_dispatch(empty(), path, device_map="cuda:1")
+        load_checkpoint_and_dispatch(empty(net), path, device_map="cuda:1")
     with pytest.raises(ValueError, match=r"sluice\.stream"):
-        load_checkpoint_and_dispatch(empty(), path, device_map={"0": "cpu", "1": "disk"})
+        load_checkpoint_and_dispatch(empty(net), path, device_map={"0": "cpu", "1": "disk"})
     with pytest.raises(sluice.MismatchError):
         load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2)), path)

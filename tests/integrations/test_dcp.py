@@ -91,7 +91,6 @@ def divided(path: Path, out: Path) -> bool:
     return equal
 
 
-@pytest.mark.ranks
 def test_ranks_read_and_write_their_shards(tmp_path: Path, two_ranks: Ranks) -> None:
     torch.save(network().state_dict(), tmp_path / "m.pth")
     assert all(two_ranks.run(divided, tmp_path / "m.pth", tmp_path / "out.safetensors"))

@@ -8,21 +8,19 @@ import pytest
 import torch
 
 from sluice.integrations.transformers import lazy_state_dict
+from support.hf_architectures import case_named
 
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_state_dict_is_read_by_the_library(tmp_path: Path, *, nested: bool) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    saved = transformers.LlamaForCausalLM(config)
+    saved = case_named("LlamaForCausalLM").model(transformers)
     state = saved.state_dict()
     torch.save({"model": state, "step": 1} if nested else state, tmp_path / "m.pth")
     transformers.utils.logging.disable_progress_bar()  # its monitor is a thread
     lazy = lazy_state_dict(tmp_path / "m.pth")
-    assert lazy["model.norm.weight"].get_shape() == [16]
-    model = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=lazy)
+    assert lazy["model.norm.weight"].get_shape() == [32]
+    model = transformers.LlamaForCausalLM.from_pretrained(None, config=saved.config, state_dict=lazy)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert model.dtype == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 
 import sluice
 from sluice.quantizing.inner_tensors import inner_bytes
-from support.hf_comparing import assert_same_tensor
+from support.hf_comparing import assert_same_weights
+from support.trained_net import empty
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -60,11 +62,9 @@ def test_weights_are_those_of_a_model_that_was_moved(trained: tuple[Net, Path], 
     expected = _net(kind)
     expected.load_state_dict(model.state_dict())
     expected.to(dtype).to("cpu")
-    with sluice.empty_init():
-        found = _net(kind)
+    found = empty(partial(_net, kind))
     report = sluice.load_into(found, path, quantize="bitsandbytes", dtype=dtype)
-    for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
-        assert_same_tensor(name, one, other)
+    assert_same_weights(found, expected)
     assert report.loaded_bytes == sum(map(inner_bytes, found.parameters()))
     (note,) = [note for note in report.notes if "quantized" in note]
     assert ("pieces of rows" in note) == (kind != "nf4-nested")  # its scales have one mean
@@ -74,8 +74,7 @@ def test_weights_are_those_of_a_model_that_was_moved(trained: tuple[Net, Path], 
 
 
 def test_layer_and_weight_share_their_state(trained: tuple[Net, Path]) -> None:
-    with sluice.empty_init():
-        found = _net("nf4-nested")
+    found = empty(partial(_net, "nf4-nested"))
     sluice.load_into(found, trained[1], quantize="bitsandbytes")
     layer: Any = found.up
     assert layer.weight.module is layer
@@ -87,16 +86,14 @@ def test_layer_and_weight_share_their_state(trained: tuple[Net, Path]) -> None:
 
 def test_without_the_argument_weights_wait_for_their_device(trained: tuple[Net, Path]) -> None:
     model, path = trained
-    with sluice.empty_init():
-        found = _net("nf4")
+    found = empty(partial(_net, "nf4"))
     sluice.load_into(found, path)
     assert torch.equal(found.up.weight.float(), model.up.weight)
     assert found.to("cpu").up.weight.dtype == torch.uint8
 
 
 def test_a_model_without_such_layers_is_refused(trained: tuple[Net, Path]) -> None:
-    with sluice.empty_init():
-        found = Net()
+    found = empty(Net)
     with pytest.raises(ValueError, match="no layers of bitsandbytes"):
         sluice.load_into(found, trained[1], quantize="bitsandbytes")
     assert found.up.weight.is_meta

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sluice
-from support.hf_comparing import assert_same_tensor
+from support.directories import write_pickled_shards
+from support.hf_comparing import assert_same_tensor, assert_same_weights
 from support.quantized import CONFIGS, Scaled, plain_tensors, scale_modules
 
 
@@ -36,29 +37,17 @@ def quantized_on_meta() -> Net:
 
 
 def saved(path: Path) -> Net:
-    """Write a quantized model: its plain tensors, or as torch.save pickles it, in one file or two; return the model."""
+    """Write a quantized model: its plain tensors, or as torch.save pickles it, in one file or shards; return it."""
     model = Net()
     scale_modules()(model)
     if path.suffix == ".bin":
         path.mkdir()
-        weights = model.state_dict()
-        places = {name: f"pytorch_model-{1 + name.startswith('down'):05}-of-00002.bin" for name in weights}
-        for file in {*places.values()}:
-            torch.save({name: value for name, value in weights.items() if places[name] == file}, path / file)
-        index = json.dumps({"metadata": {}, "weight_map": places})
-        (path / "pytorch_model.bin.index.json").write_text(index, encoding="utf-8")
-        return model
-    if path.suffix == ".pth":
+        write_pickled_shards(path, model.state_dict())
+    elif path.suffix == ".pth":
         torch.save({"step": 3, "model": model.state_dict()}, path)
-        return model
-    save_file(plain_tensors(model), path)
+    else:
+        save_file(plain_tensors(model), path)
     return model
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, mine), (other, their) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
-        assert name == other
-        assert_same_tensor(name, mine, their)
 
 
 @pytest.mark.parametrize("name", ["q.safetensors", "q.pth", "q.bin"])
@@ -69,7 +58,7 @@ def test_the_plain_tensors_of_quantized_weights_are_filled(tmp_path: Path, name:
     assert type(model.up.weight.data) is Scaled
     assert model.up.weight.is_meta
     report = sluice.load_into(model, tmp_path / name)
-    assert_same(model, expected)
+    assert_same_weights(model, expected)
     assert report.final_bytes == planned.final_bytes == 128 * 64 + 128 * 32 + 4 * (128 + 32 + 3 * 128)
     assert isinstance(model.up.weight, nn.Parameter)
     assert not model.up.weight.requires_grad
@@ -148,15 +137,14 @@ def test_torchao_reads_what_is_saved_and_the_other_way_round(tmp_path: Path, tor
         metadata = file.metadata()
     state, left = layout.unflatten_tensor_state_dict(load_file(tmp_path / "ours.safetensors"), metadata)
     assert not left
-    with torch.device("meta"):
-        theirs = Net()
+    theirs = on_meta(torchao, CONFIGS[config](torchao))
     theirs.load_state_dict(state, assign=True)
-    assert_same(theirs, model)
+    assert_same_weights(theirs, model)
     tensors, described = layout.flatten_tensor_state_dict(model.state_dict())
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=described)
     ours = on_meta(torchao, CONFIGS[config](torchao))
     sluice.load_into(ours, tmp_path / "theirs.safetensors")
-    assert_same(ours, model)
+    assert_same_weights(ours, model)
     values = torch.randn(3, 64)
     assert torch.equal(ours(values), model(values))
 
@@ -169,7 +157,7 @@ def test_pickled_weights_of_torchao(tmp_path: Path, torchao: Any, config: str) -
     torch.save(model.state_dict(), tmp_path / "q.pth")
     ours = on_meta(torchao, CONFIGS[config](torchao))
     sluice.load_into(ours, tmp_path / "q.pth")
-    assert_same(ours, model)
+    assert_same_weights(ours, model)
     other = next(name for name in CONFIGS if name != config)
     refused = on_meta(torchao, CONFIGS[other](torchao))
     with pytest.raises(sluice.MismatchError, match=r"'up\.weight' is \w+ in the module, a different torchao"):

@@ -7,6 +7,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import sluice
 from sluice._errors import BudgetError, ReadError
 from sluice.quantizing.inner_tensors import inner_bytes
 from sluice.quantizing.weights import quantizing_threads
-from support.hf_comparing import assert_same_tensor
+from support.hf_comparing import assert_same_weights
 from support.quantized import CONFIGS, Scaled, scale_modules
 from support.sources import RecordingSource
+from support.trained_net import empty
 
 WIDTH = 1024
 IDS = torch.tensor([[1, 2, 3]])
@@ -55,16 +57,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
     return model, path
 
 
-def _empty(*, tied: bool = False) -> Net:
-    with sluice.empty_init():
-        return Net(tied=tied)
-
-
-def _assert_same(found: nn.Module, expected: nn.Module) -> None:
-    for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
-        assert_same_tensor(name, one, other)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("by_row", [True, False])
 def test_the_result_is_that_of_quantizing_the_loaded_model(
@@ -74,11 +66,11 @@ def test_the_result_is_that_of_quantizing_the_loaded_model(
     expected = copy.deepcopy(model)
     sluice.load_into(expected, path, dtype=dtype)
     scale_modules(by_row=by_row)(expected)
-    found = _empty()
+    found = empty(Net)
     threads = torch.get_num_threads()
     report = sluice.load_into(found, path, dtype=dtype, quantize=scale_modules(by_row=by_row))
     assert torch.get_num_threads() == threads
-    _assert_same(found, expected)
+    assert_same_weights(found, expected)
     with torch.no_grad():
         assert torch.equal(found(IDS), expected(IDS))
     assert found.wide.extra_repr() == "scaled"
@@ -88,7 +80,7 @@ def test_the_result_is_that_of_quantizing_the_loaded_model(
     assert report.loaded_bytes == sum(inner_bytes(each.data) for each in found.parameters())
 
 
-def test_pieces_are_smaller_than_a_large_weight(trained: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_smaller_than_a_large_weight(trained: tuple[Net, Path]) -> None:
     _, path = trained
     largest: list[int] = []
 
@@ -98,7 +90,7 @@ def test_pieces_are_smaller_than_a_large_weight(trained: tuple[Net, Path], monke
         )
         scale_modules(names=lambda name: name != "head")(root)
 
-    sluice.load_into(_empty(), path, quantize=watched)
+    sluice.load_into(empty(Net), path, quantize=watched)
     assert 32 <= max(largest) <= 256  # rows of 4 KiB in a piece of 1 MiB, or less with more than four cores
     assert sum(largest) >= 2500 + WIDTH
 
@@ -106,17 +98,17 @@ def test_pieces_are_smaller_than_a_large_weight(trained: tuple[Net, Path], monke
 def test_a_plan_knows_the_finished_size_before_anything_is_read(trained: tuple[Net, Path]) -> None:
     _, path = trained
     quantize = scale_modules()
-    plain, planned = sluice.plan(_empty(), path), sluice.plan(_empty(), path, quantize=quantize)
-    found = _empty()
+    plain, planned = sluice.plan(empty(Net), path), sluice.plan(empty(Net), path, quantize=quantize)
+    found = empty(Net)
     report = sluice.load_into(found, path, quantize=quantize)
     assert planned.final_bytes == report.final_bytes < plain.final_bytes / 3
     with pytest.raises(BudgetError):
-        sluice.load_into(_empty(), path, quantize=quantize, memory="8MiB")
+        sluice.load_into(empty(Net), path, quantize=quantize, memory="8MiB")
 
 
 def test_a_failed_read_leaves_the_model_empty(trained: tuple[Net, Path]) -> None:
     _, path = trained
-    model = _empty()
+    model = empty(Net)
     with sluice.open(path) as checkpoint:
         files = checkpoint.open_files
         faulty = RecordingSource(files[0].source, fails_at=5)
@@ -160,7 +152,7 @@ def test_what_cannot_be_quantized_while_loading_is_refused(
     trained: tuple[Net, Path], quantize: object, error: type[Exception], reason: str
 ) -> None:
     _, path = trained
-    model = _empty()
+    model = empty(Net)
     with pytest.raises(error, match=reason):
         sluice.load_into(model, path, quantize=quantize)
     assert model.wide.weight.is_meta
@@ -174,9 +166,9 @@ def test_a_tied_head_is_untied_as_quantizing_a_loaded_model_does(tmp_path: Path,
     kept = {"both": {}, "embedding": {"head.weight"}, "head": {"words.weight"}}[names]
     torch.save({name: value for name, value in state.items() if name not in kept}, tmp_path / "f.pth")
     scale_modules()(expected)
-    found = _empty(tied=True)
+    found = empty(functools.partial(Net, tied=True))
     report = sluice.load_into(found, tmp_path / "f.pth", quantize=scale_modules())
-    _assert_same(found, expected)
+    assert_same_weights(found, expected)
     assert type(found.words.weight) is nn.Parameter
     assert isinstance(found.head.weight.data, Scaled)
     assert "'head.weight' is not tied any more: it is quantized" in str(report)
@@ -187,11 +179,8 @@ def test_two_loads_at_once_give_torch_its_threads_back(trained: tuple[Net, Path]
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        first, second = quantizing_threads(1), quantizing_threads(1)
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        second.__exit__(None, None, None)
+        with ExitStack() as last, quantizing_threads(1):
+            last.enter_context(quantizing_threads(1))  # ends after the other one
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -199,7 +188,7 @@ def test_two_loads_at_once_give_torch_its_threads_back(trained: tuple[Net, Path]
 
 def test_a_tied_head_that_is_left_out_stays_tied(trained: tuple[Net, Path]) -> None:
     _, path = trained
-    model = _empty(tied=True)
+    model = empty(functools.partial(Net, tied=True))
     report = sluice.load_into(model, path, strict=False, quantize=scale_modules(names=lambda name: name != "head"))
     assert model.head.weight is model.words.weight
     assert report.tied == (("words.weight", "head.weight"),)
@@ -236,9 +225,9 @@ def test_configurations_of_torchao(trained: tuple[Net, Path], torchao: Any, conf
     expected = copy.deepcopy(model)
     named = {"filter_fn": None} if config == "by-name" else {}
     torchao.quantize_(expected, chosen, **named)
-    found = _empty()
+    found = empty(Net)
     sluice.load_into(found, path, quantize=chosen)
-    _assert_same(found, expected)
+    assert_same_weights(found, expected)
     with torch.no_grad():
         assert torch.equal(found(IDS), expected(IDS))
     assert str(found) == str(expected)
@@ -247,7 +236,7 @@ def test_configurations_of_torchao(trained: tuple[Net, Path], torchao: Any, conf
 @pytest.mark.filterwarnings("ignore")
 def test_a_filter_of_torchao(trained: tuple[Net, Path], torchao: Any) -> None:
     _, path = trained
-    found = _empty(tied=True)
+    found = empty(functools.partial(Net, tied=True))
     quantize = functools.partial(
         torchao.quantize_, config=torchao.Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "wide"
     )

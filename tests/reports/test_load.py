@@ -20,6 +20,7 @@ from sluice.reports.document import Grid
 from sluice.reports.load import LoadReport
 from sluice.reports.table import TensorRow, TensorTable
 from support.command_line import printed
+from support.trained_net import empty
 from support.watching import watch
 
 _PREDICTED = Peaks(anon_bytes=5 << 20, file_bytes=0, shmem_bytes=0, total_bytes=5 << 20)
@@ -124,11 +125,6 @@ class Net(nn.Module):
         self.register_buffer("angles", torch.ones(5), persistent=False)
 
 
-def empty() -> Net:
-    with sluice.empty_init():
-        return Net()
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     state = {f"module.{name}": tensor for name, tensor in Net().state_dict().items() if "extra" not in name}
@@ -145,7 +141,7 @@ def how(report: sluice.LoadReport) -> dict[str, str]:
 
 
 def test_a_row_describes_how_each_name_was_filled(file: Path) -> None:
-    report = sluice.load_into(empty(), file, strict=False, page_cache="keep")
+    report = sluice.load_into(empty(Net), file, strict=False, page_cache="keep")
     assert how(report) == {
         "embed.weight": "direct into place",
         "head.weight": "tied to embed.weight",
@@ -174,14 +170,14 @@ def test_a_row_describes_how_each_name_was_filled(file: Path) -> None:
 
 
 def test_casts_live_tensors_and_mapped_ones(file: Path) -> None:
-    cast = rows(sluice.load_into(empty(), file, strict=False, dtype=torch.bfloat16))
+    cast = rows(sluice.load_into(empty(Net), file, strict=False, dtype=torch.bfloat16))
     row = cast["embed.weight"]
     assert (row.how, row.file_dtype, row.dtype) == ("cast", "float32", "bfloat16")
     assert cast["extra.weight"].dtype == "bfloat16"
     live = how(sluice.load_into(Net(), file, strict=False))
     assert live["extra.weight"] == "kept"
     assert live["embed.weight"] in {"direct into place", "through staging"}
-    report = sluice.load_into(empty(), file, strict=False, place="map")
+    report = sluice.load_into(empty(Net), file, strict=False, place="map")
     mapped = how(report)
     assert mapped["embed.weight"] == mapped["norm.bias"] == "mapped"
     assert mapped["extra.weight"] == "initialised"
@@ -200,8 +196,7 @@ def test_parts_are_traced_to_the_tensors_that_hold_them(tmp_path: Path) -> None:
 
 def test_tensors_of_rules_are_described_by_the_rules(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, tmp_path / "f.pth")
-    with sluice.empty_init():
-        model = nn.Linear(2, 3)
+    model = empty(lambda: nn.Linear(2, 3))
     table = sluice.load_into(model, tmp_path / "f.pth", rules=[sluice.rules.transpose("weight")]).table()
     assert (table[0].source_names, table[1].source_names) == (("weight",), ("bias",))
     assert (table[0].origin, table[1].origin) == ("weight transposed", "")
@@ -214,7 +209,7 @@ def test_one_long_name_does_not_push_every_row_to_the_right() -> None:
 
 
 def test_rows_can_be_sliced_and_an_empty_table_prints(file: Path) -> None:
-    table = sluice.load_into(empty(), file, strict=False).table()
+    table = sluice.load_into(empty(Net), file, strict=False).table()
     assert isinstance(table[:2], TensorTable)
     assert len(table[:2]) == 2
     assert repr(table) == "<TensorTable of 11 rows>"
@@ -224,12 +219,12 @@ def test_rows_can_be_sliced_and_an_empty_table_prints(file: Path) -> None:
 def test_a_report_makes_its_rows_when_asked_and_can_be_pickled(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     watch(monkeypatch, module_job, "tensor_rows", lambda *decided: asked.append(decided))
-    report = sluice.load_into(empty(), file, strict=False)
+    report = sluice.load_into(empty(Net), file, strict=False)
     str(report), report.to_json()
     assert not asked
     assert len(report.table()) == 11
     monkeypatch.undo()
-    report = sluice.load_into(empty(), file, strict=False)
+    report = sluice.load_into(empty(Net), file, strict=False)
     assert list(pickle.loads(pickle.dumps(report)).table()) == list(report.table())
 
 

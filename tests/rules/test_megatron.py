@@ -12,15 +12,10 @@ import torch
 
 import sluice
 from sluice import IncompleteCheckpointError, MismatchError, UnsupportedError, rules
+from support.directories import assert_same
 from support.megatron_ranks import HEADS, VOCABULARY, Ranks, State, core_of_llama, gpt, llama, older_of_gpt, write
 
 LAYOUTS = [Ranks(1, 1), Ranks(2, 1), Ranks(2, 2), Ranks(1, 4), Ranks(2, 2, chunks=2)]
-
-
-def equal(found: dict[str, torch.Tensor], expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def joined(source: Path, tmp_path: Path, layout: Any, heads: int = HEADS) -> State:
@@ -34,15 +29,15 @@ def test_a_llama(tmp_path: Path, ranks: Ranks) -> None:
     state = llama()
     core = core_of_llama(state)
     source = write(tmp_path / "iter_0000007", core, ranks)
-    equal(joined(source, tmp_path, "llama"), state)
+    assert_same(joined(source, tmp_path, "llama"), state)
     sluice.convert(source, tmp_path / "core.safetensors", rules=[rules.megatron("core")])
-    equal(dict(sluice.load_state_dict(tmp_path / "core.safetensors")), core)
+    assert_same(sluice.load_state_dict(tmp_path / "core.safetensors"), core)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS, ids=str)
 def test_a_gpt_of_older_names(tmp_path: Path, ranks: Ranks) -> None:
     state = gpt()
-    equal(joined(write(tmp_path / "in", older_of_gpt(state), ranks), tmp_path, "gpt"), state)
+    assert_same(joined(write(tmp_path / "in", older_of_gpt(state), ranks), tmp_path, "gpt"), state)
 
 
 def test_the_other_verbs(tmp_path: Path) -> None:
@@ -61,7 +56,7 @@ def test_the_other_verbs(tmp_path: Path) -> None:
     assert sluice.plan(model, source, rules=[rule]).read_bytes
     report = sluice.load_into(model, source, rules=[rule])
     assert report.loaded == len(state)
-    equal({name: tensor.detach() for name, tensor in model.state_dict().items()}, state)
+    assert_same(model.state_dict(), state)
     with sluice.open(source) as checkpoint:
         assert checkpoint.format == "torch-ranks"
         assert len(checkpoint.files) == 4
@@ -83,10 +78,10 @@ def test_nemo(tmp_path: Path, packed: bool) -> None:
         with tarfile.open(tmp_path / "m.nemo", "w") as archive:
             archive.add(source, ".")
         source = tmp_path / "m.nemo"
-    equal(joined(source, tmp_path, "llama"), state)
+    assert_same(joined(source, tmp_path, "llama"), state)
 
 
-def test_missing_ranks_and_other_forms_are_refused(tmp_path: Path) -> None:
+def test_missing_ranks_other_forms_and_old_versions_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "in", core_of_llama(llama()), Ranks(2, 2))
     (source / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"mp_rank_01_000/model_optim_rng\.pt"):
@@ -97,9 +92,6 @@ def test_missing_ranks_and_other_forms_are_refused(tmp_path: Path) -> None:
     (source / "mp_rank_00").mkdir()
     with pytest.raises(sluice.FormatError, match="the directories of ranks have different forms"):
         sluice.open(source)
-
-
-def test_old_versions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00").mkdir()
     torch.save({"model": {"w": torch.ones(2)}, "checkpoint_version": 1.0}, tmp_path / "mp_rank_00/model_optim_rng.pt")
     with pytest.raises(UnsupportedError, match="from 2020 or earlier"):

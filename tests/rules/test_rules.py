@@ -1,4 +1,4 @@
-"""Each rule on files: its result, its errors and its text in the report."""
+"""Each rule on files: its result, its errors, its text in the report, and its arithmetic on accelerators."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from torch import nn
 
 import sluice
 from sluice import rules
+from sluice._dtypes import dtype_name
+from sluice.entries.assembly import compute, pad, permute
 from sluice.entries.rules import apply_rules
 from sluice.entries.tree import flatten
 from sluice.reading.transfer import prepare
+from support import plans
 from support.dtypes import needs_float4
-from support.plans import request
+from support.fake_accelerator import FakeAccelerator
+from support.trained_net import empty
 
 Tensors = dict[str, torch.Tensor]
 
@@ -167,8 +171,7 @@ def test_padding_reaches_live_tensors_too(file: Path, live: bool) -> None:
     nn.init.constant_(model.weight, 7.0)
     place = model.weight.data_ptr()
     if not live:
-        with sluice.empty_init():
-            model = nn.Embedding(14, 4)
+        model = empty(lambda: nn.Embedding(14, 4))
     wanted = [rules.rename("wte", "weight"), rules.resize("weight", 14), rules.drop(re.compile("(?!weight).*"))]
     report = sluice.load_into(model, file, rules=wanted)
     assert torch.equal(model.weight[:10], before)
@@ -237,17 +240,18 @@ def message(path: Path, *applied: rules.Rule) -> str:
     return str(caught.value)
 
 
-def test_a_rule_that_matches_nothing_is_an_error_with_similar_names(file: Path) -> None:
+def test_errors_name_all_tensors_that_a_rule_cannot_be_applied_to_and_similar_names(file: Path) -> None:
     text = message(file, rules.drop("wte"), rules.transpose("h.0.qvk.weight"))
     assert "transpose('h.0.qvk.weight') matches no tensor" in text
     assert "'h.0.qkv.weight'" in text
-
-
-def test_two_tensors_of_one_name(file: Path) -> None:
     text = message(file, rules.rename("ids", "wte"))
     assert "tensor 'wte'" in text
     assert "'wte' and 'ids'" in text
     assert "to (23):\n    'same': two tensors" in message(file, rules.rename(re.compile(r"h\..*"), "same"))
+    text = message(file, rules.transpose("h.*.qkv.*"))
+    assert "to (12):" in text
+    assert "'h.11.qkv.bias': it has no dimension 1: its shape is [6]" in text
+    assert "number 4 of 'experts.#.w'" in message(file, rules.drop("experts.4.w"), rules.stack("experts.#.w", "all"))
 
 
 @pytest.mark.parametrize(
@@ -279,16 +283,6 @@ def test_what_cannot_be_done_names_the_rule_the_tensor_and_the_reason(
     assert re.search(reason, text), text
     assert str(rule) in text
     assert "tensor '" in text
-
-
-def test_all_tensors_that_a_rule_cannot_be_applied_to_are_named(file: Path) -> None:
-    text = message(file, rules.transpose("h.*.qkv.*"))
-    assert "to (12):" in text
-    assert "'h.11.qkv.bias': it has no dimension 1: its shape is [6]" in text
-
-
-def test_a_gap_in_the_numbers_is_an_error(file: Path) -> None:
-    assert "number 4 of 'experts.#.w'" in message(file, rules.drop("experts.4.w"), rules.stack("experts.#.w", "all"))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +320,10 @@ def test_numbers_of_thousands_of_digits_do_not_match(tmp_path: Path) -> None:
         assert "matches no tensor" in message(path, rule)
 
 
-def test_values_that_are_not_rules_or_patterns_are_a_type_error(file: Path) -> None:
+def test_rules_are_values_and_others_are_type_errors(file: Path) -> None:
+    assert rules.transpose("a.*") == rules.transpose("a.*")
+    assert len({rules.cast("a", torch.float16), rules.cast("a", "float16")}) == 1
+    assert sluice.rules is rules
     with pytest.raises(TypeError, match=r"rules\[0\]"):
         sluice.load_state_dict(file, rules=[("a", "b")])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="pattern"):
@@ -360,12 +357,6 @@ def test_if_rules_apply_to_no_candidate_the_error_is_that_of_the_largest(tmp_pat
         sluice.load_into(nn.Linear(1, 3), tmp_path / "f.pth", rules=[rules.drop("x.0")])
 
 
-def test_rules_are_values() -> None:
-    assert rules.transpose("a.*") == rules.transpose("a.*")
-    assert len({rules.cast("a", torch.float16), rules.cast("a", "float16")}) == 1
-    assert sluice.rules is rules
-
-
 def test_a_reshape_that_strides_cannot_express_takes_boxes_up_to_a_limit(tmp_path: Path) -> None:
     whole = torch.arange(5000.0 * 3).view(5000, 3)
     path = save(tmp_path / "f.pth", {"w": whole, "narrow": whole[:60].contiguous()})
@@ -380,7 +371,7 @@ def test_the_plan_lists_the_sources_of_each_target(file: Path) -> None:
     wanted = [rules.transpose("wte"), rules.split("wte", ("a", "b"), dim=1), rules.cast("a", "bfloat16")]
     with sluice.open(file) as checkpoint:
         made = apply_rules(checkpoint.entries, wanted)
-        requests = [request(name, made[name]) for name in ("a", "b", "ids")]
+        requests = [plans.request(name, made[name]) for name in ("a", "b", "ids")]
         plan = prepare(checkpoint, requests).plan
     assert [target.origin for target in plan.targets] == [
         "wte transposed, columns 0:5 cast to bfloat16",
@@ -396,3 +387,30 @@ def test_a_reshape_of_aligned_parts_stays_whole(tmp_path: Path) -> None:
         [entry] = apply_rules(flatten(checkpoint.index.tree, checkpoint.limits), wanted).values()
     assert len(entry.parts) == 2
     assert entry.origin == "concatenation of (a; b) in dimension 0 reshaped to [2, 6, 4] permuted to [1, 0, 2]"
+
+
+@pytest.mark.parametrize("cores", [2, 16])  # with many, the host casts to narrower dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_and_constants_arrive(tmp_path: Path, dtype: torch.dtype, cores: int) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(700, 500), torch.randn(3, 4), torch.randn(plans.MIB), torch.empty(0, 2)]
+    entries = [plans.entry_of(tensor, i) for i, tensor in enumerate(tensors)]
+    wanted = [
+        permute(compute(entries[0], "mul", 0.1), (1, 0)),
+        compute(pad(entries[1], 0, 5, 0.3), "add", 3.3),
+        compute(compute(entries[2], "mul", 1.7), "add", -0.3),
+        pad(entries[3], 0, 4, 2.5),
+    ]
+    requests = [
+        plans.request(f"t{i}", entry, device="fake:0", dtype=dtype_name(dtype), stride=None)
+        for i, entry in enumerate(wanted)
+    ]
+    loaded = plans.load(tmp_path / "f", tensors, requests, shift=2, fake=FakeAccelerator(), cores=cores)
+    expected = [
+        (tensors[0] * 0.1).t(),
+        torch.cat([tensors[1], torch.full((2, 4), 0.3)]) + 3.3,
+        tensors[2] * 1.7 - 0.3,
+        torch.full((4, 2), 2.5),
+    ]
+    for ours, theirs in zip(loaded, expected, strict=True):
+        assert torch.equal(ours, theirs.to(dtype))

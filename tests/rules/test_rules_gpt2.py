@@ -12,6 +12,7 @@ import torch
 import sluice
 from sluice.benchmark.gpt2 import GPTConfig, GPTModel
 from support.documents import ROOT, run_document
+from support.trained_net import empty
 
 CONFIG = GPTConfig(vocab_size=211, context_length=24, emb_dim=48, n_heads=4, n_layers=3, qkv_bias=True)
 TOKENS = torch.arange(2 * 20).view(2, 20) * 5
@@ -111,8 +112,7 @@ def trained(tmp_path: Path) -> tuple[Path, GPTModel]:
 
 def test_a_training_checkpoint_fits_the_bare_model(trained: tuple[Path, GPTModel], docs: Mapping[str, Any]) -> None:
     path, expected = trained
-    with sluice.empty_init():
-        model = GPTModel(CONFIG)
+    model = empty(lambda: GPTModel(CONFIG))
     report = docs["load_trained"](path, model)
     assert report.key == "model"
     assert torch.equal(logits(model.eval()), logits(expected))
@@ -122,8 +122,7 @@ def test_a_training_checkpoint_becomes_a_model_for_inference(
     trained: tuple[Path, GPTModel], docs: Mapping[str, Any]
 ) -> None:
     path, expected = trained
-    with sluice.empty_init():
-        model = GPTModel({**CONFIG, "vocab_size": 256})
+    model = empty(lambda: GPTModel({**CONFIG, "vocab_size": 256}))
     docs["load_for_inference"](path, model, 256)
     assert {name.rpartition(".")[2] for name, p in model.named_parameters() if p.dtype == torch.float32} == {
         "scale",

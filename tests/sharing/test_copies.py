@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import sluice
 from sluice.sharing import store as stores
 from support import fresh_process
 from support.range_server import RangeServer
+from support.trained_net import empty
 
 pytestmark = pytest.mark.usefixtures("fresh_processes")
 
@@ -31,11 +33,6 @@ time.sleep(float(sys.argv[3]))
 
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-
-
-def empty() -> nn.Sequential:
-    with sluice.empty_init():
-        return net()
 
 
 @pytest.fixture
@@ -56,12 +53,16 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "store"
 
 
-def test_the_second_call_finds_what_the_first_has_built(path: Path) -> None:
+def test_the_second_call_finds_what_the_first_has_built_until_it_is_closed(path: Path) -> None:
     with sluice.shared(path, dtype="bf16") as first, sluice.shared(path, dtype=torch.bfloat16) as second:
         assert (first.built, second.built) == (True, False)
         assert first.path == second.path
         assert first.nbytes == os.stat(first.path).st_size
         assert sluice.load_state_dict(first)["0.weight"].dtype == torch.bfloat16
+        report = sluice.load_into(empty(net), first)
+    assert (report.mapped_bytes, dict(report.cast)) == (0, {"bfloat16->float32": 4})  # a cast is copied
+    with pytest.raises(ValueError, match="closed"):
+        sluice.load_into(empty(net), first)
 
 
 def test_keys_differ_by_content_and_by_arguments(model: nn.Module, path: Path, tmp_path: Path) -> None:
@@ -82,16 +83,8 @@ def test_keys_differ_by_content_and_by_arguments(model: nn.Module, path: Path, t
     assert sluice.shared(path).key != before
 
 
-def test_bytes_in_memory_have_no_identity(path: Path, store: Path) -> None:
-    import io
-
-    with pytest.raises(sluice.UnsupportedError, match="Write it to a file"):
-        sluice.shared(io.BytesIO(path.read_bytes()))
-    assert not list(store.iterdir())
-
-
 def test_values_are_those_of_an_own_load_and_writes_stay_private(path: Path) -> None:
-    first, second, own = empty(), empty(), empty()
+    first, second, own = empty(net), empty(net), empty(net)
     sluice.load_into(own, path, dtype="bf16")
     memory = sluice.MemoryLimits(staging="1MiB")  # less than a conversion takes
     assert sluice.load_into(first, path, dtype="bf16", place="shared", memory=memory).mapped_bytes > 0
@@ -106,7 +99,7 @@ def test_values_are_those_of_an_own_load_and_writes_stay_private(path: Path) -> 
 def test_key_rename_and_rules_are_applied_once(model: nn.Module, tmp_path: Path) -> None:
     state = {f"old.{name}": tensor.t().contiguous() for name, tensor in model.state_dict().items()}
     torch.save({"model": state, "epoch": 3}, tmp_path / "run.pt")
-    loaded = empty()
+    loaded = empty(net)
     rules = [sluice.rules.transpose("*.weight")]
     sluice.load_into(loaded, tmp_path / "run.pt", place="shared", key="model", rename={"old.**": "**"}, rules=rules)
     assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
@@ -165,12 +158,6 @@ def test_dtypes_are_those_of_an_own_load(tmp_path: Path) -> None:
     assert set(dtypes.values()) == {torch.bfloat16}
 
 
-def test_a_cast_is_copied_and_the_report_says_so(path: Path) -> None:
-    with sluice.shared(path, dtype="bf16") as copy:
-        report = sluice.load_into(empty(), copy)
-    assert (report.mapped_bytes, dict(report.cast)) == (0, {"bfloat16->float32": 4})
-
-
 def test_two_addresses_with_one_etag_are_two_copies(model: nn.Module, path: Path, tmp_path: Path) -> None:
     """Servers make ETags of sizes and times, and fine-tunes that are copied together have both in common."""
     pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
@@ -179,7 +166,7 @@ def test_two_addresses_with_one_etag_are_two_copies(model: nn.Module, path: Path
     sluice.save(tuned, tmp_path / "tuned.safetensors")
     contents = {f"/{each.stem}": each.read_bytes() for each in (path, tmp_path / "tuned.safetensors")}
     with RangeServer(contents) as server:
-        loaded = [empty(), empty()]
+        loaded = [empty(net), empty(net)]
         for each, name in zip(loaded, contents, strict=True):
             sluice.load_into(each, server.url(name), place="shared")
         server.validators = "modified"
@@ -201,7 +188,7 @@ def test_a_base_under_deltas_is_shared(model: nn.Module, path: Path, tmp_path: P
     model.get_parameter("0.bias").data += 1
     sluice.save(model, tmp_path / "new.safetensors")
     sluice.diff(path, tmp_path / "new.safetensors", patch=tmp_path / "delta.safetensors", sparse=True)
-    patched, loaded = sluice.Patched(path, tmp_path / "delta.safetensors"), empty()
+    patched, loaded = sluice.Patched(path, tmp_path / "delta.safetensors"), empty(net)
     sluice.load_into(loaded, patched, place="shared")
     assert torch.equal(loaded.get_parameter("0.bias"), model.get_parameter("0.bias"))
     with sluice.shared(patched) as copy, sluice.shared(path) as base:
@@ -212,14 +199,14 @@ def test_a_base_under_deltas_is_shared(model: nn.Module, path: Path, tmp_path: P
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_casts_of_rules_are_those_of_a_load(path: Path, dtype: str | None) -> None:
     changes: dict[str, Any] = {"dtype": dtype, "rules": [sluice.rules.cast("0.*", "float16")]}
-    own, mapped = empty(), empty()
+    own, mapped = empty(net), empty(net)
     sluice.load_into(own, path, **changes)
     plan = sluice.plan(mapped, path, place="shared", **changes)
     assert sluice.load_into(mapped, path, place="shared", **changes).mapped_bytes == plan.mapped_bytes > 0
     assert {name: each.dtype for name, each in own.state_dict().items()} == {
         name: each.dtype for name, each in mapped.state_dict().items()
     }
-    mixed = empty()
+    mixed = empty(net)
     mixed.get_submodule("0").half()
     if dtype is None:
         with pytest.raises(ValueError, match=r"several \(float16, float32\)"):
@@ -227,13 +214,13 @@ def test_casts_of_rules_are_those_of_a_load(path: Path, dtype: str | None) -> No
 
 
 def test_a_plan_shows_the_mapping_before_and_after_the_build(path: Path, store: Path) -> None:
-    before = sluice.plan(empty(), path, dtype="bf16", place="shared")
+    before = sluice.plan(empty(net), path, dtype="bf16", place="shared")
     assert not list(store.iterdir())
     assert any("not built yet" in note for note in before.notes)
     copy = sluice.shared(path, dtype="bf16")
-    after = sluice.plan(empty(), path, dtype="bf16", place="shared")
+    after = sluice.plan(empty(net), path, dtype="bf16", place="shared")
     assert (before.source, before.files) == (after.source, after.files) == (str(path), (copy.path,))
-    again = sluice.plan(empty(), copy, dtype="auto")
+    again = sluice.plan(empty(net), copy, dtype="auto")
     assert before.mapped_bytes == after.mapped_bytes == again.mapped_bytes > 0
     assert sluice.plan(None, copy).total == 4
 
@@ -251,7 +238,7 @@ def test_a_copy_is_read_only_and_built_again_once_it_was_changed(
         with open(copy.path, "r+b") as file:
             file.seek(-4, os.SEEK_END)
             file.write(bytes(4))
-    assert "not built yet" in sluice.plan(empty(), path, place="shared").notes[-1]
+    assert "not built yet" in sluice.plan(empty(net), path, place="shared").notes[-1]
     with sluice.shared(path) as again:
         assert again.built
         assert Path(again.path).read_bytes() == path.read_bytes()
@@ -261,15 +248,18 @@ def test_a_copy_is_read_only_and_built_again_once_it_was_changed(
             sluice.shared(path)
 
 
-def test_quantize_is_refused_by_name(path: Path) -> None:
+def test_what_cannot_be_shared_is_refused_by_name(path: Path, store: Path) -> None:
+    with pytest.raises(sluice.UnsupportedError, match="Write it to a file"):
+        sluice.shared(io.BytesIO(path.read_bytes()))  # which has no identity
     with pytest.raises(ValueError, match=r"place='shared' does not quantize.*sluice\.save"):
-        sluice.load_into(empty(), path, place="shared", quantize=lambda model: model)
+        sluice.load_into(empty(net), path, place="shared", quantize=lambda model: model)
     with pytest.raises(TypeError, match="quantize"):
         sluice.shared(path, quantize=object())  # type: ignore[call-arg]
+    assert not list(store.iterdir())
 
 
 def test_a_copy_lives_as_long_as_its_models(path: Path, store: Path) -> None:
-    model = empty()
+    model = empty(net)
     sluice.load_into(model, path, place="shared")
     (copy,) = stores.copies(store)
     assert copy.in_use
@@ -277,13 +267,6 @@ def test_a_copy_lives_as_long_as_its_models(path: Path, store: Path) -> None:
     del model
     assert stores.drop(store, copy.key)
     assert not list(store.iterdir())
-
-
-def test_a_closed_copy_is_refused(path: Path) -> None:
-    copy = sluice.shared(path)
-    copy.close()
-    with pytest.raises(ValueError, match="closed"):
-        sluice.load_into(empty(), copy)
 
 
 def test_processes_that_start_together_build_once(path: Path, store: Path) -> None:

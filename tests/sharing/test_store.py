@@ -6,22 +6,19 @@ import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import sluice
-from sluice.reports.save import SaveReport
 from sluice.sharing import building
 from sluice.sharing import store as stores
-from sluice.sharing.copies import CopyRequest
 from sluice.sharing.store import copies, drop, open_store
 from support.system_calls import failing
+from support.watching import watch
 
 _KIB = 1024
 _KEY = "0123456789abcdef" * 2
-_convert = building.convert
 
 
 @pytest.fixture
@@ -71,16 +68,13 @@ def test_shared_memory_that_is_too_small_is_said_before_a_byte_is_written(
     store: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=64, f_frsize=_KIB, f_bavail=64))
-    monkeypatch.setattr(building, "convert", _only_dry)
+    conversions: list[dict[str, bool]] = []
+    watch(monkeypatch, building, "convert", lambda *_, **options: conversions.append(options))
     with pytest.raises(sluice.BudgetError, match="--shm-size") as caught:
         sluice.shared(paths[0])
     assert "32.0 KiB for copies" in str(caught.value)
+    assert all(options == {"dry_run": True} for options in conversions)
     assert not list(store.iterdir())
-
-
-def _only_dry(request: CopyRequest, path: Path, **options: Any) -> SaveReport:
-    assert options == {"dry_run": True}
-    return _convert(request, path, **options)
 
 
 def test_memory_that_is_left_bounds_a_copy_in_memory(

@@ -116,6 +116,16 @@ def write_pickled_shards(path: Path, content: Tensors) -> Path:
     return save_sharded(path, "pytorch_model.bin.index.json", shards).parent
 
 
+def write_peft(path: Path, content: Tensors, **config: Any) -> Path:
+    """Write an adapter as peft does; ``config`` replaces settings."""
+    path.mkdir()
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in content.items()}
+    safetensors.torch.save_file(named, path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "init_lora_weights": True} | config
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path
+
+
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

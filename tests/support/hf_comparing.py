@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,14 @@ def assert_same_tensor(name: str, mine: torch.Tensor, other: torch.Tensor) -> No
     assert type(mine.data) is type(other.data), name
     for part, expected in zip(inner_tensors(mine), inner_tensors(other), strict=True):
         assert bits(part) == bits(expected), name
+
+
+def assert_same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """Compare the tensors of two models."""
+    mine, other = (model.state_dict(keep_vars=True) for model in (ours, theirs))
+    assert list(mine) == list(other)
+    for name, tensor in mine.items():
+        assert_same_tensor(name, tensor, other[name])
 
 
 def _ties(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -86,6 +95,13 @@ def save_llama(transformers: Any, path: Path, **settings: Any) -> None:
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **settings)).save_pretrained(path)
+
+
+def edit_config(path: Path, **values: Any) -> None:
+    """Change values of the configuration of a saved model."""
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, **values}), encoding="utf-8")
 
 
 def loaded_both_ways(transformers: Any, path: Path, **arguments: Any) -> tuple[Any, Any]:
