@@ -128,13 +128,10 @@ def test_the_advice_fits_the_number(number: int, reading: str, saving: str) -> N
     assert (read.errno, read.strerror, read.filename) == (number, os.strerror(number), "x")
 
 
-def test_a_refused_access_is_a_permission_error() -> None:
+def test_errors_of_refused_access_and_without_a_number() -> None:
     error = read_error("it cannot be opened", PermissionError(errno.EACCES, "Permission denied"), file="x")
     assert type(error) is ReadPermissionError
     assert isinstance(error, (ReadError, PermissionError))
-
-
-def test_an_error_without_a_number() -> None:
     error = read_error("reading failed", OSError("odd"), file="x")
     assert (error.errno, error.advice) == (None, ReadError.advice)
     assert str(error) == f"x: reading failed: odd. {ReadError.advice}"

@@ -50,7 +50,6 @@ def test_signatures_are_explicit(verb: Callable[..., Any]) -> None:
     [
         (sluice.load_into, "map_location", "use device="),
         (sluice.hf.from_pretrained, "device_mesh", "use distributed_config="),
-        (sluice.load_state_dict, "map_location", "use device="),
         (sluice.load_into, "weights_only", "leave it out: sluice never runs code"),
         (sluice.load_into, "mmap", "place='map'"),
         (sluice.load_into, "assign", "leave it out"),

@@ -23,12 +23,9 @@ def training() -> dict[Any, Any]:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     shared = torch.arange(6.0)
-    state: dict[Any, Any] = {
+    return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "rng": torch.get_rng_state(),
-    }
-    return state | {
         "rng": torch.get_rng_state(),
         "step": 3,
         "betas": (0.9, 0.95),

@@ -13,13 +13,13 @@ from torch import nn
 import sluice
 
 
-def training(value: float = 1.0, momentum: float = 2.0, **more: Any) -> dict[str, Any]:
+def training(value: float = 1.0, momentum: float = 2.0) -> dict[str, Any]:
     """Return the object that a training script saves."""
     model = nn.Linear(4, 4)
     nn.init.constant_(model.weight, value)
     nn.init.zeros_(model.bias)
     optimizer = {"state": {0: {"exp_avg": torch.full((4, 4), momentum)}}, "param_groups": [{"params": [0]}]}
-    return {"model_state_dict": model.state_dict(), "optimizer": optimizer, "epoch": 3, **more}
+    return {"model_state_dict": model.state_dict(), "optimizer": optimizer, "epoch": 3}
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_several_state_dicts_are_listed(run: Path, tmp_path: Path) -> None:
     assert sluice.diff(tmp_path / "two.pt", tmp_path / "two.pt").compared_a == 4  # the same keys: as a whole
 
 
-def test_checkpoints_without_a_state_dict_are_compared_as_a_whole(tmp_path: Path) -> None:
+def test_without_a_common_state_dict_the_whole_is_compared(run: Path, tmp_path: Path) -> None:
     torch.save(training()["optimizer"], tmp_path / "optimizer.pt")
     torch.save([torch.ones(2), torch.ones(3)], tmp_path / "list.pt")
     for name, count in (("optimizer.pt", 1), ("list.pt", 2)):
@@ -73,9 +73,6 @@ def test_checkpoints_without_a_state_dict_are_compared_as_a_whole(tmp_path: Path
         assert report.same
         assert report.compared_a == count
     assert not sluice.diff(tmp_path / "list.pt", tmp_path / "optimizer.pt").same
-
-
-def test_no_name_in_common_is_said(run: Path, tmp_path: Path) -> None:
     torch.save({"x": torch.ones(4, 4)}, tmp_path / "x.pt")
     report = sluice.diff(run, tmp_path / "x.pt")
     assert not report.same
@@ -83,7 +80,7 @@ def test_no_name_in_common_is_said(run: Path, tmp_path: Path) -> None:
     assert "no name is in both: key= and other_key= (--key-a, --key-b)" in str(report)
 
 
-def test_verification_reads_everything_and_says_which_state_dict_it_names(run: Path, tmp_path: Path) -> None:
+def test_verification_reads_everything_and_says_which_state_dict_it_names(run: Path) -> None:
     report = sluice.verify(run, hashes="sha256")
     assert str(report).startswith(f"checked 3 of 3 tensors of {run} (torch-zip)\n")
     assert "state dict: model_state_dict" in str(report)

@@ -159,42 +159,35 @@ def test_a_truncated_file_is_a_report(tmp_path: Path, name: str) -> None:
         assert str(report).startswith(f"checked no tensor of {tmp_path / 'c'}")
 
 
-def test_shards_that_contradict_their_index_are_a_report(tmp_path: Path) -> None:
+def test_contradictions_of_a_shard_index_are_problems_and_wrong_sizes_and_omissions_warnings(tmp_path: Path) -> None:
     MAKERS["shards"](tmp_path / "c")
     index = tmp_path / "c" / "model.safetensors.index.json"
     text = index.read_text(encoding="utf-8")
-    content = json.loads(text)
-    files = sorted(set(content["weight_map"].values()))
-    content["weight_map"] |= {"a.w": files[-1]}
-    index.write_text(json.dumps(content), encoding="utf-8")
-    (problem,) = sluice.verify(tmp_path / "c").problems
-    assert problem.kind == "structure"
-    assert "not in the shard that the index names" in problem.problem
-    index.write_text(text, encoding="utf-8")
-    (tmp_path / "c" / files[0]).unlink()
-    report = sluice.verify(tmp_path / "c")
-    (problem,) = report.problems
-    assert problem.kind == "incomplete"
-    assert files[0] in problem.problem
-    assert "\\n" not in str(report)  # a list of files is one line of the table
+    files = sorted(set(json.loads(text)["weight_map"].values()))
 
+    def verified(part: str, **changes: object) -> sluice.VerifyReport:
+        content = json.loads(text)
+        content[part] = {name: value for name, value in (content[part] | changes).items() if value is not None}
+        index.write_text(json.dumps(content), encoding="utf-8")
+        return sluice.verify(tmp_path / "c")
 
-def test_a_shard_index_that_is_wrong_about_sizes_or_incomplete_is_a_warning(tmp_path: Path) -> None:
-    MAKERS["shards"](tmp_path / "c")
-    index = tmp_path / "c" / "model.safetensors.index.json"
-    content = json.loads(index.read_text(encoding="utf-8"))
-    content["metadata"]["total_size"] += 8
-    index.write_text(json.dumps(content), encoding="utf-8")
-    report = sluice.verify(tmp_path / "c")
+    report = verified("metadata", total_size=8)
     assert report.ok
     assert "total size" in report.warnings[0]
     assert f"warning: {report.warnings[0]}" in str(report)
     assert not report.notes
-    del content["weight_map"]["ints"]
-    index.write_text(json.dumps(content), encoding="utf-8")
-    report = sluice.verify(tmp_path / "c")
+    report = verified("weight_map", ints=None)
     assert report.ok
     assert "not in their index (1): ints" in report.warnings[0]
+    (problem,) = verified("weight_map", **{"a.w": files[-1]}).problems
+    assert problem.kind == "structure"
+    assert "not in the shard that the index names" in problem.problem
+    (tmp_path / "c" / files[0]).unlink()
+    report = verified("metadata")
+    (problem,) = report.problems
+    assert problem.kind == "incomplete"
+    assert files[0] in problem.problem
+    assert "\\n" not in str(report)  # a list of files is one line of the table
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,6 @@ WIDE, WIDE_VALUES = packed((96, 256), "Q4_0")
 TALL, TALL_VALUES = packed((512, 64), seed=4)
 
 
-def test_a_tensor_and_another_value_need_different_names(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1), "b": 3}, tmp_path / "m.pt")
-    with pytest.raises(sluice.MismatchError, match="rename maps a tensor and another value to the same name"):
-        sluice.convert(tmp_path / "m.pt", tmp_path / "n.pt", key="", rename=lambda _: "same")
-
-
 def test_the_tensors_that_are_taken_are_counted(tmp_path: Path) -> None:
     value = {"model": {"w": torch.ones(4, 2), "b": torch.ones(2)}, "ema": {"w": torch.zeros(1)}, "epoch": 3}
     path = tmp_path / "run.pt"
@@ -43,7 +37,10 @@ def test_the_tensors_that_are_taken_are_counted(tmp_path: Path) -> None:
     assert str(planned).startswith(f"would write 3 of 3 tensors of {path} (torch-zip) to ")
 
 
-def test_nothing_to_convert_is_an_error(tmp_path: Path) -> None:
+def test_nothing_to_convert_and_names_that_meet_are_errors(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1), "b": 3}, tmp_path / "m.pt")
+    with pytest.raises(sluice.MismatchError, match="rename maps a tensor and another value to the same name"):
+        sluice.convert(tmp_path / "m.pt", tmp_path / "n.pt", key="", rename=lambda _: "same")
     torch.save({"model": {"w": torch.ones(2)}, "args": {"lr": 1}}, tmp_path / "run.pt")
     for how in ({"rename": {"w": None}}, {"rules": [rules.drop("w")]}, {"key": "args"}):
         with pytest.raises(sluice.MismatchError, match="none of its 1 tensors would be converted"):

@@ -72,12 +72,6 @@ def test_what_control_groups_leave(tmp_path: Path, files: dict[str, str], left: 
     assert cgroup_headroom(write_texts(tmp_path, files)) == left
 
 
-def test_small_files_are_not_probed(file: LocalFile) -> None:
-    known = file_facts(file)
-    assert not known.direct_io
-    assert known.cached == ()
-
-
 @contextmanager
 def cold_file(path: Path, nbytes: int) -> Iterator[int]:
     """Open a file whose pages are not cached, for random reads."""
@@ -135,15 +129,13 @@ def test_probes_read_one_byte_each_and_stop_if_the_kernel_does_not_answer(
 @pytest.fixture
 def like_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file system count no pages and refuse reads without waiting, as overlay does."""
-    preadv = os.preadv
 
-    def refuse(descriptor: int, buffers: list[bytearray], offset: int, flags: int = 0) -> int:
+    def refuse(_descriptor: int, _buffers: list[bytearray], _offset: int, flags: int = 0) -> None:
         if flags:
             raise OSError(errno.EOPNOTSUPP, "not supported")
-        return preadv(descriptor, buffers, offset)
 
     count_no_pages(monkeypatch, but="resident_bytes")
-    monkeypatch.setattr(os, "preadv", refuse)
+    watch(monkeypatch, os, "preadv", refuse)
 
 
 @pytest.mark.usefixtures("like_overlay")
@@ -193,12 +185,6 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
         assert all(probe_cache(descriptor, range(0, 16 * MIB, step)))
 
 
-def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_facts, "filesystem_type", lambda _: "nfs4")
-    monkeypatch.setattr("sluice._defaults.SERIAL_BYTES", 1)
-    assert not file_facts(file).direct_io
-
-
 def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice._defaults.PROBES_PER_FILE", 4)
     monkeypatch.setattr("sluice._defaults.PROBE_STEP_BYTES", 4096)
@@ -207,9 +193,15 @@ def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: py
     assert -(-300_000 // step) <= 4
 
 
-def test_a_source_other_than_a_local_file_is_read_buffered() -> None:
-    known = file_facts(MemorySource(b"x"))
-    assert (known.filesystem, known.direct_io, known.cached) == ("memory", False, ())
+def test_small_files_network_file_systems_and_other_sources_are_read_buffered(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, other = file_facts(file), file_facts(MemorySource(b"x"))
+    assert (small.direct_io, small.cached) == (False, ())
+    assert (other.filesystem, other.direct_io, other.cached) == ("memory", False, ())
+    monkeypatch.setattr(_facts, "filesystem_type", lambda _: "nfs4")
+    monkeypatch.setattr("sluice._defaults.SERIAL_BYTES", 1)
+    assert not file_facts(file).direct_io
 
 
 def test_a_device_that_is_mounted_again_with_another_file_system_is_asked_again(

@@ -66,12 +66,9 @@ def test_a_program_that_takes_too_long_is_killed(permitted: None) -> None:
         run_limited(["sleep", "100"], 160 * MIB, timeout_seconds=0.2)
 
 
-def test_a_limit_is_positive() -> None:
+def test_a_limit_is_positive_and_needs_control_groups(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="positive"), limited_group(0):
         pass
-
-
-def test_without_control_groups_the_refusal_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="this process sees none"), limited_group(MIB, root=tmp_path):
         pass
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sluice
 from sluice.merging import deltas, patches
 from sluice.reading.reader import CheckpointReader
+from support.directories import assert_same
 from support.watching import watch
 
 packs = pytest.mark.skipif(find_spec("zstandard") is None, reason="packed deltas need sluice[delta]")
@@ -49,14 +50,6 @@ def states(random: Random, steps: int) -> list[State]:
                 flat[places] = torch.randint(-50, 50, places.shape).add(step).to(flat.dtype)
         found.append(state)
     return found
-
-
-def same(a: Any, b: State) -> bool:
-    return sorted(a) == sorted(b) and all(
-        a[name].dtype == b[name].dtype
-        and torch.equal(a[name].contiguous().reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8))
-        for name in b
-    )
 
 
 def saved(state: State, path: Path, random: Random) -> str:
@@ -119,9 +112,9 @@ def test_a_chain_of_deltas_equals_the_last_checkpoint(tmp_path: Path, seed: int)
         deltas.append(str(tmp_path / (f"step_{version}.safetensors" if sparse else f"weight_v{version:06d}")))
         assert not sluice.diff(one, other, patch=deltas[-1], sparse=sparse).same
     patched = sluice.Patched(base, *deltas)
-    assert same(sluice.load_state_dict(patched), found[-1])
+    assert_same(sluice.load_state_dict(patched), found[-1])
     sluice.diff(patched, patched, patch=tmp_path / "weight_v000004")  # nothing changed
-    assert same(sluice.load_state_dict(sluice.Patched(patched, tmp_path / "weight_v000004")), found[-1])
+    assert_same(sluice.load_state_dict(sluice.Patched(patched, tmp_path / "weight_v000004")), found[-1])
 
 
 @packs
@@ -133,7 +126,7 @@ def test_the_written_patch_is_applied_as_slime_does(tmp_path: Path) -> None:
     for name, frame in load_file(tmp_path / "weight_v000001/model-00000-of-00001.safetensors").items():
         change = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(frame.numpy().tobytes())).read()
         old[name].view(-1).view(torch.uint8).bitwise_xor_(torch.frombuffer(bytearray(change), dtype=torch.uint8))
-    assert same(old, new)
+    assert_same(old, new)
 
 
 def tied() -> torch.nn.Sequential:
@@ -156,7 +149,7 @@ def test_every_verb_takes_it(tmp_path: Path) -> None:
     assert sluice.verify(patched).ok
     state = sluice.refresh(other, patched)
     assert state.version == "000002"
-    assert same(other.state_dict(), model.state_dict())
+    assert_same(other.state_dict(), model.state_dict())
     host = [sluice.plan(other, source).predicted.anon_bytes for source in (patched, tmp_path / "a.pth")]
     assert host[0] - host[1] > 30 * 30 * 4  # the tensor that is patched
     with pytest.raises(sluice.BudgetError):
@@ -212,7 +205,7 @@ def test_a_version_that_is_no_number_has_no_order(tmp_path: Path) -> None:
     save_file(first, tmp_path / "a.safetensors")
     one = packed(tmp_path, first, second, 1)
     two = packed(tmp_path, second, first, 2, metadata={"version": "\N{SUPERSCRIPT TWO}"})
-    assert same(sluice.load_state_dict(sluice.Patched(tmp_path / "a.safetensors", one, two)), first)
+    assert_same(sluice.load_state_dict(sluice.Patched(tmp_path / "a.safetensors", one, two)), first)
 
 
 @packs
@@ -237,21 +230,17 @@ def test_two_tensors_are_held_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
             tensor[3] = name == "b"
         save_file(state, tmp_path / f"{name}.safetensors")
     del state, tensor
-    read, held = CheckpointReader.read, list[int]()
+    held: list[int] = []
 
-    def count() -> None:
+    def count(*_: object) -> None:
         alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() == 4096]
         held.append(len({each.data_ptr() for each in alive}))
-
-    def counted(self: CheckpointReader, entries: Any) -> list[torch.Tensor]:
-        count()
-        return read(self, entries)
 
     def compress(data: memoryview) -> bytes:  # the result may be as large as a tensor
         count()
         return deltas.zstd().ZstdCompressor().compress(data)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(CheckpointReader, "read", counted)
+    watch(monkeypatch, CheckpointReader, "read", count)
     packer = SimpleNamespace(ZstdCompressor=lambda **_: SimpleNamespace(compress=compress))
     monkeypatch.setattr(patches, "zstd", lambda: packer)
     sluice.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", patch=tmp_path / "p.safetensors", sparse=sparse)
@@ -365,7 +354,7 @@ def test_flipped_bytes_never_change_the_result(tmp_path: Path, seed: int) -> Non
         except sluice.SluiceError:
             pass
         else:
-            assert same(found, new), (file.name, at)
+            assert_same(found, new)
         file.write_bytes(content)
 
 

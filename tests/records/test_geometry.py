@@ -50,17 +50,10 @@ def test_contiguous_stride_is_torchs(shape: tuple[int, ...]) -> None:
 
 
 @given(layouts())
-def test_is_dense_agrees_with_counting_elements(layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_density_and_span_are_those_of_the_elements(layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     shape, stride = layout
     offsets = [sum(i * s for i, s in zip(index, stride, strict=True)) for index in np.ndindex(*shape)]
-    expected = len(set(offsets)) == len(offsets) and sorted(offsets) == list(range(len(offsets)))
-    assert is_dense(shape, stride) == expected
-
-
-@given(layouts())
-def test_span_reaches_the_last_element(layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    shape, stride = layout
-    offsets = [sum(i * s for i, s in zip(index, stride, strict=True)) for index in np.ndindex(*shape)]
+    assert is_dense(shape, stride) == (sorted(offsets) == list(range(len(offsets))))
     assert span_elements(shape, stride) == max(offsets, default=-1) + 1
 
 
@@ -109,14 +102,11 @@ def test_wide_gaps_are_never_part_of_a_piece() -> None:
     assert [(piece.start_byte, piece.nbytes) for piece in pieces] == [(i * 4000, 4) for i in range(10)]
 
 
-def test_copies_of_the_same_run_are_cut_at_the_same_file_offsets() -> None:
+def test_copies_of_the_same_run_are_cut_at_the_same_file_offsets_and_not_below_one_element() -> None:
     whole = list(cut(CopyPiece(0, 4096, (1024,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
     part = list(cut(CopyPiece(400, 2000, (500,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
     borders = {piece.start_byte for piece in whole}
     assert {piece.start_byte for piece in part[1:]} <= borders
-
-
-def test_a_limit_below_one_element_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold an element of 4 bytes"):
         list(cut(CopyPiece(0, 8, (2,), (1,), (1,), 0), ITEM, limit_bytes=3, gap_bytes=0))
 

@@ -194,17 +194,12 @@ def test_python_attributes_are_kept(tmp_path: Path) -> None:
     sluice.save({"b": frozen}, tmp_path / "f.safetensors")  # which has no field for attributes
 
 
-def _entries(count: int) -> dict[str, Entry]:
-    return {
-        f"blocks.{i}.weight": Entry(
-            elements=elements_of("float32"), shape=(i,), stride=(1,), storage=i, storage_offset=0
-        )
-        for i in range(count)
-    }
-
-
 def test_a_pickle_takes_little_memory_for_each_tensor() -> None:
-    tree = _entries(5000)
+    floats = elements_of("float32")
+    tree = {
+        f"blocks.{i}.weight": Entry(elements=floats, shape=(i,), stride=(1,), storage=i, storage_offset=0)
+        for i in range(5000)
+    }
 
     def look(value: object) -> dict[str, object] | None:
         if isinstance(value, Entry):

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from sluice.writing.uploads import Upload
 from support import fresh_process
 from support.directories import assert_same
 from support.object_stores import SERVERS, Bucket, connections_closed, moto_bucket
+from support.watching import watch
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 
@@ -73,13 +75,8 @@ def unfinished(bucket: Bucket) -> int:
 def test_a_directory_of_shards_has_its_index_last(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, order = obstore.put, list[str]()
-
-    def recording(store: object, key: str, *rest: object, **more: object) -> object:
-        order.append(key)
-        return put(store, key, *rest, **more)
-
-    monkeypatch.setattr(obstore, "put", recording)
+    order: list[str] = []
+    watch(monkeypatch, obstore, "put", lambda _, key, *__, **___: order.append(key))
     report = sluice.save(STATE, "s3://models/sharded/", max_shard_size=3000)
     assert len(order) == len(report.files) > 2
     assert order[-1] == "sharded/model.safetensors.index.json"
@@ -133,15 +130,10 @@ def stop(event: sluice.ProgressEvent, *, failure: BaseException | type[BaseExcep
 def test_an_upload_stays_if_its_manifest_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = obstore.store.MemoryStore()
     monkeypatch.setattr(uploads, "make_store", lambda *_: store)
-    place = tmp_path / "gone"
-    place.mkdir()
-
-    def remove(_: sluice.ProgressEvent) -> None:
-        if place.exists():
-            place.rmdir()
-
+    gone, target = tmp_path / "gone", "s3://models/stays.pth"
+    gone.mkdir()
     with pytest.raises(sluice.SaveError, match="the checkpoint is complete"):
-        sluice.save(STATE, "s3://models/stays.pth", manifest=place / "m.json", progress=remove)
+        sluice.save(STATE, target, manifest=gone / "m.json", progress=lambda _: rmtree(gone, ignore_errors=True))
     assert obstore.head(store, "stays.pth")
 
 

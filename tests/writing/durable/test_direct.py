@@ -23,6 +23,7 @@ from sluice.writing.durable.replacement import Replacement
 from sluice.writing.write_queue import Staging
 from support.oracles import same
 from support.system_calls import force_direct_writes
+from support.watching import watch
 
 #: Direct writes of the running test, by offset; the flags of the descriptor tell whether a write is direct.
 Calls = list[tuple[int, int]]
@@ -50,14 +51,12 @@ def direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
         pytest.skip("this file system has no direct writes")
     (tmp_path / "probe").unlink()
     calls: Calls = []
-    real = os.pwrite
 
-    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+    def note(descriptor: int, data: memoryview, offset: int) -> None:
         if is_direct(descriptor):
             calls.append((offset, len(data)))
-        return real(descriptor, data, offset)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    watch(monkeypatch, os, "pwrite", note)
     return calls
 
 
@@ -129,24 +128,16 @@ def test_direct_writes_that_come_short_go_on(
 def test_a_file_system_that_changes_its_mind_is_written_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: Calls, where: str
 ) -> None:
-    refused = 0
+    refused: list[str] = []
 
-    def refusing(real: Callable[..., Any], is_it: Callable[..., bool]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal refused
-            if not is_it(*args):
-                return real(*args)
-            refused += 1
+    def refuse(first: Any, flags: Any = 0, *_: object) -> None:
+        if flags & os.O_DIRECT if where == "open" else is_direct(first):
+            refused.append(where)
             raise OSError(errno.EINVAL, "no direct writes")
 
-        return call
-
-    if where == "open":
-        monkeypatch.setattr(os, "open", refusing(os.open, lambda _, flags, *__: bool(flags & os.O_DIRECT)))
-    else:
-        monkeypatch.setattr(os, where, refusing(getattr(os, where), lambda descriptor, *_: is_direct(descriptor)))
+    watch(monkeypatch, os, where, refuse)
     write(tmp_path / "f", CONTENT, [150_000], threads=1)
-    assert refused == 1
+    assert refused == [where]
     assert (tmp_path / "f").read_bytes() == CONTENT
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f"]
 

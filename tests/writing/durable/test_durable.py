@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import sluice
 from sluice import SaveError
 from sluice.writing.durable import directories as _directories
 from sluice.writing.durable.directories import locked_directory
-from sluice.writing.durable.partial_files import ATTEMPTS, hidden_path, hidden_stem, try_lock
+from sluice.writing.durable.partial_files import ATTEMPTS, hidden_path, hidden_stem
 from sluice.writing.durable.replacement import Replacement
 from support.system_calls import failing
+from support.watching import watch
 
 NEW = b"new" * 1000
 TWO = {"a": torch.ones(40), "b": torch.ones(40)}
@@ -102,14 +103,9 @@ def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "above" / "model"
-    real = _directories._locked
     with ExitStack() as others:
-
-        def lock(name: str) -> AbstractContextManager[bool]:
-            others.enter_context(held_by_another(path))  # between creating and locking the directory
-            return real(name)
-
-        monkeypatch.setattr(_directories, "_locked", lock)
+        # Between creating and locking the directory.
+        watch(monkeypatch, _directories, "_locked", lambda _: others.enter_context(held_by_another(path)))
         with pytest.raises(SaveError, match="another save is writing"), locked_directory(str(path)):
             pass
         assert path.is_dir()
@@ -119,17 +115,15 @@ def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_i
 def test_a_directory_that_vanishes_before_it_is_opened_is_made_again_unless_it_always_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    path = tmp_path / "above" / "model"
-    entered, real = [], _directories._locked
+    path, entered = tmp_path / "above" / "model", list[str]()
 
-    def lock(name: str) -> AbstractContextManager[bool]:
-        entered.append(1)
+    def vanish(name: str) -> None:
+        entered.append(name)
         if len(entered) <= times:
             path.rmdir()
             path.parent.rmdir()
-        return real(name)
 
-    monkeypatch.setattr(_directories, "_locked", lock)
+    watch(monkeypatch, _directories, "_locked", vanish)
     fails = pytest.raises(SaveError, match="No such file") if times == ATTEMPTS else nullcontext()
     with fails, locked_directory(str(path)):
         assert path.is_dir()
@@ -140,16 +134,14 @@ def test_a_directory_that_vanishes_before_it_is_opened_is_made_again_unless_it_a
 def test_a_directory_that_vanishes_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "model"
-    locked = []
+    path, locked = tmp_path / "model", list[int]()
 
-    def lock(descriptor: int) -> bool | None:
+    def vanish(descriptor: int) -> None:
         locked.append(descriptor)
         if len(locked) == 1:
             path.rmdir()
-        return try_lock(descriptor)
 
-    monkeypatch.setattr(_directories, "try_lock", lock)
+    watch(monkeypatch, _directories, "try_lock", vanish)
     with locked_directory(str(path)):
         (path / "file").touch()  # the locked directory still has its name
     assert len(locked) == 2
