@@ -13,7 +13,7 @@ import torch
 
 import sluice
 from sluice import _defaults as defaults
-from sluice.machine.peaks import PeakMeter
+from sluice.machine.processes import PeakMeter
 from sluice.writing.durable import direct
 from support.directories import assert_same
 from support.divided_models import Net
