@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
+from msgspec.structs import replace
 
 from sluice.entries.assembly import join
 from sluice.entries.slicing import KeyItem, slice_entry, slice_view
@@ -78,13 +79,8 @@ def test_a_slice_keeps_only_the_parts_that_it_touches() -> None:
 def test_two_names_of_one_assembled_entry(tmp_path: Path, share: bool) -> None:
     halves = [torch.arange(3.0), torch.arange(3.0, 6.0)]
     entry = assembled((6,), [(halves[0], (0,)), (halves[1], (3,))])
-    other = Entry(
-        elements=elements_of("float32"),
-        shape=(6,),
-        stride=(1,),
-        storage=NO_STORAGE,
-        parts=(Part(entry=entry_of(halves[1], 1), start=(0,)), Part(entry=entry_of(halves[0], 0), start=(3,))),
-    )
+    first, second = entry.parts
+    other = replace(entry, parts=(replace(second, start=(0,)), replace(first, start=(3,))))
     one, two, swapped = load(
         tmp_path / "f", halves, [request("a", entry), request("b", entry), request("c", other)], share=share
     )

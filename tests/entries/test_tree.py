@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given
@@ -88,19 +89,14 @@ def test_map_leaves_keeps_types_and_identity() -> None:
     model = OrderedDict[str, Any](w=A, tied=A, n=1)
     model.__dict__["_metadata"] = OrderedDict({"": {"version": 2}})
     shared = [B]
-    seen: list[Entry] = []
-
-    def number(entry: Entry) -> object:
-        seen.append(entry)
-        return ("read", entry.storage)
-
+    number = Mock(side_effect=lambda entry: ("read", entry.storage))
     copy = map_leaves({"model": model, "pair": (shared, shared), "plain": {"x": None}}, number)
     assert copy["model"] == OrderedDict(w=("read", 0), tied=("read", 0), n=1)
     assert type(copy["model"]) is OrderedDict
     assert vars(copy["model"])["_metadata"] == {"": {"version": 2}}
     assert copy["pair"][0] is copy["pair"][1]
     assert copy["pair"][0] is not shared
-    assert seen == [A, B]
+    assert number.mock_calls == [call(A), call(B)]
     assert map_leaves(A, number) == ("read", 0)
 
 
