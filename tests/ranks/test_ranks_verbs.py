@@ -171,7 +171,9 @@ def load_flat(path: str) -> str:
 def test_fsdp1_is_named_first(two_ranks: Ranks, tmp_path: Any) -> None:
     torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "m.pth")
     for text in two_ranks.run(load_flat, str(tmp_path / "m.pth")):
-        assert text.startswith("the model is wrapped in FullyShardedDataParallel, which flattens")
+        assert text.startswith(
+            f"{tmp_path / 'm.pth'}: the model is wrapped in FullyShardedDataParallel, which flattens"
+        )
 
 
 def load_slowly(paths: list[str], order: list[list[int]]) -> list[str]:
