@@ -150,6 +150,8 @@ DATA = {"0": bytes(16)}
         (torch_archive(W, DATA, records={"version": b"-1"}), FormatError, "version"),
         (torch_archive(W, DATA, records={"version": "³".encode("latin1")}), FormatError, "version"),
         (torch_archive(W, DATA, records={".data/version": b"99"}), UnsupportedError, "version"),
+        (torch_archive(W, DATA, records={".storage_alignment": b"6\0"}), FormatError, "alignment of storages"),
+        (torch_archive(pickled(W).replace(b"tQ", b"tQQ"), DATA), FormatError, "does not identify a storage"),
         (torch_archive({"w": tensor_call(storage("../x", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
         (torch_archive({"w": tensor_call(storage("", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
         (

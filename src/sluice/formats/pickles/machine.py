@@ -56,7 +56,8 @@ class Consumed(Struct, frozen=True, kw_only=True):
     remake: Callable[[], object] | None
 
 
-#: Placeholders for the arguments of a tensor, to which no pickler refers again, and for its hooks, which some share.
+#: Placeholders for the id of a storage and the arguments of a tensor, to which no pickler refers again, and for its
+#: hooks, which some share.
 ARGUMENTS, HOOKS = Consumed(remake=None), Consumed(remake=OrderedDict)
 
 #: Placeholder for a memo index that the pickle skipped.

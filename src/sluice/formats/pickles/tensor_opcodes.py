@@ -71,7 +71,7 @@ def take_tensor(machine: Machine, position: int) -> int | None:
     identity = (*declared, None) if no_view else declared
     storage = machine.resolve(identity, position)
     shape, steps = _shared(machine, size), _shared(machine, stride)
-    memo.extend(compress((key, storage, shape, steps, HOOKS, ARGUMENTS), puts))
+    memo.extend(compress((key, ARGUMENTS, shape, steps, HOOKS, ARGUMENTS), puts))
     arguments = (storage, _integer(offset), shape, steps, flag == b"\x88", _NO_HOOKS)
     machine.stack[-1] = machine.call(machine.stack[-1], arguments, position)
     machine.untaken += _OPCODES - 1

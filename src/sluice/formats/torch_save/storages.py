@@ -90,8 +90,6 @@ class DeclaredStorages(Allowlist):
             FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
             UnsupportedError: The class of the storage is unknown.
         """
-        if type(identity) is StorageReference:  # the memo holds it in place of the id
-            return identity
         if type(identity) is tuple and identity and type(identity[0]) is bytes:
             identity = tuple(map(from_bytes, identity))
         if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or identity[0] != "storage":

@@ -184,8 +184,10 @@ def _read_metadata(source: Source, directory: CentralDirectory) -> dict[str, str
         raise FormatError(problem, file=source.path, advice=CheckpointError.advice)
     if directory.unsupported is not None:
         raise directory.unsupported
-    for name in _UNUSED_RECORDS:
-        _word(source, directory, name)
+    words = {name: _word(source, directory, name) for name in _UNUSED_RECORDS if name in directory}
+    alignment = words.get(".storage_alignment", "64")
+    if not alignment.isascii() or not alignment.isdigit():
+        raise FormatError("the alignment of storages is not a number", file=source.path, found=repr(alignment))
     version = _version(source, directory)
     byte_order = _word(source, directory, "byteorder") if "byteorder" in directory else _default_byte_order()
     if byte_order not in {"little", "big"}:
