@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,21 @@ def test_rules_leave_extra_state_whole(value: Any, tmp_path: Path) -> None:
     for found in (torch.load(tmp_path / "g.pth"), sluice.load_state_dict(tmp_path / "f.pth", rules=scaled)):
         assert same(found["0._extra_state"], value)
         empty(build).load_state_dict(found, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"m.w": torch.ones(1), "m._extra_state.t": torch.ones(2)}, ["n.w", "n._extra_state.t"]),
+        ({"m.w": torch.ones(1), "m._extra_state": torch.ones(2)}, ["n.w", "n._extra_state"]),
+        ({"m._extra_state": torch.ones(2)}, ["n._extra_state"]),
+        ({"m.w": torch.ones(1), "m._extra_state": {"t": torch.ones(2)}}, ["n.w", "n._extra_state"]),
+    ],
+)
+def test_names_of_extra_state_are_renamed(tree: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
+    torch.save(tree, tmp_path / "f.pth")
+    sluice.convert(tmp_path / "f.pth", tmp_path / "g.pth", rename=lambda name: name.replace("m.", "n."))
+    assert same(torch.load(tmp_path / "g.pth"), OrderedDict(zip(expected, tree.values(), strict=True)))
 
 
 def test_shared_tensors_of_extra_state_stay_shared() -> None:

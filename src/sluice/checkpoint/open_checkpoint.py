@@ -135,8 +135,9 @@ class OpenCheckpoint:
 
     def refuse_cast(self, dtype: str | None) -> None:
         """Raise ``MismatchError`` if a dtype would cast scales of weights that torchao quantized, by the metadata."""
-        described = (text for text in self.metadata.values() if '"_type"' in text and '"Tensor"' not in text)
-        if dtype is not None and "tensor_names" in self.metadata and any(described):
+        names = self.metadata.get("tensor_names", "")  # as JSON
+        described = (text for name, text in self.metadata.items() if f'"{name}"' in names)
+        if dtype is not None and any('"_type"' in text and '"Tensor"' not in text for text in described):
             problem = "dtype= would cast the scales of quantized weights"
             raise MismatchError(problem, file=self.path, found=dtype, advice="Leave it out.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from reprlib import repr as short_repr
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
-from sluice.matching.candidates import extra_states, in_extra_state
+from sluice.matching.candidates import outside, whole_states
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import only_state_dict
 from sluice.records import Entry
@@ -61,12 +61,11 @@ def whole_contents(
         return _converted(tree, chosen, path, chosen, _count(chosen))
     chosen, path = _state_dict(checkpoint, tree, key)
     renaming = Renaming(rename)
-    states = dict(extra_states(chosen))  # each stays whole, as ``set_extra_state`` expects it
-    entries, taken = _entries(checkpoint, chosen, renaming, rules, skip=in_extra_state)
+    states = whole_states(chosen)
+    entries, taken = _entries(checkpoint, chosen, renaming, rules, states)
     renamed: dict[str, object] = {**entries}
-    values = {name: value for name, value in trees.leaves(chosen) if not isinstance(value, Entry)}
-    values = {name: value for name, value in values.items() if not in_extra_state(name)} | states
-    for name, value in renaming.apply(values).items():
+    values = [each for each in trees.leaves(chosen) if not isinstance(each[1], Entry)]
+    for name, value in renaming.apply(outside(states, values) | states).items():
         if name in renamed:
             raise MismatchError(
                 "rename maps a tensor and another value to the same name", file=checkpoint.path, tensor=name
@@ -139,12 +138,11 @@ def _entries(
     chosen: Mapping[str, object],
     renaming: Renaming,
     rules: Sequence[Rule],
-    *,
-    skip: Callable[[str], bool] = lambda _: False,
+    states: Collection[str] = (),
 ) -> tuple[dict[str, Entry], int]:
     """Return the tensors by their new names, and the number of names of the checkpoint that they come from.
 
-    Those whose names ``skip`` accepts are left out.
+    Those at or below the names of ``states`` are left out.
 
     Raises:
         MismatchError: None is left, a name is not a string, or the rules do not apply.
@@ -152,11 +150,11 @@ def _entries(
     for key in trees.odd_keys(chosen):
         problem = f"tensor names must be strings, not {type(key).__name__}"
         raise MismatchError(problem, file=checkpoint.path, tensor=short_repr(key))
-    flat = {name: entry for name, entry in trees.flatten(chosen, checkpoint.limits).items() if not skip(name)}
+    flat = outside(states, trees.flatten(chosen, checkpoint.limits).items())
     renamed = renaming.apply(flat)
-    renaming.check(name for name, _ in trees.leaves(chosen))
+    renaming.check([*outside(states, trees.leaves(chosen)), *states])
     entries = apply_rules(renamed, rules)
-    if not entries and checkpoint.entries:
+    if not (entries or states) and checkpoint.entries:
         problem = f"none of its {len(checkpoint.entries):,} tensors would be converted"
         raise MismatchError(problem, file=checkpoint.path, found=f"{len(flat):,} tensors before rename and rules")
     return entries, _used(renamed, entries) if rules else len(renamed)

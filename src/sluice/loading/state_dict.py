@@ -19,7 +19,7 @@ from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
 from sluice.loading.devices import other_devices
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
-from sluice.matching.candidates import extra_states, in_extra_state
+from sluice.matching.candidates import outside, whole_states
 from sluice.matching.selection import only_state_dict
 from sluice.planning.budget import Change
 from sluice.reading.composites import component_requests, with_tensors
@@ -129,10 +129,11 @@ def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> tuple[Any, 
 
 def _apply_rules(tree: Mapping[str, object], rules: Sequence[Rule], checkpoint: OpenCheckpoint) -> Mapping[str, object]:
     """Return a flat state dict: the tensors after the rules, and extra state and the other values unchanged."""
-    tensors = trees.flatten(tree, checkpoint.limits).items()
-    flat: dict[str, object] = {**apply_rules({n: entry for n, entry in tensors if not in_extra_state(n)}, rules)}
-    values = [each for each in trees.leaves(tree) if not (isinstance(each[1], Entry) or in_extra_state(each[0]))]
-    for name, value in [*values, *extra_states(tree)]:
+    states = whole_states(tree)
+    tensors = outside(states, trees.flatten(tree, checkpoint.limits).items())
+    flat: dict[str, object] = {**apply_rules(tensors, rules)}
+    values = [each for each in trees.leaves(tree) if not isinstance(each[1], Entry)]
+    for name, value in (outside(states, values) | states).items():
         if name in flat:
             raise MismatchError(
                 "rules map a tensor to the name of a different value", file=checkpoint.path, tensor=name

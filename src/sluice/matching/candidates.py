@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -20,11 +22,14 @@ __all__ = [
     "CandidateReader",
     "extra_states",
     "holds_tensors",
-    "in_extra_state",
     "likely_state_dicts",
     "names_by_state_dict",
+    "outside",
     "state_dict_candidates",
+    "whole_states",
 ]
+
+_Value = TypeVar("_Value")
 
 #: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
@@ -162,7 +167,11 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
                 if isinstance(path, str) and type(version) is int:
                     versions[path] = version
         flat = flatten(part, self.limits)
-        entries = {name: entry for name, entry in flat.items() if not in_extra_state(name)}
+        entries = {
+            name: entry
+            for name, entry in flat.items()
+            if _EXTRA_STATE not in name or _EXTRA_STATE not in name.split(".")
+        }
         extra_state = dict(extra_states(part))
         if self.rename is not None:
             renaming = Renaming(self.rename)
@@ -187,9 +196,19 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
         return candidates
 
 
-def in_extra_state(name: str) -> bool:
-    """Return whether a dotted name is that of extra state, or of a part of it."""
-    return _EXTRA_STATE in name and _EXTRA_STATE in name.split(".")
+def whole_states(part: object) -> dict[str, object]:
+    """Return the extra state that is not a tensor, by name: it stays whole, as ``set_extra_state`` expects it."""
+    return {name: value for name, value in extra_states(part) if not isinstance(value, Entry)}
+
+
+def outside(states: Collection[str], items: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
+    """Return the items whose names are neither in ``states`` nor below a name in it."""
+    ends = re.compile(r"\.|$")
+    return {
+        name: value
+        for name, value in items
+        if not (states and any(name[: end.start()] in states for end in ends.finditer(name)))
+    }
 
 
 def extra_states(part: object) -> Iterator[tuple[str, object]]:

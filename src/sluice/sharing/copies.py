@@ -67,7 +67,8 @@ class CopyRequest(Struct, frozen=True, kw_only=True):
         entries, part = self.contents()
         kept = {id(entry) for entry in entries.values() if finished_dtype(entry, self.dtype) == entry.dtype}
         states = Renaming(self.rename).apply(dict(extra_states(part)))
-        state = OrderedDict((name, value) for name, value in states.items() if id(value) not in kept)
+        dropped = {name for name, value in states.items() if isinstance(value, Entry) and name not in entries}
+        state = OrderedDict((n, value) for n, value in states.items() if id(value) not in kept and n not in dropped)
         vars(state).update(getattr(part, "__dict__", {}))
         for name, value in [*state.items(), ("_metadata", metadata(state))]:
             if any(every_entry(value)):

@@ -129,7 +129,7 @@ def _tensors(
     """Return the tree, and the storages of its tensors."""
     tree: dict[str, Entry | UnsupportedValue] = {}
     storages: list[Storage] = []
-    lacks_package = find_spec("gguf") is None
+    lacks_package = any(each.type.package for each in descriptions) and find_spec("gguf") is None
     for each in descriptions:
         name, stored, absent = each.type.name, each.type.stored, each.type.package and lacks_package
         if stored is None or absent:
