@@ -84,7 +84,7 @@ def test_rules_leave_extra_state_whole(value: Any, tmp_path: Path) -> None:
         ({"m.w": torch.ones(1), "m._extra_state.t": torch.ones(2)}, ["n.w", "n._extra_state.t"]),
         ({"m.w": torch.ones(1), "m._extra_state": torch.ones(2)}, ["n.w", "n._extra_state"]),
         ({"m._extra_state": torch.ones(2)}, ["n._extra_state"]),
-        ({"m.w": torch.ones(1), "m._extra_state": {"t": torch.ones(2)}}, ["n.w", "n._extra_state"]),
+        ({"m.w": torch.ones(9), "m._extra_state": {"t": torch.ones(2)}}, ["n.w", "n._extra_state"]),
     ],
 )
 def test_names_of_extra_state_are_renamed(tree: dict[str, Any], expected: list[str], tmp_path: Path) -> None:

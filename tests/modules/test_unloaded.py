@@ -218,57 +218,6 @@ def test_every_way_to_call_a_module_that_was_loaded_in_part_is_refused(
     assert torch.equal(called(x), want)
 
 
-_DOORS: tuple[Callable[[Any, torch.Tensor], object], ...] = (
-    lambda model, x: model[0].forward(x),
-    lambda model, x: nn.functional.linear(x, model[0].weight),
-    lambda model, x: x @ model[0].weight.data.t().to(x.dtype),
-    lambda model, x: nn.functional.linear(x, torch.cat([model[0].weight, model[1].weight])),
-    lambda model, x: nn.functional.linear(x, model.state_dict()["0.weight"]),
-    lambda model, x: nn.functional.linear(x, copy.deepcopy(copy.deepcopy(model))[0].weight),
-    lambda model, x: model[0].weight.copy_(x[:1]),
-)
-
-
-@pytest.mark.parametrize("end", ["stream closed", "load failed"])
-def test_weights_that_are_not_there_are_refused_without_a_call_and_are_ordinary_ones_on_meta(
-    end: str, tmp_path: Path
-) -> None:
-    source, x, file = _layers(), torch.ones(2, 512), tmp_path / "f.pth"
-    torch.save(source.state_dict(), file)
-
-    def ended() -> nn.Sequential:
-        with sluice.empty_init():
-            model = _layers()
-        with torch.no_grad(), suppress(SluiceError):
-            _ENDS[end](model, file, lambda: model(x))
-        return model
-
-    model = ended()
-    own = list(model.parameters())
-    for use in _DOORS:
-        with torch.no_grad(), pytest.raises(StreamError, match=r"not in memory") as refused:
-            use(model, x)
-        assert refused.value.tensor == "0.weight"
-    with pytest.raises(sluice.SaveError, match=r"tensors on the meta device have no values"):
-        sluice.save(model, tmp_path / "saved.pth")
-    assert {type(each) for each in pickle.loads(pickle.dumps(model)).parameters()} == {nn.Parameter}
-    assert type(type(own[0])(torch.ones(2)) * 2) is torch.Tensor  # as accelerate makes parameters
-    assert torch.equal((own[0] @ torch.empty(512, 2, device="meta")).new_zeros(2, device="cpu"), torch.zeros(2))
-    memory = int(sum(each.nbytes for each in own) * 0.6) + 64
-    stream = sluice.plan(model, file, memory=memory, stream=True).stream
-    assert stream is not None
-    assert stream.window_bytes
-    sluice.load_into(model.half(), file, dtype="fp16")
-    assert [type(each) for each in model.parameters()] == [nn.Parameter] * 4
-    assert all(one is other for one, other in zip(model.parameters(), own, strict=True))
-    assert torch.equal(model(x.half()), copy.deepcopy(source).half()(x.half()))
-    assert b"sluice" not in pickle.dumps(model)
-    for assign in (True, False):
-        model = ended()
-        (model if assign else model.to_empty(device="cpu")).load_state_dict(source.state_dict(), assign=assign)
-        assert torch.equal(model(x), source(x))
-
-
 def test_gradients_of_earlier_calls_are_refused_after_a_load_that_changed_a_part() -> None:
     model = _layers()
     loss = model(torch.ones(2, 512)).sum()

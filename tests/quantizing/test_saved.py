@@ -101,7 +101,11 @@ def test_casts_and_live_quantized_models_are_refused(tmp_path: Path) -> None:
 )
 def test_the_scales_of_a_file_are_not_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    metadata = {"a.b": '{"_type":"Int8Tensor","_data":{}}', "a.c": '{"_type": "Tensor"}', "tensor_names": "[]"}
+    metadata = {
+        "a.b": '{"_type":"Int8Tensor","_data":{}}',
+        "a.c": '{"_type": "Tensor"}',
+        "tensor_names": '["a.b", "a.c"]',
+    }
     save_file({"a._b_scale": torch.full((4,), 0.1), "a.c": torch.ones(2)}, "q.safetensors", metadata=metadata)
     monkeypatch.setenv("SLUICE_SHARED_DIR", str(tmp_path / "store"))
     with pytest.raises(sluice.MismatchError, match="would cast the scales"):

@@ -13,6 +13,7 @@ from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from msgspec.structs import replace
 
+from sluice._dtypes import is_castable
 from sluice._errors import CheckpointError, MismatchError, PartialLoadError, SluiceError
 from sluice._messages import type_of
 from sluice._options import BYTES_ENCODING, DEFAULT_LIMITS, TEXT_ENCODING, Limits
@@ -137,13 +138,17 @@ class OpenCheckpoint:
         """Raise ``MismatchError`` if a dtype would cast scales of weights that torchao quantized, by the metadata."""
         names = self.metadata.get("tensor_names", "")  # as JSON
         described = (text for name, text in self.metadata.items() if f'"{name}"' in names)
-        if dtype is not None and any('"_type"' in text and '"Tensor"' not in text for text in described):
+        if dtype is None or not any('"_type"' in text and '"Tensor"' not in text for text in described):
+            return
+        if any(is_castable(entry.dtype) and entry.dtype != dtype for entry in self.entries.values()):
             problem = "dtype= would cast the scales of quantized weights"
             raise MismatchError(problem, file=self.path, found=dtype, advice="Leave it out.")
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """The record of every tensor by its dotted name."""
+        if self._lender is not None and self.index is self._lender.index:
+            return self._lender.entries
         return trees.flatten(self.index.tree, self.limits)
 
     @property

@@ -7,8 +7,7 @@ themselves, so that their names are found, and nothing can be saved. A model tha
 moved, cast, copied and pickled.
 
 torch does not refuse calls: a linear layer or a convolution with weights on meta, called with input on the CPU, returns
-numbers, and so does a module that a failed load has filled in part. So a module without its weights has hooks, and its
-parameters on meta refuse to be used together with tensors that have memory; on their own, they are ordinary ones.
+numbers, and so does a module that a failed load has filled in part.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ from sluice.modules.emptied import map_tensors, tensors_in
 from sluice.modules.install import note_written
 from sluice.modules.swap import writes
 
-__all__ = ["Guard", "ParkedParameter", "Unloaded", "is_partly_loaded", "refuse_calls", "refuse_streamed", "refusing"]
+__all__ = ["Guard", "ParkedParameter", "is_partly_loaded", "refuse_calls", "refuse_streamed", "refusing"]
 
 #: Attribute of tensors that a failed load may have changed: their version then. Not a table with weak references, with
 #: which torch does not swap tensors.
@@ -126,40 +125,6 @@ class ParkedParameter(nn.Parameter):
             return func(*lent_args, **lent_kwargs)
 
 
-class Unloaded(nn.Parameter):
-    """A parameter on meta whose weights are not there, and what is computed from it on meta."""
-
-    #: Its name in the model.
-    _sluice_path: str
-
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
-        return nn.Parameter(data, requires_grad)  # as libraries call the type of a parameter, and copies
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as an ordinary one
-            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        tensors = list(tensors_in((args, kwargs), _NESTING))
-        replacing = _name_of(func) in {"_has_compatible_shallow_copy_type", "module_load"}  # by other tensors
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
-            paths = [each._sluice_path for each in tensors if isinstance(each, cls) and each.is_meta]  # noqa: SLF001
-            if paths and not replacing and not all(each.is_meta for each in tensors):
-                _refuse_missing(paths[0])
-            return map_tensors(func(*args, **(kwargs or {})), partial(cls._from, path=next(iter(paths), None)))
-
-    @classmethod
-    def _from(cls, tensor: torch.Tensor, *, path: str | None) -> torch.Tensor:
-        """Return a result as one of this class: views and casts of weights are as little there as these."""
-        if tensor.is_meta and type(tensor) is not cls:
-            tensor = tensor.as_subclass(cls)
-            vars(tensor)["_sluice_path"] = path
-        return tensor
-
-
 def _name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function of torch, or of the attribute that is read."""
     name = getattr(func, "__name__", "an operation")
@@ -244,15 +209,11 @@ class _Refusal:
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  the signature of torch
         name = _missing(module)
         if name is not None:
-            _refuse_missing(name)
-
-
-def _refuse_missing(name: str | None) -> NoReturn:
-    raise StreamError(
-        "the weights are not in memory: the load failed, or the stream has ended",
-        tensor=name,
-        advice="Load them with sluice.load_into or load_state_dict(assign=True), or run the model in sluice.stream.",
-    )
+            raise StreamError(
+                "the weights are not in memory: the load failed, or the stream has ended",
+                tensor=name,
+                advice="Load them with sluice.load_into or load_state_dict, or run the model inside of sluice.stream.",
+            )
 
 
 def refuse_calls(module: nn.Module, *, partly: bool = False) -> None:
@@ -265,9 +226,6 @@ def refuse_calls(module: nn.Module, *, partly: bool = False) -> None:
     torn = [each for each in _tensors(module).values() if (partly or _is_torn(each)) and not is_lazy(each)]
     _accept_calls(module)
     _Refusal(torn)
-    for name, each in module.named_parameters():
-        if type(each) is nn.Parameter and each.is_meta:
-            vars(each)["_sluice_path"], cast("Any", each).__class__ = name, Unloaded
     for part in module.modules():
         if _missing(part) is not None:
             refusal = _Refusal([each for each in _tensors(part).values() if _is_torn(each)])  # copied with the part
@@ -286,10 +244,6 @@ def is_partly_loaded(module: nn.Module) -> bool:
 @contextmanager
 def refusing(module: nn.Module) -> Iterator[None]:
     """Refuse calls of the module after a failure of the block, which loads or streams it, and accept them otherwise."""
-    for each in module.parameters() if _Refusal.made else ():
-        if type(each) is Unloaded:
-            cast("Any", each).__class__ = nn.Parameter
-            vars(each).pop("_sluice_path", None)
     try:
         yield
     except BaseException as error:

@@ -17,7 +17,7 @@ from sluice._options import TransferOptions
 from sluice.loading.module_job import ModuleJob
 from sluice.modules.blocks import ModuleBlock
 from sluice.modules.collect import Owner
-from sluice.modules.unloaded import ParkedParameter, Unloaded
+from sluice.modules.unloaded import ParkedParameter
 from sluice.planning.streaming import Step, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
 from sluice.records import LoadPlan, Request
@@ -193,7 +193,7 @@ def _groups(
 def _is_ordinary(job: ModuleJob, position: int) -> bool:
     """Return whether a request fills a parameter on the meta device that shares its memory with no other tensor."""
     state, slot, request = job.state, job.match.slots[position], job.requests[position]
-    ordinary = type(state.tensors[slot]) in {nn.Parameter, Unloaded} and state.tensors[slot].is_meta
+    ordinary = type(state.tensors[slot]) is nn.Parameter and state.tensors[slot].is_meta
     shared = slot in state.aliases or slot in state.shards
     return ordinary and not shared and not request.existing and not request.replaces
 

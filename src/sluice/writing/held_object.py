@@ -154,9 +154,7 @@ def refuse_unsupported(tensor: torch.Tensor, name: str = "") -> None:
     problem, advice = "", None
     if hasattr(tensor, "refuse"):  # a weight of a stream
         tensor.refuse("be saved")
-    if tensor.is_meta:
-        problem = "tensors on the meta device have no values to save"
-    elif type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+    if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         problem = f"tensors of class {type(tensor).__qualname__} cannot be saved"
         if type(tensor).__module__.startswith("torchao."):
             advice = "Save weights that torchao quantized as .safetensors or as a Hugging Face directory."
@@ -165,6 +163,8 @@ def refuse_unsupported(tensor: torch.Tensor, name: str = "") -> None:
     elif tensor.layout != torch.strided or tensor.is_quantized:
         problem = f"a {tensor.dtype if tensor.is_quantized else tensor.layout} tensor cannot be written"
         advice = "Save sparse and quantized tensors with torch.save; sluice reads them."
+    elif tensor.is_meta:
+        problem = "tensors on the meta device have no values to save"
     elif _end(tensor) * tensor.itemsize > tensor.untyped_storage().nbytes():  # after it is memory of others
         problem = "its storage was freed or shrunk"
         advice = "FSDP frees weights between their uses: save the state dict that it gathers."
