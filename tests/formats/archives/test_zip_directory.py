@@ -83,6 +83,7 @@ def test_bytes_after_the_end(extra: int) -> None:
         build_archive(HONEST, zip64=True, entries=3),
         build_archive(HONEST, zip64=True, directory_offset=1),
         build_archive(HONEST, zip64=True, directory_bytes=46),
+        b"PK\6\7" + build_archive([])[-22:],  # too short for the locator that it begins with
     ],
 )
 def test_end_records_that_lie(content: bytes) -> None:

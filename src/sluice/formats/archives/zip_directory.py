@@ -182,7 +182,8 @@ def _read_end(source: Source) -> _End:
     if disk or directory_disk or here != entries:
         raise FormatError("the archive spans several disks", file=source.path, offset=at)
     end = _End(entries=entries, nbytes=nbytes, offset=offset)
-    if tail[-_END.size - _LOCATOR.size :][:4] == b"PK\6\7":
+    locator = -_END.size - _LOCATOR.size
+    if tail[locator : locator + 4] == b"PK\6\7":  # empty if the file is shorter
         end, at = _read_end64(source, tail, end), size - _TAIL_BYTES
     if end.offset + end.nbytes != at or end.entries * _ENTRY.size > end.nbytes:
         problem = "the central directory is not at the offset in the end record, or bytes precede the archive"
