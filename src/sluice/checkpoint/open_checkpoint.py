@@ -86,7 +86,7 @@ class OpenCheckpoint:
                 opened.index = replace(opened.index, tree=part)
             except BaseException as error:
                 opened.close()
-                name_file(error, opened.path)
+                _name_file(error, opened.path)
                 raise
         return opened
 
@@ -287,14 +287,14 @@ def borrow(
         yield checkpoint
     except (CheckpointError, MismatchError, PartialLoadError) as error:
         if alone:
-            name_file(error, checkpoint.path)
+            _name_file(error, checkpoint.path)
         raise
     finally:
         if checkpoint is not source:
             checkpoint.close()
 
 
-def name_file(error: BaseException, path: str) -> None:
+def _name_file(error: BaseException, path: str) -> None:
     """Name the checkpoint in an error that names no file."""
     if isinstance(error, SluiceError) and error.file is None:
         error.file = path
