@@ -55,6 +55,7 @@ def _serve(task: dict[str, Any], say: Callable[..., None], answers: IO[str], imp
     except ImportError as error:
         say("absent", reason=str(error))
         return
+    time.sleep(max(0.0, task["claim_time"] - time.monotonic()))
     touch_free_memory(task["claimed_bytes"])  # last, because the effect is short
     say("ready", peak_was_reset=restart_peak())
     answers.readline()

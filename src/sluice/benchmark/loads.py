@@ -26,14 +26,19 @@ _PAGE_BYTES = 4096
 
 
 def run_job(
-    job: MethodJob, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
+    job: MethodJob,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    host_limit_bytes: int | None = None,
+    claim_time: float = 0.0,
 ) -> Outcome:
-    """Run a job in a fresh process and return its outcome; see ``process.run_tasks``."""
+    """Run a job in a fresh process and return its outcome; see ``process.run_tasks`` and ``BenchTask.claim_time``."""
     task = BenchTask(
         work=f"{__name__}:load",
         arguments={"home": METHODS[job.method].load.__module__, **dataclasses.asdict(job)},
         imports=METHODS[job.method].imports,
         claimed_bytes=2 * _size_on_disk(Path(job.checkpoint)) if job.checkpoint else 0,
+        claim_time=claim_time,
         watches_device=job.device == "cuda",
     )
     (outcome,) = run_tasks([task], timeout_seconds=timeout_seconds, host_limit_bytes=host_limit_bytes)

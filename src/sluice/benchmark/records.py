@@ -165,6 +165,8 @@ class BenchTask:
     imports: tuple[str, ...] = ()
     #: Memory to touch and free before the measurement, in bytes; see ``child``.
     claimed_bytes: int = 0
+    #: When that may begin, by ``time.monotonic``.
+    claim_time: float = 0.0
     #: Interval between two samples of its memory, in seconds.
     sample_seconds: float = 0.002
     #: Whether to sample the memory of the CUDA device.

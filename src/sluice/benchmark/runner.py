@@ -55,7 +55,9 @@ def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> Iterator[_Step
                 yield from ((scenario, method, state, repetition) for method in methods[begin:] + methods[:begin])
 
 
-def _run(step: _Step, known: dict[MethodJob, Outcome], *, end: float, timeout_seconds: float) -> Outcome:
+def _run(
+    step: _Step, known: dict[MethodJob, Outcome], *, end: float, timeout_seconds: float, claim_time: float
+) -> Outcome:
     """Run one process; a reference that several scenarios share runs once."""
     scenario, method, state, repetition = step
     is_reference = method == REFERENCE
@@ -82,7 +84,9 @@ def _run(step: _Step, known: dict[MethodJob, Outcome], *, end: float, timeout_se
         return known[job]
     if not _PREPARATIONS[state](scenario.checkpoints[method]):
         return Outcome(status="failed", reason=f"the page cache could not be made {state}")
-    return run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
+    return run_job(
+        job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes, claim_time=claim_time
+    )
 
 
 def run_with_progress(
@@ -101,7 +105,7 @@ def run_with_progress(
         scenarios: The scenarios.
         repetitions: Number of repetitions.
         timeout_seconds: Time limit of a run.
-        settle_seconds: Pause before each run.
+        settle_seconds: Least time between a run and the claim of memory of the next one, which imports meanwhile.
         end_seconds: Time after which no run starts: a method without a run has a row with the reason.
 
     Returns:
@@ -117,8 +121,8 @@ def run_with_progress(
             if repetition and time.monotonic() >= end:
                 break
             bar.update(task, description=f"{method} {scenario.dtype} {state}")
-            time.sleep(settle_seconds)
-            outcome = _run(step, known, end=end, timeout_seconds=timeout_seconds)
+            claim_time = time.monotonic() + settle_seconds
+            outcome = _run(step, known, end=end, timeout_seconds=timeout_seconds, claim_time=claim_time)
             runs.append(
                 MethodRun(scenario=scenario.title, method=method, state=state, repetition=repetition, outcome=outcome)
             )
