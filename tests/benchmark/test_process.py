@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,11 @@ def test_a_copying_method_grows_by_anonymous_memory(checkpoint: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_a_mapping_method_grows_by_file_pages(checkpoint: Path) -> None:
+def test_a_mapping_method_grows_by_file_pages_and_claims_no_memory_before_its_time(checkpoint: Path) -> None:
     final = final_bytes("tiny", torch.float32)
-    outcome = run_job(job("mmap", checkpoint))
-    assert outcome.status == "ok"
+    claim_time = time.monotonic() + 0.7
+    outcome = run_job(job("mmap", checkpoint), claim_time=claim_time)
+    assert (outcome.status, time.monotonic() > claim_time) == ("ok", True)
     assert outcome.file_bytes > 0.9 * final
     assert outcome.anon_bytes < 0.5 * final
     assert outcome.verdict is None

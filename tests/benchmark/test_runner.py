@@ -76,17 +76,20 @@ def test_a_reference_of_several_scenarios_runs_once(log: list[str]) -> None:
 def test_what_does_not_start_in_time_has_a_row_with_the_reason(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("sluice.benchmark.runner.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("sluice.benchmark.runner.time.sleep", lambda _: now.append(now.pop() + 10))
-    timeouts: list[float] = []
+    given: list[dict[str, Any]] = []
 
-    def timed(_: MethodJob, *, timeout_seconds: float, **__: object) -> Outcome:
-        timeouts.append(timeout_seconds)
+    def timed(_: MethodJob, **options: Any) -> Outcome:
+        given.append(options)
+        now[0] += 10
         return Outcome(status="ok", seconds=1.0)
 
     monkeypatch.setattr(_runner, "run_job", timed)
     console = Console(file=io.StringIO())
-    runs = run_with_progress(console, [_scenario("cold")], repetitions=9, timeout_seconds=15, end_seconds=30)
-    assert timeouts == [15, 15]  # the reference and sluice; naive would begin at the end
+    runs = run_with_progress(
+        console, [_scenario("cold")], repetitions=9, timeout_seconds=15, settle_seconds=3, end_seconds=20
+    )
+    # The reference and sluice, which claims memory three seconds after it; naive would begin at the end.
+    assert given == [{"timeout_seconds": 15}, {"timeout_seconds": 15, "host_limit_bytes": None, "claim_time": 13}]
     assert [(run.method, run.outcome.status) for run in runs[:3]] == [
         *(("reference", "ok"), ("sluice", "ok"), ("naive", "skipped"))
     ]
