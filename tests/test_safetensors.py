@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import sluice
 from sluice import safetensors as ours
@@ -76,13 +77,8 @@ def test_errors_about_a_file_are_those_of_both_libraries(tmp_path: Path, data: b
     assert isinstance(caught.value, sluice.CheckpointError)
     with pytest.raises(FileNotFoundError):
         ours.load_file(tmp_path / "missing.safetensors")
-    (tmp_path / "m").write_bytes(bytes(9))
-    with pytest.raises(sluice.CheckpointError) as damaged:
-        ours.load_file(tmp_path / "m")
-    for again in (copy.copy(damaged.value), pickle.loads(pickle.dumps(damaged.value))):
-        assert isinstance(again, SafetensorError)
-        assert isinstance(again, sluice.CheckpointError)
-        assert str(again) == str(damaged.value)
+    for again in (copy.copy(caught.value), pickle.loads(pickle.dumps(caught.value))):
+        assert (type(again), str(again)) == (type(caught.value), str(caught.value))
     torch.save({"w": torch.ones(1)}, tmp_path / "m.pth")
     with pytest.raises(ours.SafetensorError, match="not a safetensors file: torch-zip"):
         ours.load_file(tmp_path / "m.pth")
@@ -107,7 +103,7 @@ def outcome(load: Callable[..., Any], model: nn.Module, path: Path, *, strict: b
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("change", ["none", "other name", "missing", "unexpected", "both names"])
+@pytest.mark.parametrize("change", ["none", "other name", "missing", "unexpected", "both names", "declared"])
 def test_models_are_saved_and_filled_as_by_the_library(tmp_path: Path, change: str, *, strict: bool) -> None:
     saved, model, path = Tied(), Tied(), tmp_path / "m.safetensors"
     ours.save_model(saved, path)
@@ -125,6 +121,8 @@ def test_models_are_saved_and_filled_as_by_the_library(tmp_path: Path, change: s
     elif change == "both names":
         state["b.weight"] = state["a.weight"].clone()
     library.save_file(state, path)
+    if change == "declared":  # by a file of sluice, with both names
+        sluice.save(saved, path, overwrite=True)
     before = copy.deepcopy(model.state_dict())
     expected = outcome(library.load_model, model, path, strict=strict)
     if len(expected) == 3 and not expected[0]:
@@ -134,6 +132,16 @@ def test_models_are_saved_and_filled_as_by_the_library(tmp_path: Path, change: s
         with pytest.raises(RuntimeError):
             ours.load_model(model, path)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_load_hooks_and_versions_of_a_model_are_followed(tmp_path: Path, *, strict: bool) -> None:
+    model, path = nn.Sequential(nn.BatchNorm1d(3), weight_norm(nn.Linear(3, 3))), tmp_path / "old.safetensors"
+    state = {f"0.{name}": torch.rand(3) for name in ("weight", "bias", "running_mean", "running_var")}
+    state |= {"1.bias": torch.rand(3), "1.weight_g": torch.rand(3, 1), "1.weight_v": torch.rand(3, 3)}
+    library.save_file(state, path)
+    expected = outcome(library.load_model, model, path, strict=strict)
+    assert (len(expected), outcome(ours.load_model, model, path, strict=strict)) == (3, expected)
 
 
 def test_strided_weights_are_saved_without_copies_unless_the_caller_wants_an_error(tmp_path: Path) -> None:

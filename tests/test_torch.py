@@ -66,13 +66,10 @@ def test_what_needs_code_is_refused(tmp_path: Path) -> None:
     torch.save({"args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
     with pytest.raises(sluice.UnsafeContentError, match=r"argparse\.Namespace"):
         load(tmp_path / "a.pt")
-    with pytest.raises(sluice.SaveError):
-        save({"args": argparse.Namespace(lr=1)}, tmp_path / "b.pt")
-    refused: list[dict[str, Any]] = [
-        {"weights_only": False},
-        {"map_location": lambda storage, _: storage},
-        {"map_location": {}},
-    ]
+    for value in ({"args": argparse.Namespace(lr=1)}, nn.Linear(1, 1)):
+        with pytest.raises(sluice.SaveError):
+            save(value, tmp_path / "b.pt")
+    refused: list[dict[str, Any]] = [{"weights_only": False}, {"map_location": lambda s, _: s}, {"map_location": {}}]
     for arguments in refused:
         with pytest.raises(ValueError, match=r"torch\.load"):
             load(tmp_path / "a.pt", **arguments)

@@ -21,7 +21,9 @@ def load_torch_file(
     """Return the state dict of a file, and its metadata if asked for; code in a file is never run."""
     del safe_load
     with sluice.open(ckpt) as checkpoint:
-        state = sluice.load_state_dict(checkpoint, device=device)
+        tree = checkpoint.tree
+        key = "state_dict" if isinstance(tree, dict) and isinstance(tree.get("state_dict"), dict) else None
+        state = sluice.load_state_dict(checkpoint, device=device, key=key)  # as ComfyUI, also next to averaged weights
         metadata = dict(checkpoint.metadata) if checkpoint.format == "safetensors" else None
     return (state, metadata) if return_metadata else state
 

@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
 
 @pytest.mark.parametrize("device_map", [None, "auto", "sequential", {"": "cpu"}, {"0": "cpu", "1": "cpu"}])
 def test_a_model_is_filled_and_runs(path: Path, device_map: str | dict[str, str] | None) -> None:
-    model = load_checkpoint_and_dispatch(empty(net), path, device_map=device_map, dtype=torch.bfloat16)
+    model = load_checkpoint_and_dispatch(empty(net), path, device_map=device_map, dtype="bf16")
     expected = torch.load(path)["1.weight"].to(torch.bfloat16)
     assert torch.equal(model.get_parameter("1.weight"), expected)
     assert model(torch.ones(1, 4, dtype=torch.bfloat16)).shape == (1, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -15,10 +14,10 @@ from sluice._dtypes import torch_dtype
 from sluice._errors import CheckpointError, FormatError, MissingFileError, ReadError, UnsupportedError
 from sluice._messages import type_of
 from sluice._options import DEFAULT_LIMITS, Limits
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.formats.protocol import read_whole
 from sluice.hf._hub import FoundModel
 from sluice.hf._quantization import Quantizer, TorchAoQuantizer
-from sluice.records import Entry
 from sluice.sources.local import LocalFile
 from sluice.sources.opening import refuse_url
 from sluice.sources.remote_names import missing_advice
@@ -143,11 +142,7 @@ def _named_class(library: Any, config: Any, path: str) -> type:
 
 def _class_of_auto(library: Any, auto: Any, config: Any, path: str) -> type:
     """Return the model class that an ``AutoModel...`` class selects."""
-    mapping = getattr(auto, "_model_mapping", {})
-    try:
-        mapped = mapping[type(config)]
-    except KeyError:
-        mapped = ()
+    mapped = getattr(auto, "_model_mapping", {}).get(type(config), ())
     choices = mapped if isinstance(mapped, (list, tuple)) else (mapped,)
     named = [choice for choice in choices if choice.__name__ in _architectures(config)]
     for choice in (*named, *choices):
@@ -158,11 +153,14 @@ def _class_of_auto(library: Any, auto: Any, config: Any, path: str) -> type:
     raise UnsupportedError(problem, file=path)
 
 
-def settle_dtype(config: Any, dtype: torch.dtype | str, entries: Mapping[str, Entry], path: str) -> torch.dtype:
+def settle_dtype(config: Any, dtype: torch.dtype | str, checkpoint: OpenCheckpoint, path: str) -> torch.dtype:
     """Return the dtype of the model, and set it in the configuration and its parts, as the library does."""
     requested: Any = config.dtype if dtype == "auto" else dtype
     if requested is None:
-        floating = (torch_dtype(entry.dtype) for entry in entries.values())
+        entries, storages = checkpoint.entries, checkpoint.index.storages
+        by_name = "safetensors" in checkpoint.format  # the library goes through their names in alphabetical order
+        order = sorted(entries, key=lambda name: (storages[entries[name].storages[0]].file, name if by_name else ""))
+        floating = (torch_dtype(entries[name].dtype) for name in order)
         usable = (each for each in floating if each.is_floating_point and each.itemsize > 1)
         requested = next(usable, torch.float32)
     chosen = getattr(torch, requested, None) if isinstance(requested, str) else requested

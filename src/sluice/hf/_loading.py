@@ -148,7 +148,7 @@ def from_pretrained(
         quantizer = find_quantizer(library, config, quantization_config, path, divided=ranks is not None)
         with ExitStack() as stack:
             checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
-            chosen = settle_dtype(config, dtype, checkpoint.entries, path)
+            chosen = settle_dtype(config, dtype, checkpoint, path)
             model = _build(library, model_class, config, chosen, quantizer, path)
             checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
             _refuse_unsupported(checkpoint, path)
@@ -231,7 +231,7 @@ def stream(
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedError("models with quantized weights are loaded, not streamed", file=files.name)
         checkpoint = stack.enter_context(open_checkpoint(files.weights, limits=limits))
-        chosen = settle_dtype(config, dtype, checkpoint.entries, files.folder)
+        chosen = settle_dtype(config, dtype, checkpoint, files.folder)
         model = _build(library, model_class, config, chosen, Quantizer(), files.folder)
         _refuse_unsupported(checkpoint, files.folder)
         names = MatchedWeights.of(library, model, checkpoint.entries, files.folder)

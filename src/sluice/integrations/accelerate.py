@@ -15,7 +15,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from torch import nn
 
-from sluice._dtypes import DType
+from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice.api.load import load_into
 from sluice.sources.remote.location import Remote
 
@@ -64,17 +64,13 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, str):
         if device_map not in _WORDS:
             raise ValueError(f"device_map={device_map!r}: write one of {', '.join(_WORDS)}, or a mapping")
+        name = "auto" if dtype is None else parse_dtype(dtype)
+        sized = None if name == "auto" else torch_dtype(name)  # accelerate knows fewer names
+        sizes: dict[str, Any] = {"no_split_module_classes": no_split_module_classes, "dtype": sized}
         if device_map != "sequential":
-            max_memory = get_balanced_memory(
-                model,
-                max_memory=max_memory,
-                no_split_module_classes=no_split_module_classes,
-                dtype=dtype,
-                low_zero=device_map == "balanced_low_0",
-            )
-        placement = infer_auto_device_map(
-            model, max_memory=max_memory, no_split_module_classes=no_split_module_classes, dtype=dtype
-        )
+            low_zero = device_map == "balanced_low_0"
+            max_memory = get_balanced_memory(model, max_memory, low_zero=low_zero, **sizes)
+        placement = infer_auto_device_map(model, max_memory, **sizes)
     if placement is not None and "disk" in placement.values():
         raise ValueError('a module would be on disk: run the model with sluice.stream(model, checkpoint, memory="...")')
     load_into(model, checkpoint, device=placement, dtype=dtype, strict=strict, **options)

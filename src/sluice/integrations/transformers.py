@@ -14,6 +14,7 @@ import torch
 from sluice.api.checkpoint import Checkpoint, LazyTensor
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.checkpoint.open_checkpoint import CheckpointSource
+from sluice.formats.safetensors.header import DTYPES
 from sluice.matching.selection import only_state_dict
 
 __all__ = ["lazy_state_dict"]
@@ -34,9 +35,9 @@ class LazyWeight:
         """Return the size of each dimension."""
         return list(self.shape)
 
-    def get_dtype(self) -> torch.dtype:
-        """Return the dtype in the file."""
-        return self.dtype
+    def get_dtype(self) -> str:
+        """Return the dtype as safetensors writes it: ``"F32"``, ``"BF16"``, ..."""
+        return next((code for code, name in DTYPES.items() if name == self._lazy.entry.dtype), "")
 
     def is_floating_point(self) -> bool:
         """Return whether its elements are real floating-point numbers."""

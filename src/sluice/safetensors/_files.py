@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 
 from sluice.api.load import load_into
 from sluice.api.save import save as save_checkpoint
+from sluice.modules.collect import collect
+from sluice.modules.following import follow_loading
 from sluice.safetensors._open import safe_open
 from sluice.sources.remote.location import Remote
 
@@ -119,25 +120,29 @@ def load_model(
         SafetensorError: The file is damaged, or not a safetensors file.
     """
     with safe_open(filename, framework="pt", device=device, backend=backend) as file:
-        stored = file.keys()
+        names = file._open.entries
+        # A file of sluice declares further names of a tensor; the library knows the one that is stored.
+        stored = dict.fromkeys({id(entry): name for name, entry in reversed(names.items())}.values())
         state = model.state_dict(keep_vars=True)
         tied = library._remove_duplicate_names(dict(state), preferred_names=stored)
-        others = {name for names in tied.values() for name in names}
+        others = {name for group in tied.values() for name in group}
         kept: dict[int, str] = {}  # by object, which ties on the meta device, without memory, have in common
         preferred = sorted(state, key=lambda name: (name not in stored, name))
         others.update(name for name in preferred if kept.setdefault(id(state[name]), name) != name)
-        missing = {name for name in state if name not in stored} - others
-        unexpected = [name for name in stored if name not in state or name in others]
+        entries = {name: names[name] for name in stored if name not in others}
+        followed = follow_loading(model, entries, strict=False)  # load hooks of the model add and rename
+        added = {name for slot in collect(model).outline.slots if slot.added_in for name in slot.names}
+        missing = state.keys() - {*followed.entries, *followed.extra_state, *followed.optional_names, *added, *others}
+        unexpected = [*(name for name in followed.entries if name not in state), *(stored.keys() & others)]
         if strict and (missing or unexpected):
             lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
-            for title, names in (("Missing", missing), ("Unexpected", unexpected)):
-                if names:
-                    lines.append(
-                        f"    {title} key(s) in state_dict: " + ", ".join(f'"{name}"' for name in sorted(names))
-                    )
+            for title, found in (("Missing", missing), ("Unexpected", unexpected)):
+                if found:
+                    listed = ", ".join(f'"{name}"' for name in sorted(found))
+                    lines.append(f"    {title} key(s) in state_dict: {listed}")
             raise RuntimeError("\n".join(lines))
-        dropped: dict[str | re.Pattern[str], str | None] = dict.fromkeys(unexpected)
-        load_into(model, file._open, strict=False, allow_empty=True, rename=dropped or None, dtype=None)
+        dropped: dict[Any, None] = dict.fromkeys((names.keys() - entries.keys()) | (names.keys() & unexpected))
+        load_into(model, file._open, strict=False, allow_empty=True, rename=dropped or None)
     return missing, unexpected
 
 

@@ -18,7 +18,7 @@ from sluice.api.load import load_state_dict
 from sluice.formats.safetensors.header import DTYPES
 from sluice.sources.remote.location import Remote
 
-__all__ = ["SafetensorError", "opened", "safe_open"]
+__all__ = ["SafetensorError", "safe_open"]
 
 _FRAMEWORKS = {"pt": "pt", "torch": "pt", "pytorch": "pt", "np": "np", "numpy": "np"}
 _BACKENDS = ("mmap", "pread")
@@ -46,16 +46,6 @@ def as_safetensors() -> Iterator[None]:
         if not isinstance(error, SafetensorError):
             error.__class__ = _both(type(error))  # type: ignore[arg-type]  # a class is hashable
         raise
-
-
-def opened(source: Any) -> Checkpoint:
-    """Open one safetensors file, or raise ``SafetensorError`` for another format."""
-    with as_safetensors():
-        checkpoint = open_checkpoint(source)
-    if checkpoint.format != "safetensors" or len(checkpoint.files) != 1:
-        checkpoint.close()
-        raise SafetensorError(f"{checkpoint.path}: not a safetensors file: {checkpoint.format}")
-    return checkpoint
 
 
 class safe_open:  # noqa: N801  the name in safetensors
@@ -90,7 +80,12 @@ class safe_open:  # noqa: N801  the name in safetensors
             raise SafetensorError(f"backend {backend!r} is invalid; expected one of {', '.join(_BACKENDS)}")
         self._numpy = _FRAMEWORKS[framework] == "np"
         self._device = device_name(device)
-        self._checkpoint: Checkpoint | None = opened(filename)
+        with as_safetensors():
+            checkpoint = open_checkpoint(filename)
+        if checkpoint.format != "safetensors" or len(checkpoint.files) != 1:
+            checkpoint.close()
+            raise SafetensorError(f"{checkpoint.path}: not a safetensors file: {checkpoint.format}")
+        self._checkpoint: Checkpoint | None = checkpoint
 
     @property
     def _open(self) -> Checkpoint:
@@ -165,6 +160,5 @@ class _Slice:
             if key:
                 raise SafetensorError("Non empty lists are not implemented")
             key = slice(0, 0)
-        keys = key if isinstance(key, tuple) else (key,)
         with as_safetensors():
-            return self._file._result(self._lazy[keys].read(device=self._file._device))  # noqa: SLF001  one module
+            return self._file._result(self._lazy[key].read(device=self._file._device))  # noqa: SLF001  one module

@@ -1,4 +1,4 @@
-"""``load`` and ``save`` with the signatures of ``torch``: tensors by sluice, code of a pickle never.
+"""``load`` and ``save`` in place of those of ``torch``: tensors by sluice, code of a pickle never.
 
 Replace ``torch.load(...)`` by ``sluice.torch.load(...)``. The object is the same as that of
 ``torch.load(weights_only=True)``: nested containers, plain values, tensors that share storage. It comes from any format
@@ -7,7 +7,7 @@ and any source that ``sluice.open`` takes. Different are:
 - tensors go to the CPU unless ``map_location`` names a device; functions and dicts are refused;
 - ``weights_only=False`` and ``pickle_module`` are refused: sluice runs no code of a file. Use torch for such a file;
 - ``mmap`` has no effect: bytes are read into memory of their own, around the page cache if the file is cold;
-- ``save`` takes a path, not a file object, and replaces a file when the new one is complete and on the disk. What
+- ``save`` takes only an object and a path, and replaces a file when the new one is complete and on the disk. What
   ``torch.load(weights_only=True)`` would refuse is a ``SaveError``.
 
 Nothing of torch is patched.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sluice._arguments import device_name
-from sluice._errors import BudgetError
+from sluice._errors import BudgetError, SaveError
 from sluice._options import TransferOptions
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.api.save import save as save_checkpoint
@@ -40,7 +40,7 @@ def load(
     pickle_module: None = None,
     *,
     weights_only: bool | None = True,
-    mmap: bool | None = None,
+    mmap: bool | None = None,  # noqa: ARG001  without effect
     encoding: str = "utf-8",
 ) -> Any:
     """Load the object of a checkpoint as ``torch.load(weights_only=True)`` does.
@@ -65,10 +65,8 @@ def load(
     if pickle_module is not None or weights_only is False:
         raise ValueError("sluice runs no code of a file: use torch.load for pickle_module= or weights_only=False")
     if callable(map_location) or isinstance(map_location, Mapping):
-        raise ValueError(  # noqa: TRY004  torch takes them
-            "map_location= is one device: load to the CPU and move tensors, or use torch.load"
-        )
-    del mmap
+        problem = "map_location= is one device: load to the CPU and move tensors, or use torch.load"
+        raise ValueError(problem)  # noqa: TRY004  torch takes them
     device = "cpu" if map_location is None else device_name(map_location)
     request = StateDictRequest(device=device, whole=True, options=TransferOptions())
     with open_checkpoint(f, encoding=encoding) as checkpoint:
@@ -93,4 +91,7 @@ def save(obj: Any, f: str | os.PathLike[str] | Remote) -> None:
     Example:
         >>> sluice.torch.save({"model": model.state_dict(), "step": 3}, "run.pt")
     """
+    if isinstance(obj, (torch.nn.Module, torch.optim.Optimizer)):
+        problem, advice = "only tensors and plain values can be saved", "Save its state_dict()."
+        raise SaveError(problem, found=type(obj).__qualname__, advice=advice)
     save_checkpoint(obj, f, format="torch", overwrite=True)
