@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Generic, Self, TypeVar
 
 from sluice import _defaults as defaults
@@ -21,6 +22,7 @@ __all__ = [
     "Task",
     "Worker",
     "Workers",
+    "close_dropped",
     "in_threads",
     "join_threads",
     "spare_threads",
@@ -129,6 +131,14 @@ def join_threads(threads: Sequence[Worker]) -> None:
                 interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+def close_dropped(exits: ExitStack) -> None:
+    """Close what a dropped object holds; one of its own threads, in which it may be collected, cannot join itself."""
+    if isinstance(threading.current_thread(), Worker):
+        threading.Thread(target=exits.close, name="sluice-close").start()
+    else:
+        exits.close()
 
 
 def in_threads(work: Callable[[int], None], count: int, *, threads: int, name: str) -> None:

@@ -283,15 +283,17 @@ def test_processes_that_start_together_build_once(path: Path, store: Path) -> No
 def test_a_forked_child_uses_the_copy_of_its_parent(path: Path, store: Path) -> None:
     code = """
 import os, sys, sluice
-from sluice.sharing import store
+from sluice.sharing import copies, store
 from pathlib import Path
-from typing import Any
-copy = sluice.shared(sys.argv[1])
-ours, theirs = os.pipe()
-if os.fork() == 0:
-    os.close(theirs)
-    os.read(ours, 1)
-    os._exit(0)
+copies._WAIT_SECONDS, (ours, theirs), children = 1, os.pipe(), []
+def fork(_):  # while the copy is built
+    if not children:
+        children.append(os.fork())
+        if not children[0]:
+            os.close(theirs)
+            os.read(ours, 1)
+            os._exit(0)
+copy = sluice.shared(sys.argv[1], progress=fork)
 copy.close()
 print(store.drop(Path(sys.argv[2]), copy.key))
 os.close(theirs)

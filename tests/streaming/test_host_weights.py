@@ -39,12 +39,16 @@ def source(tmp_path: Path) -> Iterator[RecordingSource]:
     recorded.close()
 
 
-def test_a_kept_read_reaches_the_file_once(source: RecordingSource) -> None:
+def test_a_kept_read_reaches_the_file_once(source: RecordingSource, monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostWeights([source], [read(100, 5_000)], huge_pages=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("sluice.streaming.host_weights._copy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            found(host, 100, 5_000)
     for _ in range(3):
         assert found(host, 100, 5_000) == CONTENT[100:5_100]
         assert found(host, 9_000, 10) == CONTENT[9_000:9_010]
-    assert [each.offset for each in source.reads] == [100, 9_000, 9_000, 9_000]
+    assert [each.offset for each in source.reads] == [100, 100, 9_000, 9_000, 9_000]
     assert host.served_bytes == 10_000
     host.clear()
     assert found(host, 100, 5_000) == CONTENT[100:5_100]

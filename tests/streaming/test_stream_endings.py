@@ -84,7 +84,9 @@ class _Patched(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("end", ["closed", "failed", "interrupted", "not fitting", "load failed"])
+@pytest.mark.parametrize(
+    "end", ["closed", "not fitting", "load failed", "HostWeights", "Stream._wrap", "Unit.install", "Unit.park"]
+)
 def test_calls_are_refused_after_every_end_until_the_weights_are_there(
     file: Path, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,14 +101,13 @@ def test_calls_are_refused_after_every_end_until_the_weights_are_there(
     elif end == "not fitting":
         with pytest.raises(BudgetError):
             sluice.stream(running, file, memory="1MiB")
-    else:
-        error: type[BaseException] = KeyboardInterrupt if end == "interrupted" else MemoryError
+    else:  # what stays is in memory already
+        error: type[BaseException] = MemoryError if end == "HostWeights" else KeyboardInterrupt
         with monkeypatch.context() as patched:
-            # What stays is in memory already.
-            patched.setattr("sluice.streaming.stream.HostWeights", Mock(side_effect=error))
-            with pytest.raises(error):
-                sluice.stream(running, file, memory="5MiB")
-    for part in (running, running.blocks, running.blocks[0]):
+            patched.setattr(f"sluice.streaming.stream.{end}", Mock(side_effect=error))
+            with pytest.raises(error), sluice.stream(running, file, memory="5MiB"):
+                running(images)
+    for part in (running, running.blocks, running.blocks[1]):
         with pytest.raises(StreamError, match="not in memory") as refused:
             part(torch.randn(1, WIDTH))
         assert refused.value.tensor is not None
@@ -177,16 +178,16 @@ def test_a_changed_file_is_an_error(file: Path, running: Layers) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_a_fork_is_refused_by_name(file: Path, running: Layers) -> None:
+def test_a_child_of_a_fork_reads_with_threads_of_its_own(file: Path, model: Layers, running: Layers) -> None:
     with sluice.stream(running, file, memory=3 * block_bytes()):
         running(IDS)
         child = os.fork()
         if not child:
             try:
-                _call(running, 2)
-            except ReadError as error:
-                os._exit(0 if "fork" in str(error) else 2)
-            os._exit(3)
+                torch.set_num_threads(1)  # threads of torch are those of the parent
+                os._exit(int(not torch.equal(running(IDS), model(IDS))))
+            finally:
+                os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
         running(IDS)
 

@@ -33,14 +33,7 @@ from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
 from sluice.matching.candidates import likely_state_dicts
 from sluice.reading.reader import CheckpointReader, Pending, fill_caches
-from sluice.reading.scan import (
-    Batch,
-    ScanItem,
-    in_batches,
-    pipeline,
-    windows,
-    work_through,
-)
+from sluice.reading.scan import Batch, ScanItem, in_batches, pipeline, windows, work_through
 from sluice.reading.sparse_indices import check_indices, index_lines
 from sluice.records import Entry, Sparse
 from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport

@@ -150,8 +150,10 @@ class RunningPlan:
             ReadError: The operating system failed a read.
             TruncatedError: A file is shorter than it was when it was indexed.
             SourceChangedError: A file is no longer the one that was indexed.
-            SessionEndedError: The session has ended.
+            SessionEndedError: The session has ended, or is that of the process that forked this one.
         """
+        if self._process != os.getpid():
+            raise SessionEndedError("the session is that of the parent process")
         pending = _Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
         read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
         surprises: dict[Surprise, int] = {}
@@ -179,11 +181,7 @@ class RunningPlan:
         except BaseException:
             self._session.close()
             raise
-        return RunResult(
-            read_bytes=read_bytes,
-            stepped_down=stepped_down,
-            surprises=surprises,
-        )
+        return RunResult(read_bytes=read_bytes, stepped_down=stepped_down, surprises=surprises)
 
     def abandon(self) -> None:
         """Finish the targets after the session's threads have ended; ``wait`` raises ``SessionEndedError``."""

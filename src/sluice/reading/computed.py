@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
+from sluice._threads import close_dropped
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.checkpoint.open_file import OpenFile
 from sluice.formats.protocol import LocatedByIndex
@@ -58,6 +60,7 @@ class WholeTensors(ComputedSource):
         super().__init__(path, inputs, self._starts[-1])
         #: Closed with it: further files and readers.
         self.closing = ExitStack()
+        weakref.finalize(self, close_dropped, self.closing).atexit = False  # of a checkpoint that was never closed
         self._tensors, self._keep = tensors, keep
         self._lock = threading.Lock()
         #: Position and bytes of the tensor that is being read.

@@ -6,6 +6,7 @@ failed plan ends the engine's session; the next plan begins a new one.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -51,6 +52,7 @@ class CheckpointReader:
         self._checkpoint = checkpoint
         self._sources = checkpoint.sources if sources is None else sources
         self._session: Session | None = None
+        self._process = 0
         self._first_file = len(checkpoint.index.storages)
 
     def __enter__(self) -> Self:
@@ -66,9 +68,9 @@ class CheckpointReader:
         return machine_facts(self._checkpoint.sources)
 
     def begin(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
-        """Begin to run a plan; see ``Session.start``. After a failure this begins a new session."""
-        if self._session is None or self._session.ended:
-            self._session = Session(self._sources)
+        """Begin to run a plan; see ``Session.start``. After a failure or a fork this begins a new session."""
+        if self._session is None or self._session.ended or self._process != os.getpid():
+            self._session, self._process = Session(self._sources), os.getpid()
         return self._session.start(plan, targets)
 
     def window(self, file: int, first: int, end: int) -> Entry:

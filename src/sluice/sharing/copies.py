@@ -198,7 +198,7 @@ def find_or_build(
                     build = partial(builder().convert, request, path)
                     make_room(store, sum(build(dry_run=True).file_bytes), max_bytes)
                     build(memory=memory, progress=progress)
-                    seal(folder)
+                    seal(folder, free)
                     built = True
             except BaseException:
                 remove(folder)

@@ -105,10 +105,11 @@ def lock_shared(folder: Path, *, changed: bool = False) -> OwnedFile | None:
     return lock
 
 
-def seal(folder: Path) -> None:
-    """Make a built copy read-only and remember it; the caller has its lock exclusively."""
+def seal(folder: Path, lock: OwnedFile) -> None:
+    """Make a built copy read-only, remember it and share its lock, which the caller has exclusively."""
     (folder / FILE).chmod(0o400)
     (folder / _LOCK).write_text(_identity(folder))
+    flock(lock, LOCK_SH)  # a child that was forked meanwhile keeps it
 
 
 def is_finished(folder: Path) -> bool:

@@ -99,8 +99,9 @@ class _KeptReads(ForwardingSource):
             return nbytes
         found = self._source.read_into(offset, buffer, direct=direct)
         if found == nbytes:
-            rest.first, rest.bytes = offset, HostMemory(nbytes, huge_pages=self._huge_pages).view()[:nbytes]
-            _copy(rest.bytes, buffer[:nbytes])
+            kept = HostMemory(nbytes, huge_pages=self._huge_pages).view()[:nbytes]
+            _copy(kept, buffer[:nbytes])
+            rest.first, rest.bytes = offset, kept  # once all of it is there
         return found
 
     def clear(self) -> None:

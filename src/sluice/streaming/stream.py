@@ -19,7 +19,7 @@ from sluice._messages import listed
 from sluice._private_torch import transforms_are_active
 from sluice._progress import Progress
 from sluice._public import public
-from sluice._threads import Worker
+from sluice._threads import close_dropped
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.host_memory import RecycledMemory
 from sluice.loading.module_fill import compare_tied, finish_module, install_tensors
@@ -56,11 +56,10 @@ class Stream:
         self._backward = Backward(self._units, self._window, self._calls, reads_ahead=job.decision.reads_ahead)
         self._model_calls = 0
         self._model_seconds = 0.0
-        self._close_files = weakref.finalize(self, _close, exits)
+        self._close_files = weakref.finalize(self, close_dropped, exits)
         self._guard = Guard(job.whole.state.module)
         #: Modules whose ``forward`` was replaced, and the attribute of this name that they had before.
         self._wrapped: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._attach()
 
     def __enter__(self) -> Self:
         return self
@@ -244,14 +243,6 @@ class Stream:
                 )
 
 
-def _close(exits: ExitStack) -> None:
-    """Close what a stream has open; a reader of a dropped stream, in which it may be collected, cannot join itself."""
-    if isinstance(threading.current_thread(), Worker):
-        threading.Thread(target=exits.close, name="sluice-close").start()
-    else:
-        exits.close()
-
-
 def _notes(job: StreamJob) -> Iterator[str]:
     """Yield notes on trained values that the checkpoint replaced, and names that ``strict=False`` leaves out."""
     whole = job.whole
@@ -293,6 +284,7 @@ def open_stream(
         stack.callback(host.clear)
         reader = stack.enter_context(CheckpointReader(checkpoint, host.sources))
         stream = stack.enter_context(Stream(job, stack.pop_all(), reader, host))
+        stream._attach()  # noqa: SLF001  one module; an interrupt in it closes the stream
         try:
             with torch.no_grad():  # hooks may compute from weights, which the stream reads for them
                 finish_module(job.resident, fetched)

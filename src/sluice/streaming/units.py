@@ -159,10 +159,10 @@ class Unit:
     def install(self) -> None:
         """Give the modules the weights, for one call of a block."""
         assert self._parameters is not None
-        self.calls += 1
-        if self.calls == 1:
+        if not self.calls:
             for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
                 weight.exchange(weight.parked, parameter)
+        self.calls += 1
 
     def parameter(self, position: int) -> nn.Parameter:
         """Return one of its parameters, which are in memory."""

@@ -73,20 +73,20 @@ class Window:
                 self._finish(unit)
             finally:
                 self.waited_seconds += time.perf_counter() - began
-            self.used[number] = unit
         if install:
             unit.install()
+        self.used[number] = unit  # last, so that an interrupt leaves a stream that can be closed
         unit.users += 1
         unit.uses += 1
 
     def release(self, number: int, *, installed: bool = True) -> None:
         """Let a unit go: its weights leave the modules after the last call, and stay in memory for now."""
         unit = self._units[number]
-        if installed:
-            unit.park()
         unit.users -= 1
         if unit.users == 0:
             del self.used[number]
+        if installed:
+            unit.park()
 
     @contextmanager
     def holding(self, number: int, *, install: bool = False) -> Iterator[None]:
