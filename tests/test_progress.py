@@ -84,7 +84,7 @@ def test_the_bar_ends_when_the_load_fails(capsys: pytest.CaptureFixture[str]) ->
 class Unread(io.StringIO):
     """A stream whose reader is gone."""
 
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
 
@@ -92,8 +92,8 @@ class Unread(io.StringIO):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.EIO, "gone")])
-def test_a_bar_without_a_reader_does_not_end_the_load(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, ""), OSError(errno.EIO, "gone"), ValueError("closed")])
+def test_a_bar_without_a_reader_does_not_end_the_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(sys, "stderr", Unread(error))
     with byte_progress(True, "loading", 2) as report:
         assert report is not None

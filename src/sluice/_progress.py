@@ -75,12 +75,7 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
     """Yield a function that draws a bar of bytes, speed and time left on stderr."""
     # Imported here because rich takes 50 ms to import and only the bar needs it.
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     class Quiet(Console):
@@ -92,7 +87,7 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
         def _check_buffer(self) -> None:
             try:
                 super()._check_buffer()
-            except OSError:
+            except (OSError, ValueError):  # ValueError: it is closed
                 self.quiet = True
 
     bar = Bar(
@@ -110,8 +105,7 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
     def draw(event: ProgressEvent) -> None:
         nonlocal drawn
         now = time.monotonic()
-        finished = event.done_bytes >= event.total_bytes
-        due = finished or now - drawn >= _REDRAW_SECONDS
+        due = event.done_bytes >= event.total_bytes or now - drawn >= _REDRAW_SECONDS
         if due:
             drawn = now
         speed = gb_per_second(event.done_bytes, event.seconds)

@@ -147,14 +147,17 @@ def _outputs(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_live_modules_are_refused_after_a_load_that_changed_a_part(error: type[BaseException]) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_live_modules_are_refused_after_a_load_that_changed_a_part(error: type[BaseException], *, late: bool) -> None:
     def make() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
 
     saved, model, x = make(), make(), torch.randn(2, 512)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model._load_state_dict_post_hooks[-1] = mock.Mock(side_effect=error if late else None)
     with pytest.raises((PartialLoadError, error)):
-        load(model, saved.state_dict(), progress=raising(3, error()))
+        load(model, saved.state_dict(), progress=not late and raising(3, error()))
+    del model._load_state_dict_post_hooks[-1]
     for part in (model, model[0]):
         with pytest.raises(StreamError, match="not in memory"):
             part(x)

@@ -22,7 +22,7 @@ from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import every_entry
 from sluice.modules.initial_values import initial_values
-from sluice.modules.install import finish_loading, install, install_one
+from sluice.modules.install import after_loading, finish_loading, install, install_one
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request, collector_paused
@@ -128,7 +128,7 @@ def _reserved(targets: Targets) -> Iterator[None]:
 
 def install_tensors(job: ModuleJob, data: ModuleData) -> tuple[str, ...]:
     """Install what was read; return the names of the tensors that became new objects."""
-    with collector_paused():
+    with naming_partial(lambda: after_loading("they are not all in place", job.state)), collector_paused():
         replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
     for weight in job.quantized.values():
         weight.set_attributes()
@@ -141,14 +141,15 @@ def install_tensors(job: ModuleJob, data: ModuleData) -> tuple[str, ...]:
 
 def finish_module(job: ModuleJob, data: ModuleData) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Run the load hooks of modules, whose tensors are in place; see ``finish_loading``."""
-    return finish_loading(
-        job.state,
-        job.match,
-        data.extra_state,
-        strict=job.strict,
-        attributes=data.attributes,
-        receivers=job.receivers,
-    )
+    with naming_partial(lambda: after_loading("its load hooks were interrupted", job.state)):
+        return finish_loading(
+            job.state,
+            job.match,
+            data.extra_state,
+            strict=job.strict,
+            attributes=data.attributes,
+            receivers=job.receivers,
+        )
 
 
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:

@@ -155,8 +155,10 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         before = dict(vars(self.optimizer))
         try:
             self.optimizer.load_state_dict(state_dict)
-        except Exception as error:  # hooks and subclasses may raise anything
+        except BaseException as error:  # hooks and subclasses may raise anything
             vars(self.optimizer).update(before)
+            if not isinstance(error, Exception):
+                raise
             where = type(self.optimizer).__name__
             problem = f"load_state_dict of {where} raised {type(error).__name__}: {error}; the optimizer is unchanged"
             raise MismatchError(problem, file=file) from error

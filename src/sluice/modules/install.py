@@ -28,7 +28,7 @@ from sluice.modules.emptied import NESTING
 from sluice.modules.swap import swap_data, with_data
 from sluice.sharding.dtensors import is_dtensor, local_of
 
-__all__ = ["finish_loading", "hold", "install", "install_one", "note_written", "registered"]
+__all__ = ["after_loading", "finish_loading", "hold", "install", "install_one", "note_written", "registered"]
 
 # nn.Module has no public names for its post-hooks and members, nor RNNBase for its weak references.
 # ruff: noqa: SLF001
@@ -117,10 +117,10 @@ def finish_loading(
         for path in receivers:
             _run_post_hooks_at(state.module, path, missing, unexpected)
     except Exception as error:
-        raise _after_loading(f"{step} failed: {error}", state) from error
+        raise after_loading(f"{step} failed: {error}", state) from error
     added = (missing, unexpected) != ([*match.missing], [*match.unexpected])
     if strict and added and (missing or unexpected):
-        raise _after_loading(f"a load_state_dict post-hook reports {missing} missing, {unexpected} unexpected", state)
+        raise after_loading(f"a load_state_dict post-hook reports {missing} missing, {unexpected} unexpected", state)
     return tuple(missing), tuple(unexpected)
 
 
@@ -147,7 +147,8 @@ def _run_post_hooks(module: nn.Module, missing: list[str], unexpected: list[str]
         hook(module, IncompatibleKeys(missing, unexpected))
 
 
-def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:
+def after_loading(problem: str, state: ModuleState) -> PartialLoadError:
+    """Return the error for a problem of a load, a clause, after every tensor is in place."""
     done = tuple(slot.names[0] for slot in state.outline.slots)
     return PartialLoadError(f"every tensor was loaded, but {problem}", done=done)
 

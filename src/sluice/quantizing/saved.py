@@ -97,14 +97,14 @@ def _opened_weights(model: nn.Module, *, finish: bool) -> Iterator[tuple[OpenedW
                 del after[name]
                 after.update(zip(_inner_names(name, weight), known.parts, strict=True))
         _set_parameters(part, after)
+    closed, made = before, dict[int, nn.Parameter]()  # tied weights stay one
     try:
         yield tuple(weights.values())
-    except BaseException:
-        finish = False
-        raise
-    finally:
-        for part, parameters in before.items():
-            _set_parameters(part, _closed(part, parameters, weights) if finish else parameters)
+        if finish:
+            closed = {part: _closed(part, parameters, made) for part, parameters in before.items()}
+    finally:  # of all parts or, after a failure, of none
+        for part, parameters in closed.items():
+            _set_parameters(part, parameters)
 
 
 def _opened(weight: nn.Parameter) -> OpenedWeight:
@@ -125,24 +125,23 @@ def _inner_names(name: str, weight: Any) -> list[str]:
 
 
 def _names(weight: Any) -> list[str]:
-    names, _ = weight.__tensor_flatten__()
-    return list(names)
+    return list(weight.__tensor_flatten__()[0])
 
 
 def _closed(
-    part: nn.Module, before: Mapping[str, nn.Parameter | None], weights: Mapping[int, OpenedWeight]
+    part: nn.Module, before: Mapping[str, nn.Parameter | None], made: dict[int, nn.Parameter]
 ) -> dict[str, nn.Parameter | None]:
     """Return the parameters of a module, whose quantized weights consist of what their plain tensors have become."""
     now = part._parameters  # noqa: SLF001  names and None too
     parameters: dict[str, nn.Parameter | None] = {}
     for name, weight in before.items():
-        if weight is None or id(weight) not in weights:
+        if weight is None or not _can_open(weight):
             parameters[name] = now[name]
             continue
         parts = [part.get_parameter(inner).detach() for inner in _inner_names(name, weight)]
         if not any(inner.is_meta for inner in parts):
-            weight = nn.Parameter(assemble(weight, parts), requires_grad=weight.requires_grad)  # noqa: PLW2901
-        parameters[name] = weight
+            made.setdefault(id(weight), nn.Parameter(assemble(weight, parts), requires_grad=weight.requires_grad))
+        parameters[name] = made.get(id(weight), weight)
     return parameters
 
 
