@@ -124,7 +124,7 @@ def load_model(
         # A file of sluice declares further names of a tensor; the library knows the one that is stored.
         stored = dict.fromkeys({id(entry): name for name, entry in reversed(names.items())}.values())
         state = model.state_dict(keep_vars=True)
-        tied = library._remove_duplicate_names(dict(state), preferred_names=stored)
+        tied = library._remove_duplicate_names(dict(state), preferred_names=list(stored))
         others = {name for group in tied.values() for name in group}
         kept: dict[int, str] = {}  # by object, which ties on the meta device, without memory, have in common
         preferred = sorted(state, key=lambda name: (name not in stored, name))
