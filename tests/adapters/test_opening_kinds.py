@@ -109,7 +109,8 @@ def test_adapters_are_merged_in_order_with_their_weights(base: Path, tmp_path: P
         ("lora_unet_proj_in", "lora_down.weight", "lora_up.weight"),
         ("diffusion_model.proj_in", "lora_down.weight", "lora_up.weight"),
         ("unet.proj_in", "lora_A.weight", "lora_B.weight"),
-        ("unet.proj_in", "lora.down.weight", "lora.up.weight"),
+        ("text_encoder.text_model.proj_in", "lora.down.weight", "lora.up.weight"),
+        ("lora_te_text_model_proj_in", "lora_down.weight", "lora_up.weight"),
     ],
 )
 def test_files_of_image_models_have_alpha_for_each_layer(
@@ -117,15 +118,19 @@ def test_files_of_image_models_have_alpha_for_each_layer(
 ) -> None:
     a, b = low_rank(2, 9, 6)
     tensors = {f"{prefix}.{down}": a, f"{prefix}.{up}": b, "other.lora_up.weight": torch.ones(1)}
-    for alpha, scale in ((None, 1.0), (3.0, 1.5)):
+    part = prefix.partition(".")[0]
+    written = {"lora_adapter_metadata": f'{{"{part}.peft_type": "LORA", "{part}.r": 2, "{part}.lora_alpha": 4}}'}
+    for alpha, scale, metadata in ((None, 1.0, None), (3.0, 1.5, None), (None, 2.0, written)):
         more = {} if alpha is None else {f"{prefix}.alpha": torch.tensor(alpha)}
         if more:  # of a different adapter in the directory
             (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 9}')
-        safetensors.torch.save_file(tensors | more, tmp_path / "a.safetensors")
+        safetensors.torch.save_file(tensors | more, tmp_path / "a.safetensors", metadata)
 
         got, _ = merged(base, sluice.Adapter(tmp_path / "a.safetensors", prefix=prefix[:4]))
 
         assert torch.equal(got["proj_in.weight"], torch.load(base)["proj_in.weight"] + b @ a * scale)
+    with pytest.raises(sluice.UnsupportedError, match="configurations of their own"):
+        merged(base, tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(

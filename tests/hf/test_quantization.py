@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import sluice
 from support.hf_comparing import assert_same, edit_config, loaded_both_ways, save_llama
@@ -52,6 +53,15 @@ def test_quantized_directories_are_loaded_without_full_precision(
     else:
         quantized.save_pretrained(tmp_path / "quantized")
     assert_same(*loaded_both_ways(transformers, tmp_path / "quantized"))
+
+
+def test_weights_that_the_library_initializes_are_not_quantized(transformers: Any, tmp_path: Path) -> None:
+    save_llama(transformers, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if "0.mlp.up_proj" not in name}, file)
+    config = transformers.TorchAoConfig(_INT8)
+    mlp = sluice.hf.from_pretrained(tmp_path, strict=False, quantization_config=config).model.layers[0].mlp
+    assert [type(each.weight.data) is torch.Tensor for each in (mlp.up_proj, mlp.down_proj)] == [True, False]
 
 
 def test_what_is_not_supported_is_refused(transformers: Any, tmp_path: Path) -> None:

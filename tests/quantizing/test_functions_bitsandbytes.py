@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.quantizing.inner_tensors import inner_bytes
+from sluice.quantizing.inner_tensors import inner_tensors
 from support.hf_comparing import assert_same_weights
 from support.trained_net import empty
 
@@ -65,7 +65,7 @@ def test_weights_are_those_of_a_model_that_was_moved(trained: tuple[Net, Path], 
     found = empty(partial(_net, kind))
     report = sluice.load_into(found, path, quantize="bitsandbytes", dtype=dtype)
     assert_same_weights(found, expected)
-    assert report.loaded_bytes == sum(map(inner_bytes, found.parameters()))
+    assert report.loaded_bytes == sum(part.nbytes for each in found.parameters() for part in inner_tensors(each))
     (note,) = [note for note in report.notes if "quantized" in note]
     assert ("pieces of rows" in note) == (kind != "nf4-nested")  # its scales have one mean
     x = torch.randn(3, 256, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +162,23 @@ def test_an_encoder_of_torch_takes_its_fast_path(file: Path) -> None:
 
 
 def test_an_own_forward_of_a_module_is_called_and_restored(file: Path, model: Layers, running: Layers) -> None:
-    usual = running.forward
-
-    def doubled(ids: torch.Tensor) -> torch.Tensor:
-        return 2 * usual(ids)
-
-    vars(running)["forward"] = doubled
+    for part in (model, model.embedding, running, running.embedding):
+        vars(part)["forward"] = partial(lambda usual, ids: 2 * usual(ids), part.forward)
     with sluice.stream(running, file, memory=3 * block_bytes()):
-        assert torch.equal(running(IDS), 2 * model(IDS))
-    assert vars(running)["forward"] is doubled
+        assert torch.equal(running(IDS), model(IDS))
+    assert type(vars(running)["forward"]) is partial
+
+
+def test_recurrent_layers_hold_no_weights_between_calls_and_may_be_moved(file: Path) -> None:
+    def make() -> nn.ModuleList:
+        return nn.ModuleList(nn.GRU(256, 256) for _ in range(5))
+
+    model, running, x = saved(make, file), empty(make), torch.randn(3, 1, 256)
+    with sluice.stream(running, file, memory=4 * MIB) as stream:
+        for one, other in zip(running.to("cpu"), model, strict=True):
+            assert torch.equal(one(x)[0], other(x)[0])
+            assert [*map(id, vars(one)["_flat_weights"])] == [*map(id, one.parameters())]
+        assert stream.report.call_bytes
 
 
 def test_two_threads_and_two_models_at_once(file: Path, model: Layers, running: Layers) -> None:

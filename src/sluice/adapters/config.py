@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -20,7 +21,7 @@ from sluice.formats.strict_json import decode_json
 from sluice.sources.opening import PathOrAddress, find_place
 
 if TYPE_CHECKING:
-    from sluice._options import Limits
+    from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 __all__ = ["Adapter", "AdapterConfig", "Adapters", "adapter_list", "read_config"]
 
@@ -107,22 +108,33 @@ def adapter_list(adapters: Adapters | None) -> tuple[Adapter, ...]:
     return tuple(found)
 
 
-def read_config(adapter: Adapter, limits: Limits) -> AdapterConfig:
-    """Return the configuration next to the tensors of an adapter; an empty one if there is none."""
-    place = find_place(adapter.path)
-    # A server is not asked whether there is a directory of such a name.
-    is_file = place.kind == "remote" and re.search(r"(?i)\.(safetensors|bin|pt|pth|ckpt)$", place.name)
+def read_config(adapter: Adapter, checkpoint: OpenCheckpoint) -> AdapterConfig:
+    """Return the configuration in the metadata of an adapter, or next to its tensors; an empty one if there is none."""
+    what = "the configuration of the adapter"
+    data, path = checkpoint.metadata.get("lora_adapter_metadata", "").encode(), checkpoint.path  # of diffusers
+    if not data:
+        place = find_place(adapter.path)
+        # A server is not asked whether there is a directory of such a name.
+        is_file = place.kind == "remote" and re.search(r"(?i)\.(safetensors|bin|pt|pth|ckpt)$", place.name)
+        try:
+            source = ((None if is_file else place.directory()) or place.parent()).open("adapter_config.json")
+        except FileNotFoundError:
+            return AdapterConfig()
+        with closing(source):
+            data, path = read_whole(source, checkpoint.limits, what), source.path
+    # The keys of a part, such as "unet.r", start as the names of its tensors.
+    starts = {name.partition(".")[0] for name in checkpoint.entries if name.startswith(adapter.prefix)}
     try:
-        source = ((None if is_file else place.directory()) or place.parent()).open("adapter_config.json")
-    except FileNotFoundError:
-        return AdapterConfig()
-    try:
-        data = read_whole(source, limits, "the configuration of the adapter")
-        return _checked(decode_json(data, dict[str, Any], "the configuration of the adapter", source.path), source.path)
+        values = decode_json(data, dict[str, Any], what, path)
+        found = starts.intersection(key.partition(".")[0] for key in values if "." in key)
+        if found and len(starts) > 1:
+            advice = "Merge one part: sluice.Adapter(path, prefix=...)."
+            raise UnsupportedError("its parts have configurations of their own", file=path, advice=advice)
+        for part in found:
+            values = {key.removeprefix(f"{part}."): values[key] for key in values if key.startswith(f"{part}.")}
+        return _checked(values, path)
     except (ValueError, RecursionError, OverflowError, re.error) as error:
-        raise FormatError(f"the configuration of the adapter is damaged: {error}", file=source.path) from error
-    finally:
-        source.close()
+        raise FormatError(f"{what} is damaged: {error}", file=path) from error
 
 
 def _checked(values: Mapping[str, Any], path: str) -> AdapterConfig:

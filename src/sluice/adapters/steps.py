@@ -44,10 +44,14 @@ _PARTS = {
 _PREFIXES = (
     *("", "base_model.model.", "base_model.", "unet.", "transformer.", "text_encoder.", "text_encoder_2."),
     *("diffusion_model.", "model.diffusion_model."),
+    *("text_model.", "text_encoder.text_model.", "base_model.model.text_model."),  # not in transformers 5
 )
 
 #: The same in files of kohya, which write "_" for the dots of the path.
-_JOINED_PREFIXES = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_transformer_", "lycoris_")
+_JOINED_PREFIXES = (
+    *("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_", "lycoris_"),
+    *("lora_te_text_model_", "lora_te1_text_model_"),  # CLIPTextModel of transformers 5 has no text_model
+)
 
 _LOHA = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -80,7 +84,7 @@ class AdapterFile:
             self.entries = {name: each for name, each in checkpoint.entries.items() if name.startswith(adapter.prefix)}
             alphas = [name for name in self.entries if name.endswith(".alpha")]
             # peft writes no alpha: the configuration is that of a different file in the directory.
-            self.config = AdapterConfig() if alphas else read_config(adapter, checkpoint.limits)
+            self.config = AdapterConfig() if alphas else read_config(adapter, checkpoint)
             for name, entry in self.entries.items():
                 found = f"{entry.layout} {entry.dtype} {list(entry.shape)}"
                 if entry.composite is not None or why_no_cast(entry.dtype, "float64", requires_grad=False):

@@ -90,7 +90,7 @@ def constant_bytes(constant: Constant) -> StridedBytes:
     elements = constant.elements
     exact, dtype = torch.float64 if is_castable(elements.dtype) else torch.int64, torch_dtype(elements.dtype)
     written = torch.uint8 if "x2" in elements.dtype else dtype  # two elements, both 0
-    element = torch.tensor([constant.value], dtype=exact).to(written)
+    element = torch.tensor([constant.value], dtype=exact, device="cpu").to(written)
     stride = (0,) * len(constant.shape)
     return StridedBytes(element.view(torch.uint8), dtype, constant.shape, stride, elements)
 

@@ -43,12 +43,12 @@ class _Scratch(threading.local):
     If each copy allocated its own, malloc kept 30 MiB of them in the arena of each thread.
     """
 
-    bytes = torch.empty(0, dtype=torch.uint8)
+    bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of_at_least(self, nbytes: int) -> torch.Tensor:
         """Return at least ``nbytes`` bytes."""
         if self.bytes.numel() < nbytes:
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # not torch's default device
         return self.bytes
 
 

@@ -336,7 +336,7 @@ class Targets:
         if target.device != "cpu":
             return self._accelerators[target.device].allocate(count, dtype)
         if block.kind == "empty":
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         if block.kind == "mapped":
             mapping, start = self._ranges[block.memory]
         else:

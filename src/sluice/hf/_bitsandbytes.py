@@ -113,7 +113,7 @@ class BitsAndBytesQuantizer(Quantizer):
         layer.weight = weight
         for name in loaded.keys() - {"weight"}:
             del held[name]
-        if loaded.pop("weight_format", torch.zeros(())) != 0:
+        if loaded.pop("weight_format", torch.zeros((), device="cpu")) != 0:
             raise MismatchError("a quantized weight is not stored row by row", file=file, tensor=f"{path}.weight")
         if (text := loaded.get(_TEXT)) is not None:
             name = f"{path}.weight"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ class Quantizer(Struct, eq=False):
         return bool(self.quantizer.pre_quantized)
 
     def selected(self, model: Any) -> list[str]:
-        """Return the names of the parameters that the library would quantize."""
-        return [name for name, _ in model.named_parameters() if self.quantizer.param_needs_quantization(model, name)]
+        """Return the names of the parameters that the library would quantize, which have no memory yet."""
+        empty = (name for name, parameter in model.named_parameters() if parameter.is_meta)
+        return [name for name in empty if self.quantizer.param_needs_quantization(model, name)]
 
     def prepare_model(self, model: Any, dtype: Any) -> None:
         """Do the library's work on a model without weights, in the context in which it was built."""
@@ -112,20 +114,11 @@ class _QuantizeSelected(Struct, frozen=True, eq=False):
                     self._quantize(root, module, own, name, parameter)
 
     def _quantize(self, root: nn.Module, module: nn.Module, own: str, name: str, parameter: nn.Parameter) -> None:
-        left = self.operation.convert(
-            {name: parameter.detach()}, model=_Root(root), full_layer_name=name, missing_keys=set()
-        )
+        # Without input embeddings: they are treated as other weights.
+        model = SimpleNamespace(get_submodule=root.get_submodule, get_input_embeddings=lambda: None)
+        weights = {name: parameter.detach()}
+        left = self.operation.convert(weights, model=model, full_layer_name=name, missing_keys=set())
         if not left:
             self.taken.add(name)
         if type(module.get_parameter(own).data) is torch.Tensor:  # no quantization for this module
             module.register_parameter(own, parameter)
-
-
-class _Root:
-    """The part of a model of the library that its operation asks for."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.get_submodule = root.get_submodule
-
-    def get_input_embeddings(self) -> None:
-        """Return none: embeddings are treated as other weights."""

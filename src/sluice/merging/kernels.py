@@ -103,7 +103,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _linear(merged: MergedTensor, tensors: Sequence[torch.Tensor], _first: int, _known: Any) -> torch.Tensor:
-    weights = torch.tensor([each["weight"] for each in merged.each], dtype=torch.float64).to(_wide(tensors[0]))
+    weights = tensors[0].new_tensor([each["weight"] for each in merged.each], dtype=torch.float64).to(_wide(tensors[0]))
     result = torch.zeros_like(tensors[0], dtype=weights.dtype)
     for tensor, weight in zip(tensors, weights, strict=True):
         result.addcmul_(tensor, weight)
@@ -138,7 +138,7 @@ def _slerp_survey(merged: MergedTensor, read: Reader) -> tuple[torch.Tensor, tor
     norms = [torch.where(norm > 1e-8, norm, 1) for norm in norms]
     dots = [((a / norms[0]) * (b / norms[1])).sum() for a, b in each()]
     dot = torch.stack(dots).sum().clamp(-1, 1)
-    share = torch.tensor(merged.shared["t"], dtype=torch.float64).to(dot.dtype)
+    share = torch.tensor(merged.shared["t"], dtype=torch.float64, device="cpu").to(dot.dtype)
     linear = dot.abs() > 0.9995
     theta = torch.acos(torch.where(linear, 0, dot))
     sine = torch.sin(theta)
@@ -267,7 +267,7 @@ def _drawn(difference: torch.Tensor, first: int, seed: bytes, density: float) ->
     parts = []
     for block in range(first // _BLOCK, -(-(first + difference.numel()) // _BLOCK)):
         number = int.from_bytes(blake2b(seed + block.to_bytes(8, "little"), digest_size=8).digest(), "little") >> 1
-        parts.append(torch.rand(_BLOCK, generator=torch.Generator().manual_seed(number)) < density)
+        parts.append(torch.rand(_BLOCK, generator=torch.Generator().manual_seed(number), device="cpu") < density)
     start = first % _BLOCK
     return torch.cat(parts)[start : start + difference.numel()].to(difference.dtype)
 
@@ -339,14 +339,14 @@ def _places(merged: MergedTensor, read: Reader, ranks: Sequence[_Rank]) -> list[
     """Return magnitude and position of the elements of some ranks, by counting 16 bits of magnitudes at a time."""
     numbers = sorted({rank.number for rank in ranks})
     narrow = getattr(torch, merged.dtype).itemsize == 2
-    counts = {number: torch.zeros(1 << _HALF, dtype=torch.int64) for number in numbers}
+    counts = {number: torch.zeros(1 << _HALF, dtype=torch.int64, device="cpu") for number in numbers}
     for _, found in _differences(merged, read, numbers):
         for number, difference in found.items():
             bits = _bits(difference)
             counts[number] += torch.bincount(bits if narrow else bits >> _HALF, minlength=1 << _HALF)
     states = [_below(counts[rank.number], rank.at, descending=rank.descending) for rank in ranks]
     if not narrow:
-        inner = [torch.zeros(1 << _HALF, dtype=torch.int64) for _ in ranks]
+        inner = [torch.zeros(1 << _HALF, dtype=torch.int64, device="cpu") for _ in ranks]
         for _, found in _differences(merged, read, numbers):
             for i, (rank, (prefix, _)) in enumerate(zip(ranks, states, strict=True)):
                 bits = _bits(found[rank.number])
@@ -403,7 +403,7 @@ def _task(merged: MergedTensor, tensors: Sequence[torch.Tensor], first: int, kno
             difference = difference * mask
             difference = difference if kept.scale == 1 else difference * kept.scale
         differences[number] = difference
-    weights = torch.tensor([each["weight"] for each in _others(merged)], dtype=base.dtype).unsqueeze(-1)
+    weights = torch.tensor([each["weight"] for each in _others(merged)], dtype=base.dtype, device="cpu").unsqueeze(-1)
     differences.mul_(weights)
     if merged.method.endswith("ties"):
         dtype = torch.int8 if merged.shared["int8_mask"] else base.dtype

@@ -105,9 +105,11 @@ def _twin(
 ) -> nn.Module:
     if id(module) in seen:
         return seen[id(module)]
-    twin = _shell_of(module)
-    seen[id(module)] = twin
+    twin = seen[id(module)] = module.__class__.__new__(module.__class__)
     held: Any = vars(twin)
+    held.update(vars(module))
+    for kind in ("_parameters", "_buffers", "_modules"):  # changes of these do not reach the module
+        held[kind] = dict(held[kind])
     for name, parameter in module._parameters.items():  # noqa: SLF001  names and None too
         if parameter is None:
             continue
@@ -142,16 +144,6 @@ def _like_parameter(
     return made  # type: ignore[no-any-return]
 
 
-def _shell_of(module: nn.Module) -> nn.Module:
-    """Return a module of the same class and attributes; changes of its tensors and parts do not reach the other."""
-    shell = module.__class__.__new__(module.__class__)
-    held = dict(vars(module))
-    for name in ("_parameters", "_buffers", "_modules"):
-        held[name] = dict(held[name])
-    vars(shell).update(held)
-    return shell
-
-
 def _alone(module: nn.Module, path: str) -> nn.Module:
     """Return a root that holds nothing but a module at its path; the module itself if the path is empty."""
     for name in reversed(path.split(".") if path else []):
@@ -180,11 +172,9 @@ class SingleWeight(Struct, frozen=True, kw_only=True, eq=False):
 
     def quantized(self, values: torch.Tensor) -> torch.Tensor:
         """Return the quantized form of all or some rows; the module is unchanged."""
-        twin = _shell_of(self.module)
+        twin = twin_of(self.module, {})
         held: Any = vars(twin)
-        held["_parameters"][self.name] = _like_parameter(
-            held["_parameters"][self.name], values, {id(self.module): twin}, requires_grad=False
-        )
+        held["_parameters"][self.name] = _like_parameter(twin.get_parameter(self.name), values, {}, requires_grad=False)
         self.quantize(_alone(twin, self.path))
         quantized = twin.get_parameter(self.name)
         held.clear()  # a cycle, such as a method that was set, would keep the values until a garbage collection

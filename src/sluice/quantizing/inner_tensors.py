@@ -16,7 +16,7 @@ from torch import nn
 
 from sluice._private_torch import make_subclass, storage_address
 
-__all__ = ["assemble", "inner_bytes", "inner_tensors", "is_assembled"]
+__all__ = ["assemble", "inner_tensors", "is_assembled"]
 
 #: Objects and containers within each other in which tensors are looked for.
 _NESTING = 8
@@ -42,11 +42,6 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
         yield from inner_tensors(getattr(tensor, name))
-
-
-def inner_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the plain tensors of which a tensor consists."""
-    return sum(inner.nbytes for inner in inner_tensors(tensor))
 
 
 def assemble(template: Any, inner: Iterable[torch.Tensor], instead: Mapping[int, object] | None = None) -> torch.Tensor:

@@ -137,15 +137,20 @@ def find_quantized(
         ValueError: The function does not only change single parameters of modules, or needs their values.
     """
     twin = twin_of(module, {key: dtype for key, (dtype, _) in forms.items()})
-    before = {path: (part, dict(part.named_parameters(recurse=False))) for path, part in twin.named_modules()}
+    before = {path: (part, type(part), _held(part)) for path, part in twin.named_modules()}
     try:
         quantize(twin)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"the function of quantize= fails on tensors without data: {error}. {_AFTER}") from error
+    after = {path: (part, type(part)) for path, part in twin.named_modules()}
+    for path in {**before, **after}:
+        if before.get(path, ())[:2] != after.get(path):
+            problem = f"the function of quantize= replaces or adds the module {path!r}"
+            raise ValueError(f"{problem}; do so before the load, while the model is on the meta device")
     found = []
     pieces: dict[object, Pieces | None] = {}
-    for path, (part, old) in before.items():
-        name = _changed_parameter(twin, path, part, old)
+    for path, (part, _, old) in before.items():
+        name = _changed_parameter(path, old, _held(part))
         if name is None:
             continue
         own = module.get_submodule(path)
@@ -188,20 +193,19 @@ def _options(parameter: nn.Parameter) -> str:
     return str({name: value for name, value in vars(parameter).items() if isinstance(value, (int, str, torch.dtype))})
 
 
-def _changed_parameter(twin: nn.Module, path: str, part: nn.Module, old: Mapping[str, nn.Parameter]) -> str | None:
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters and buffers of a module itself by name, and None for those that it lacks."""
+    return {**module._parameters, **module._buffers}  # noqa: SLF001  names and None too
+
+
+def _changed_parameter(path: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the name of the parameter of a module that was quantized, or None.
 
     Raises:
-        ValueError: More than one parameter was changed.
+        ValueError: More than one tensor was changed, or a buffer.
     """
-    if twin.get_submodule(path) is not part:
-        raise ValueError(
-            f"the function of quantize= replaces the module {path!r}; replace modules before the load, while the model "
-            "is on the meta device"
-        )
-    now = dict(part.named_parameters(recurse=False))
     changed = [name for name in {**old, **now} if now.get(name) is not old.get(name)]
-    if len(changed) > 1 or not set(changed) <= now.keys() & old.keys():
+    if len(changed) > 1 or not all(isinstance(held.get(name), nn.Parameter) for name in changed for held in (old, now)):
         raise ValueError(f"the function of quantize= changes {changed} of the module {path!r} together. {_AFTER}")
     return changed[0] if changed else None
 

@@ -158,7 +158,7 @@ def _set_attributes(entry: Entry, finished: Mapping[int, torch.Tensor], file: st
 def _coo(entry: Entry, composite: Sparse, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     check_indices(entry, [pieces_of(row) for row in indices])
     return torch.sparse_coo_tensor(
-        indices, values, entry.shape, is_coalesced=composite.coalesced, check_invariants=False
+        indices, values, entry.shape, device=values.device, is_coalesced=composite.coalesced, check_invariants=False
     )
 
 
@@ -167,13 +167,9 @@ def _compressed(
 ) -> torch.Tensor:
     # torch's own check follows compressed indices into the plain ones: both must be valid before it.
     check_indices(entry, [pieces_of(compressed), pieces_of(plain)])
+    layout = getattr(torch, composite.layout)
     return torch.sparse_compressed_tensor(
-        compressed,
-        plain,
-        values,
-        entry.shape,
-        layout=getattr(torch, composite.layout),
-        check_invariants=True,
+        compressed, plain, values, entry.shape, layout=layout, device=values.device, check_invariants=True
     )
 
 

@@ -65,7 +65,7 @@ class _Cursor:
 
     def __init__(self, pieces: Iterable[torch.Tensor]) -> None:
         self._pieces = iter(pieces)
-        self._held = torch.empty(0, dtype=torch.int64)
+        self._held = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def take(self, count: int) -> torch.Tensor:
         """Return the next ``count`` elements as int64. The pieces must have that many."""
@@ -98,7 +98,7 @@ def _check_coo(shape: Sequence[int], composite: Sparse, rows: Sequence[_Cursor])
         if not composite.coalesced:
             continue
         if position is None:
-            position = torch.zeros(length, dtype=torch.int64)
+            position = torch.zeros(length, dtype=torch.int64, device="cpu")
         if last is not None:
             position = torch.cat([last, position])
         if not bool((position[1:] > position[:-1]).all()):

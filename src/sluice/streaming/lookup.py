@@ -28,8 +28,8 @@ __all__ = ["Lookup", "looks_up_rows"]
 def looks_up_rows(module: nn.Module) -> bool:
     """Return whether a module only looks up rows of its weight, and does not change them."""
     # Quantized and parametrized weights are computed from other parameters.
-    has_rows = type(module).forward is nn.Embedding.forward and "weight" in module._parameters  # noqa: SLF001
-    return has_rows and module.max_norm is None
+    forward, has_weight = getattr(module.forward, "__func__", None), "weight" in module._parameters  # noqa: SLF001
+    return forward is nn.Embedding.forward and has_weight and module.max_norm is None
 
 
 class Lookup(Struct, frozen=True, kw_only=True, eq=False):
@@ -58,7 +58,7 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
             IndexError: The weight has no such row.
         """
         if not isinstance(ids, torch.Tensor) or ids.dtype not in {torch.int32, torch.int64}:
-            nn.functional.embedding(ids, torch.empty(1, 1))  # raises as it does for a loaded model
+            nn.functional.embedding(ids, torch.empty(1, 1, device="cpu"))  # raises as it does for a loaded model
         count, width = self.request.entry.shape
         flat = ids.reshape(-1)
         found = torch.empty((len(flat), width), dtype=torch_dtype(self.request.dtype), device=ids.device)

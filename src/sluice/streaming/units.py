@@ -59,10 +59,9 @@ class StreamedWeight(Struct, frozen=True, kw_only=True, eq=False):
         """Put a tensor where the owners hold another one. What the caller put there instead stays."""
         swapped = held is self.parked and type(held) is not ParkedParameter  # by torch.utils.swap_tensors
         for owner in self.held.owners if not swapped else ():
-            tensors = registered(owner)
-            found = tensors.get(owner.name)
+            found = registered(owner).get(owner.name)
             if found is held or (tensor is self.held.tensor and type(found) is ParkedParameter):  # or a tied one
-                tensors[owner.name] = tensor
+                hold([owner], tensor)
 
 
 class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
@@ -194,6 +193,7 @@ class Unit:
 
     def restore(self) -> None:
         """Give the modules the parameters that they had before, frozen if the caller froze them since."""
-        for weight in self.plan.weights:
-            weight.parked.lend = None
-            weight.exchange(weight.parked, weight.held.tensor.requires_grad_(weight.parked.requires_grad))
+        with torch.inference_mode():  # in which the model may have been built
+            for weight in self.plan.weights:
+                weight.parked.lend = None
+                weight.exchange(weight.parked, weight.held.tensor.requires_grad_(weight.parked.requires_grad))
