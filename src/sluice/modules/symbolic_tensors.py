@@ -108,8 +108,7 @@ def entry_of_values(tensor: torch.Tensor) -> Entry:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     exact = torch.float64 if is_castable(name) else torch.int64
     bits = flat.view(torch.uint8).view(-1, flat.itemsize)
-    others = (bits[1:] != bits[:-1]).any(1).nonzero()[:, 0] + 1
-    firsts = torch.cat([others.new_zeros(min(1, len(bits))), others])
+    firsts = torch.cat([torch.arange(min(1, len(bits))), (bits[1:] != bits[:-1]).any(1).nonzero()[:, 0] + 1])
     if len(firsts) > defaults.RESHAPE_BOXES:
         raise CannotFollow(f"it makes a tensor of {len(firsts):,} different values")
     values = flat[firsts]
