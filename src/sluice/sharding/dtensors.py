@@ -157,10 +157,12 @@ def reshard(module: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not torch.distributed.is_initialized():  # nothing is looked at in the usual case
         return []
-    parts = [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
-    for part in parts:
-        part.reshard()
-    return parts
+    for part in module.modules():
+        # Not FSDPModule.reshard: that leaves what a parent divided, and what a forward pass that failed has gathered.
+        for hook in vars(part).get("_state_dict_pre_hooks", {}).values():
+            if getattr(hook, "__qualname__", "").startswith("FSDPParamGroup."):
+                hook()
+    return [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
 
 
 def shard_memories(parts: Iterable[Any]) -> Mapping[int, ShardMemory]:
