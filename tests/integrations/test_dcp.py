@@ -27,8 +27,7 @@ def network() -> nn.Sequential:
 def test_any_format_fills_a_state_dict(tmp_path: Path, name: str) -> None:
     saved, filled = network(), network()
     known: dict[str, Any] = {"dcp": {"format": "dcp"}, "shards": {"max_shard_size": 100}}
-    options = known.get(name, {})
-    sluice.save(saved, tmp_path / name, **options)
+    sluice.save(saved, tmp_path / name, **known.get(name, {}))
     state = filled.state_dict()
     load(state, storage_reader=SluiceReader(tmp_path / name), no_dist=True)
     assert all(torch.equal(value, saved.state_dict()[key]) for key, value in filled.state_dict().items())
@@ -36,10 +35,11 @@ def test_any_format_fills_a_state_dict(tmp_path: Path, name: str) -> None:
 
 def test_nested_states_and_values(tmp_path: Path) -> None:
     saved, filled = network(), network()
-    torch.save({"model": saved.state_dict(), "step": 3, "name": "a"}, tmp_path / "run.pt")
-    state: dict[str, Any] = {"model": filled.state_dict(), "step": 0, "name": ""}
+    kinds = (torch.float16, torch.ones(2).shape, 1j, torch.ones(()))
+    torch.save({"model": saved.state_dict(), "step": 3, "kinds": kinds}, tmp_path / "run.pt")
+    state: dict[str, Any] = {"model": filled.state_dict(), "step": 0, "kinds": None}
     load(state, storage_reader=SluiceReader(tmp_path / "run.pt"), no_dist=True)
-    assert (state["step"], state["name"]) == (3, "a")
+    assert (state["step"], state["kinds"]) == (3, kinds)
     assert torch.equal(filled.get_parameter("1.weight"), saved.get_parameter("1.weight"))
     part = network().state_dict()
     load(part, storage_reader=SluiceReader(tmp_path / "run.pt", key="model"), no_dist=True)
@@ -52,10 +52,9 @@ def test_an_optimizer_is_filled(tmp_path: Path, name: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    if name == "dcp":
-        save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path / name, no_dist=True)
-    else:
-        save({"optim": optimizer.state_dict()}, storage_writer=SluiceWriter(tmp_path / name), no_dist=True)
+    dcp: dict[str, Any] = {"checkpoint_id": tmp_path / name}
+    target = dcp if name == "dcp" else {"storage_writer": SluiceWriter(tmp_path / name)}
+    save({"optim": optimizer.state_dict()}, **target, no_dist=True)
     filled = torch.optim.AdamW(model.parameters())
     filled.step()
     state = {"optim": filled.state_dict()}
@@ -66,10 +65,10 @@ def test_an_optimizer_is_filled(tmp_path: Path, name: str) -> None:
 
 
 def test_saves_are_ordinary_files(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"model": network().state_dict(), "step": 4}
+    state: dict[str, Any] = {"model": network().state_dict(), "step": 4, "groups": [{"lr": 0.5}]}
     save(state, storage_writer=SluiceWriter(tmp_path / "run.pt"), no_dist=True)
     loaded = torch.load(tmp_path / "run.pt", weights_only=True)
-    assert loaded["step"] == 4
+    assert (loaded["step"], loaded["groups"]) == (4, [{"lr": 0.5}])
     assert torch.equal(loaded["model"]["0.weight"], state["model"]["0.weight"])
     with pytest.raises(TypeError, match="DefaultSavePlanner"):
         SluiceWriter(tmp_path / "x.pt").write_data(SavePlan([]), object())  # type: ignore[arg-type]
@@ -88,11 +87,13 @@ def divided(path: Path, out: Path) -> bool:
     expected = torch.load(path, weights_only=True)
     equal = all(torch.equal(value.full_tensor(), expected[name]) for name, value in state.items())
     save(state, storage_writer=SluiceWriter(out))
+    save({"w": torch.ones(2)}, storage_writer=SluiceWriter(out.parent / f"rank {torch.distributed.get_rank()}"))
     return equal
 
 
 def test_ranks_read_and_write_their_shards(tmp_path: Path, two_ranks: Ranks) -> None:
     torch.save(network().state_dict(), tmp_path / "m.pth")
     assert all(two_ranks.run(divided, tmp_path / "m.pth", tmp_path / "out.safetensors"))
+    assert [each.name for each in tmp_path.glob("rank*")] == ["rank 0"]
     written = sluice.load_state_dict(tmp_path / "out.safetensors")
     assert all(torch.equal(written[name], value) for name, value in torch.load(tmp_path / "m.pth").items())

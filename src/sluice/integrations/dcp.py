@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,16 +27,17 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from sluice._dtypes import torch_dtype
-from sluice._errors import UnsupportedError
 from sluice.api.checkpoint import Checkpoint
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.api.save import save
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.entries import tree as trees
 from sluice.entries.slicing import slice_entry
+from sluice.loading.module_fill import read_tree
 from sluice.reading.composites import read_into
 from sluice.records import Entry
 from sluice.sources.remote.location import Remote
+from sluice.writing.ranks.division import dtensors_in
 
 __all__ = ["SluiceReader", "SluiceWriter"]
 
@@ -109,14 +111,14 @@ class SluiceReader(_Explicit, StorageReader):
         """Read the bytes that this rank asked for, with one plan.
 
         Raises:
-            UnsupportedError: A requested value is not plain data in the checkpoint.
+            CheckpointError: A requested value is one that sluice does not build.
         """
         checkpoint, wanted, filled = self._opened, [], []
         values = dict(_values(checkpoint.index.tree))
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _as_bytes(values[name], name, checkpoint.path))
+                planner.load_bytes(item, _as_bytes(checkpoint, name, values[name]))
                 continue
             box = tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))
             target = planner.resolve_tensor(item)
@@ -143,32 +145,19 @@ def _values(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _is_value(tree: object) -> bool:
-    """Return whether a planner keeps it whole: a list or tuple, such as ``betas``, without mappings and tensors."""
-    if isinstance(tree, (list, tuple)):
+    """Return whether a planner keeps it whole: a tuple, such as ``betas``, or a list without mappings and tensors."""
+    if isinstance(tree, list):
         return not any(isinstance(child, (dict, Entry)) or not _is_value(child) for child in tree)
     return not isinstance(tree, dict)
 
 
-def _as_bytes(value: object, name: str, file: str) -> io.BytesIO:
+def _as_bytes(checkpoint: Checkpoint, name: str, value: object) -> io.BytesIO:
     """Return what the planners of torch read a value from."""
-    if not all(isinstance(leaf, (int, float, str, bytes, type(None))) for _, leaf in trees.leaves(value)):
-        raise UnsupportedError("the value is not plain data", file=file, tensor=name, found=type(value).__name__)
+    trees.refuse_opaques({name: value}, checkpoint.path)
     stream = io.BytesIO()
-    torch.save(value, stream)
+    torch.save(read_tree(checkpoint, value), stream)
     stream.seek(0)
     return stream
-
-
-def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
-    """Return the nested state that the planner has flattened; positions in lists become names."""
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = (str(part) for part in paths.get(name, (name,)))
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return nested
 
 
 class SluiceWriter(_Explicit, StorageWriter):
@@ -178,7 +167,7 @@ class SluiceWriter(_Explicit, StorageWriter):
         path: A path or address of ``sluice.save``.
         options: Keyword arguments of ``sluice.save``, such as ``dtype`` or ``max_shard_size``.
 
-    Every rank writes the bytes that it holds. The planner has to be torch's default one.
+    Every rank writes what it holds, the coordinator a state without DTensors. The planner must be torch's default one.
 
     Example:
         >>> dcp.save(model.state_dict(), storage_writer=SluiceWriter("model.safetensors"))
@@ -187,16 +176,18 @@ class SluiceWriter(_Explicit, StorageWriter):
     def __init__(self, path: str | os.PathLike[str] | Remote, **options: Any) -> None:
         self._path = path
         self._options = {"overwrite": True, **options}
+        self._coordinates = True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Write to another path from now on, if one is named."""
         self._path = checkpoint_id or self._path
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing has to be prepared."""
+        """Remember whether this rank writes what each rank has."""
+        self._coordinates = is_coordinator
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save the state that the planner has; every rank takes part.
+        """Save the state that the planner has.
 
         Raises:
             SaveError: The format cannot hold it, or the operating system failed.
@@ -204,7 +195,10 @@ class SluiceWriter(_Explicit, StorageWriter):
         """
         if not isinstance(planner, DefaultSavePlanner):
             raise TypeError(f"{type(planner).__name__} is not a DefaultSavePlanner, whose state is saved")
-        save(_nested(planner.state_dict, planner.mappings), self._path, **self._options)
+        paths = {name: planner.mappings.get(name, (name,)) for name in planner.state_dict}
+        state = unflatten_state_dict(planner.state_dict, paths)
+        if self._coordinates or dtensors_in(state):
+            save(state, self._path, **self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
