@@ -404,7 +404,7 @@ def test_items_written_as_safetensors(tmp_path: Path) -> None:
 # Existing and missing files
 
 
-@pytest.mark.parametrize("left", [".metadata.tmp", "__0.metadata", "__0.metadata.tmp", "__0_0.distcp"])
+@pytest.mark.parametrize("left", [".metadata.tmp", "__0.metadata.tmp", "__0_0.distcp"])
 def test_a_checkpoint_that_was_never_finished(tmp_path: Path, left: str) -> None:
     write(tmp_path, {"w": rows(torch.ones(2), 1)})
     os.rename(tmp_path / ".metadata", tmp_path / left)

@@ -111,6 +111,7 @@ def test_nested_directories_are_not_searched(tmp_path: Path) -> None:
         (["data", "data.pkl", "version"], sluice.FormatError, "unpacked torch.save file"),
         (["consolidated.00.pth", "params.json"], sluice.FormatError, "a file instead, such as 'consolidated.00.pth'"),
         (["config.json", "tf_model.h5"], sluice.UnsupportedError, "does not read 'tf_model.h5'"),
+        (["__0.metadata", "__0_0.distcp"], sluice.UnsupportedError, "use_collectives=False"),
         ([f"{number}.txt" for number in range(20)], sluice.FormatError, "and 12 more"),
     ],
 )

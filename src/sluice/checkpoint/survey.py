@@ -300,6 +300,10 @@ def _list(directory: Directory) -> _Listing:
 def _check_distributed_parts(directory: str, names: set[str]) -> None:
     """Check that the directory holds no parts of a distributed checkpoint whose metadata is missing."""
     left = sorted(name for name in names if name.endswith(_DISTRIBUTED_PARTS))
+    if any(name.startswith("__") and name.endswith(METADATA_FILE) for name in left):
+        problem = "each rank wrote metadata of its own (use_collectives=False), which only those ranks can load"
+        advice = "Load it on as many ranks with torch.distributed.checkpoint, and save it with use_collectives=True."
+        raise UnsupportedError(problem, file=directory, found=listed("files", left), advice=advice)
     if left:
         raise IncompleteCheckpointError(
             f"the torch.distributed.checkpoint directory has no {METADATA_FILE}, which is written last",
