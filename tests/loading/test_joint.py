@@ -94,6 +94,9 @@ def test_live_tensors_that_changed_are_named(two_ranks: Ranks, checkpoint: str) 
 def test_different_arguments(two_ranks: Ranks, checkpoint: str) -> None:
     failed = two_ranks.run(joint.load_differently, [checkpoint] * 2, [{}, {"dtype": torch.bfloat16}])
     assert failed == [{1: "was called with dtype=bfloat16, rank 0 with dtype=None"}] * 2
+    scaled = [{"rules": [sluice.rules.scale("**.weight", factor)]} for factor in (2.0, 3.0)]
+    (text,) = two_ranks.run(joint.load_differently, [checkpoint] * 2, scaled)[0].values()
+    assert re.search(r"was called with rules=\[EachRule\(.*effect=<function _changed>, .*3\.0", text)
 
 
 def test_different_files(two_ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:
@@ -118,9 +121,11 @@ def test_an_older_copy_with_equal_sizes_and_headers(two_ranks: Ranks, tmp_path: 
 
 
 def test_the_same_file_under_two_names(two_ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:
-    other = tmp_path / "copy.pth"
+    other = tmp_path / "copy\udcff.pth"  # not UTF-8
     other.write_bytes(Path(checkpoint).read_bytes())
     assert two_ranks.run(joint.load_differently, [checkpoint, str(other)], [{}, {}]) == [{}, {}]
+    failed = two_ranks.run(joint.load_differently, [checkpoint, f"{other}2"], [{}, {}])
+    assert "copy\\udcff.pth2" in failed[0][1]
 
 
 def test_a_limit_of_the_host_counts_all_ranks(two_ranks: Ranks, checkpoint: str) -> None:

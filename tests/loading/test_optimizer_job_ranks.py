@@ -33,7 +33,7 @@ def differences(layout: str, path: Path, by_name: Path) -> list[str]:
     expected = torch.load(by_name, weights_only=True)["state"]
     model = divide(layout, meta=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    report = sluice.load_optimizer(optimizer, path, model=model)
+    report = sluice.load_optimizer(optimizer, path, model=model, device="cpu" if torch.distributed.get_rank() else None)
     names = set(expected)
     problems = [] if report.loaded == report.total else [str(report)]
     for key in ("exp_avg", "exp_avg_sq"):

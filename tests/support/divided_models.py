@@ -195,6 +195,8 @@ def differences(
             objects = {key: id(tensor) for key, tensor in model.named_parameters()}
             memory = {key: tensor.data_ptr() for key, tensor in locals_of(model).items()}
             sluice.load_into(model, path, dtype=dtype, place=place)
+            if not meta and place == "map":
+                sluice.refresh(model, path)
             loaded = locals_of(model)
             where = f"{name}, {'meta' if meta else 'live'}: "
             same = {key for key in truth if loaded[key].is_contiguous() and same_tensor(loaded[key], truth[key])}

@@ -100,7 +100,8 @@ def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
         host=process.host,
         hostname=process.hostname,
         files=tuple(
-            (file.path, file.identity.nbytes, file.identity.version or "") for file in job.checkpoint.index.files
+            (file.path.encode(errors="backslashreplace").decode(), file.identity.nbytes, file.identity.version or "")
+            for file in job.checkpoint.index.files
         ),
         index=_digest(_index_lines(job.checkpoint)),
         contents=_samples(job.checkpoint),

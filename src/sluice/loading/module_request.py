@@ -5,6 +5,7 @@ All that headers can show is settled here, before a byte of tensor data is read:
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -130,7 +131,7 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
             "strict": str(self.strict),
             "ignore_mismatched": str(self.ignore_mismatched),
             "rename": "a function" if callable(self.rename) else repr(self.rename),
-            "rules": ", ".join(map(str, self.rules)),
+            "rules": re.sub(" at 0x[0-9a-f]+", "", repr([*self.rules])),  # without the addresses of functions
             "place": self.options.place,
         }
 

@@ -64,7 +64,7 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
         rename = "a function" if callable(self.rename) else repr(self.rename)
-        return {"key": str(self.key), "device": str(self.device), "rename": rename}
+        return {"key": str(self.key), "rename": rename}  # each rank has a device of its own
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """See ``LoadRequest.tensors``: its parameters."""

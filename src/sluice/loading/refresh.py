@@ -209,7 +209,7 @@ class RefreshJob(ModuleJob, frozen=True, kw_only=True):
                         self.exchanges.append(_Exchange(positions, scratch))
                         for position in positions:
                             live = local_of(self.state.tensors[self.match.slots[position]])
-                            self.exchanges[-1].swap(position, live, tensors[position])
+                            self.exchanges[-1].swap(position, live, tensors[position].view(live.shape))
                             self._note_written(position)
             except BaseException:
                 self._put_back()

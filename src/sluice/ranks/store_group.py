@@ -375,7 +375,7 @@ class StoreGroup:
         return {self.ranks[0]: f"{why}the store of the process group does not answer: {error}"}
 
     def _announce(self, name: str, text: str) -> None:
-        self._set(name, text.encode())
+        self._set(name, text.encode(errors="backslashreplace"))  # paths may not be UTF-8
         self._store.add(self._key("warnings"), 1)
         self._keys.append(self._key("warnings"))
 

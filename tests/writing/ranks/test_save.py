@@ -167,13 +167,14 @@ def test_the_state_of_an_optimizer(two_ranks: Ranks, tmp_path: Path) -> None:
 def stages(directory: Path) -> None:
     """Save a layer of this rank: each stage of a pipeline is on a mesh of its own, cut from one mesh of all ranks."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    part = distribute_tensor(torch.ones(2, 1), DeviceMesh("cpu", [1, 2]), [Shard(0)])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
     stage = dist.get_rank() // 2
     layer = distribute_tensor(torch.arange(15.0).reshape(5, 3) + 100 * stage, mesh, [Shard(0)])
-    state = {f"layers.{stage}": layer, "scale": torch.tensor([2.0])}
+    state = {f"layers.{stage}": layer, "scale": torch.tensor([2.0]), "part": part}
     sluice.save(state, directory / "model", max_shard_size=50)
     sluice.save({"model": state, f"stage {stage}": stage, "step": 7}, directory / "dcp", format="dcp")
 
@@ -181,7 +182,7 @@ def stages(directory: Path) -> None:
 def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(stages, tmp_path)
     expected = {f"layers.{stage}": torch.arange(15.0).reshape(5, 3) + 100 * stage for stage in range(2)}
-    expected["scale"] = torch.tensor([2.0])
+    expected |= {"scale": torch.tensor([2.0]), "part": torch.ones(2, 1)}
     assert_same(dict(sluice.load_state_dict(tmp_path / "model")), expected)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == 3
     loaded = torch_loaded(tmp_path / "dcp")
@@ -227,6 +228,7 @@ def refused(directory: Path) -> list[str]:
         ({"w": weight, "seed": rank}, "a", {"format": "dcp"}),
         ({"w": weight if rank else longer}, "a.safetensors", {}),
         ({"w": weight}, "a.safetensors", {"dtype": "bf16" if rank else None}),
+        ({"w": weight}, "a", {"format": "dcp" if rank else None}),
         ({"w": weight, "x": summand}, "a.safetensors", {}),
         ({"w": weight, "x": 1} if rank else {"w": weight}, "a.safetensors", {}),
         ({"w": weight}, "a.pth", {}),
@@ -243,7 +245,8 @@ def test_what_ranks_do_not_agree_on_is_refused(two_ranks: Ranks, tmp_path: Path)
     expected = [
         "ranks 0 and 1 have different values in the object",
         "ranks 0 and 1 hold different tensors under one name; expected float32 [5, 2]; found float32 [4, 2]",
-        "ranks 0 and 1 were called with different arguments",
+        "ranks 0 and 1 were called with different arguments: dtype=None",
+        "ranks 0 and 1 were called with different arguments: format=huggingface",
         "tensor 'x': the tensor is a DTensor with the placement",
         "rank 1: SaveError: tensor 'x': this format stores tensors only",
         "this format cannot hold DTensors",

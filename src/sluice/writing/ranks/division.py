@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from sluice._errors import SaveError
 from sluice.entries.slicing import cut_dimensions, first_miscount
-from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held, sharding_of
+from sluice.sharding.dtensors import UndescribedError, is_dtensor, local_of, region_held
 from sluice.sharding.regions import Region
 from sluice.writing.contents import stored_once
 from sluice.writing.held_object import finished_dtype, identity, refuse_unsupported
@@ -86,7 +86,7 @@ def held_tensors(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict
         dtype: Dtype that real floating-point tensors are cast to; None keeps each dtype.
 
     Raises:
-        SaveError: A tensor cannot be saved, or this rank is not part of its mesh.
+        SaveError: A tensor cannot be saved.
     """
     regions = {name: _held_region(tensor, name) for name, tensor in tensors.items()}
     _, aliases = stored_once(tensors, _identity)
@@ -102,21 +102,15 @@ def held_tensors(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict
 
 
 def _held_region(tensor: torch.Tensor, name: str) -> Region:
-    """Return what this rank holds of a tensor: all of a plain one.
+    """Return what this rank holds of a tensor: all of a plain one, nothing outside of the mesh of a DTensor.
 
     Raises:
-        SaveError: The tensor cannot be saved, or this rank is not part of its mesh.
+        SaveError: The tensor cannot be saved.
     """
     refuse_unsupported(local_of(tensor), name)
     if not is_dtensor(tensor):
         return tuple(((0, size),) if size else () for size in tensor.shape)
     try:
-        if sharding_of(tensor).coordinate is None:
-            raise SaveError(
-                "this rank is not part of the mesh of the tensor",
-                tensor=name,
-                advice="Nothing was written. Call save on the ranks of the mesh only.",
-            )
         return region_held(tensor)
     except UndescribedError as error:
         raise SaveError(f"the tensor is {error}", tensor=name) from error

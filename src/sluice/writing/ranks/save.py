@@ -108,11 +108,14 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob, error: S
     dtensors: list[Any] = dtensors_in(state)
     group = group_of(dtensors)
     if group is None:
-        if any(tensor.device_mesh.size() > 1 and tensor.device_mesh.get_coordinate() for tensor in dtensors):
-            raise SaveError(
-                "the state has DTensors of several ranks, but there is no process group of them",
-                advice="Nothing was written. Save before destroy_process_group(), on every rank.",
-            )
+        meshes = [tensor.device_mesh for tensor in dtensors]
+        if any(mesh.get_coordinate() is None for mesh in meshes):
+            advice = "Nothing was written. Call save on the ranks of the mesh only."
+            raise SaveError("this rank is not part of the mesh of the tensors", advice=advice)
+        if any(mesh.size() > 1 for mesh in meshes):
+            problem = "the state has DTensors of several ranks, but there is no process group of them"
+            advice = "Nothing was written. Save before destroy_process_group(), on every rank."
+            raise SaveError(problem, advice=advice)
         return _saved_by(RankGroup(), state, save_format, job, error)
     with Agreement(group, verb="save") as agreement:
         agreement.meet()
@@ -146,7 +149,7 @@ def _save_flat(save_format: SaveFormat, job: SaveJob, state: object, group: Rank
         in_utf8("".join(held))
         return held_tensors(held, job.dtype)
 
-    division = _divided(job, describe, group)
+    division = _divided(job, describe, group, save_format=save_format)
     outlines = {name: TensorOutline(tensor.dtype, tensor.shape) for name, tensor in division.tensors.items()}
     model = Model(tensors=outlines, ties=division.ties, metadata=job.header(), limit_bytes=job.limit_bytes)
     files: Iterable[str] = ()
@@ -165,7 +168,8 @@ def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFil
     flat, paths = flatten(state)
     held = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     values = {name: value_item(value, name) for name, value in flat.items() if name not in held}
-    division = _divided(job, partial(held_tensors, held, job.dtype), group, tied=False, values=values, paths=paths)
+    describe = partial(held_tensors, held, job.dtype)
+    division = _divided(job, describe, group, save_format="dcp", values=values, paths=paths)
     layout = lay_out_items(division.tensors, _agreed_values(division))
     every_path = {name: path for rank in division.ranks for name, path in rank.paths.items()}
     with _rank_writer(division, held, group) as ranks:
@@ -210,7 +214,7 @@ def _divided(
     describe: Callable[[], dict[str, HeldTensor]],
     group: RankGroup,
     *,
-    tied: bool = True,
+    save_format: SaveFormat,
     values: Mapping[str, bytes] = MappingProxyType({}),
     paths: Mapping[str, Sequence[str | int]] = MappingProxyType({}),
 ) -> _Division:
@@ -220,7 +224,7 @@ def _divided(
         job: The arguments.
         describe: Returns what this rank holds.
         group: The ranks.
-        tied: Whether a tensor with several names is stored once.
+        save_format: The format; but for "dcp", a tensor with several names is stored once.
         values: Items of values that are not tensors, by name.
         paths: Path of each tensor and value in the object, by name.
 
@@ -233,7 +237,7 @@ def _divided(
     def contribute() -> bytes:
         own = _Contribution(
             host=host,
-            arguments=_arguments(job),
+            arguments={"format": save_format, **_arguments(job)},
             held=describe(),
             values={name: (hashlib.sha256(item).hexdigest(), len(item)) for name, item in values.items()},
             paths={name: list(path) for name, path in paths.items()},
@@ -248,7 +252,7 @@ def _divided(
                 problem = f"were called with different arguments: {name}={first} and {name}={value}"
                 raise _disagreement(0, other, problem)
     held = [rank.held for rank in ranks]
-    ties = agreed_ties(held) if tied else {}
+    ties = {} if save_format == "dcp" else agreed_ties(held)
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]
     tensors = divide(stored)
     local = sum(rank.host == host for rank in ranks)
