@@ -10,14 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from sluice import _errors
-from sluice._errors import (
-    Alternative,
-    BudgetError,
-    FormatError,
-    ReadError,
-    SluiceError,
-    TruncatedError,
-)
+from sluice._errors import Alternative, BudgetError, FormatError, ReadError, SluiceError, TruncatedError
 
 #: Exported classes of errors; ``Alternative`` is a record.
 CLASSES = [getattr(_errors, name) for name in _errors.__all__ if name != "Alternative"]
@@ -67,6 +60,7 @@ def test_a_message_names_everything_that_is_known() -> None:
     assert str(error).startswith("other.pth, tensor 'a.w', byte 17: ")
     text = str(TruncatedError("cut", file="", tensor="", offset=0, expected=0, found=""))
     assert text.startswith(", tensor '', byte 0: cut; expected 0; found . ")
+    assert len(str(FormatError("odd", tensor="w" * 1_000_000))) < 2200  # a hostile name
 
 
 def through_pickle(error: SluiceError) -> SluiceError:

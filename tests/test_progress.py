@@ -20,7 +20,10 @@ def _event(done: int, total: int = 4096, seconds: float = 1.0) -> ProgressEvent:
     return ProgressEvent(done_bytes=done, total_bytes=total, seconds=seconds)
 
 
-def test_the_bar_shows_bytes_and_speed_on_stderr_only_and_starts_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_shows_bytes_and_speed_on_stderr_only_and_starts_no_thread(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as at a terminal
     before = threading.enumerate()
     with byte_progress(False, "loading", 1) as report:
         assert report is None
@@ -28,9 +31,10 @@ def test_the_bar_shows_bytes_and_speed_on_stderr_only_and_starts_no_thread(capsy
         assert report is not None
         for done in (0, 1 << 20, 3 << 20):
             report(done)
+        sys.stdout.write("by others\n")
         assert threading.enumerate() == before
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert captured.out == "by others\n"
     for shown in ("loading [red]", "3.0/3.0 MiB", "GB/s"):
         assert shown in captured.err
 

@@ -121,7 +121,7 @@ class SluiceError(Exception):
         if self.file is not None:
             where.append(str(self.file))
         if self.tensor is not None:
-            where.append(f"tensor {self.tensor!r}")
+            where.append(f"tensor {self.tensor!r:.2000}")
         if self.offset is not None:
             where.append(f"byte {self.offset}")
         text = f"{', '.join(where)}: {self.problem}" if where else self.problem

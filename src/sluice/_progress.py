@@ -98,6 +98,7 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
         TimeRemainingColumn(),
         console=Quiet(stderr=True),
         auto_refresh=False,  # rich's refresh thread is not joined: it could outlive the load
+        redirect_stdout=False,  # or what other code prints meanwhile goes to stderr, folded to its width
     )
     task = bar.add_task(_shortened(description), total=None, speed=0.0)
     drawn = 0.0

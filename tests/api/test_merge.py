@@ -255,6 +255,9 @@ def test_equal_names_in_two_stores_are_different_inputs(in_two_stores: list[slui
     merged = nn.Linear(2, 1, bias=False)
     sluice.merge(in_two_stores[1:], merged, base=in_two_stores[0])
     assert torch.equal(merged.weight, torch.full((1, 2), 3.0))
+    same = sluice.Remote("a.safetensors", store=in_two_stores[0].store)
+    sluice.merge(in_two_stores, merged, method="slerp", base=same, parameters={"t": 1.0})
+    assert torch.allclose(merged.weight, torch.full((1, 2), 6.0))
 
 
 def sliced(*slices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -252,7 +252,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_still_verified(
     assert offset is not None
     assert offset <= bad < offset + 8192
     assert set(report.hashes) == set(state) - {"t3"}
-    with pytest.raises(sluice.SaveError, match="a manifest cannot be written for a checkpoint with problems"):
+    with pytest.raises(sluice.SaveError, match=r"cannot be written for a checkpoint with problems; found 1 problem\."):
         report.write_manifest(tmp_path / "n.json")
 
 
@@ -295,7 +295,7 @@ def test_names_that_hashes_cannot_tell_apart_are_an_error_and_fine_without_hashe
 def test_a_small_file_cannot_ask_for_endless_work(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "f.pt")
     assert sluice.verify(tmp_path / "f.pt").ok
-    with pytest.raises(sluice.LimitError, match="repeats its stored elements too often"):
+    with pytest.raises(sluice.LimitError, match=r"repeats its stored elements too often.*key="):
         sluice.verify(tmp_path / "f.pt", nan=True)
 
 
@@ -349,13 +349,14 @@ def test_non_finite_elements_are_those_of_torch(dtype: str) -> None:
     assert (counter.nan, counter.inf) == (int(wide.isnan().sum()), int(wide.isinf().sum()))
 
 
-def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
+def test_progress_ends_at_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(plain_tensors() | views(), tmp_path / "f.pt")
     seen: list[sluice.ProgressEvent] = []
     report = sluice.verify(tmp_path / "f.pt", hashes="xxh3_128", progress=seen.append)
     assert seen[-1].done_bytes == seen[-1].total_bytes == report.nbytes
     assert json.loads(json.dumps(report.to_json()))["ok"] is True
-    report.write_manifest(tmp_path / "m.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    report.write_manifest("~/m.json")
     assert read_manifest(str(tmp_path / "m.json"), sluice.Limits()).algorithm == "xxh3_128"
 
 

@@ -102,7 +102,7 @@ class Unwritable(io.StringIO):
 
 
 @pytest.mark.parametrize("error", [Unwritable.error, BrokenPipeError(errno.EPIPE, "")])
-@pytest.mark.parametrize(("command", "code"), [("inspect", 1), ("verify", 2), ("diff", 2)])
+@pytest.mark.parametrize(("command", "code"), [("--help", 1), ("inspect", 1), ("verify", 2), ("diff", 2)])
 def test_output_that_cannot_be_written_is_no_answer(
     files: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, error: OSError, command: str, code: int
 ) -> None:

@@ -77,6 +77,7 @@ def test_only_what_changed_is_read_and_holders_see_it(tmp_path: Path, torn: Any)
     assert refreshed.changed == ("embedding.weight", "layers.1.weight")
     assert refreshed.unchanged == 6
     assert refreshed.report is not None
+    assert sum(row.how == "kept" for row in refreshed.report.table()) == 6
     assert refreshed.report.loaded_bytes == 4 * (50 * 16 + 16 * 16)
     assert refreshed.report.read_bytes < 6_000  # with the gap between them
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == pointers
@@ -100,6 +101,10 @@ def test_what_is_known_of_a_file_decides(tmp_path: Path) -> None:
     assert same(model, new)
     written(new, path, metadata={"model_version": "step 40"})
     assert sluice.refresh(model, path).version == "step 40"
+    paths = [tmp_path / "1.pth", tmp_path / "2.pth"]
+    torch.save({"weight": torch.ones(2, 2)}, paths[0])
+    torch.save({"bias": torch.ones(2)}, paths[1])
+    assert sluice.refresh(nn.Linear(2, 2), paths).version != "3"  # that of the format
 
 
 def test_manifests_of_old_and_new_weights_are_compared(tmp_path: Path) -> None:

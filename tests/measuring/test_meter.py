@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from array import array
+from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +196,8 @@ def test_a_function_is_measured_at_each_call(capsys: pytest.CaptureFixture[str])
     assert reports[1].peaks.total_bytes >= 48 * MIB - SLACK
     sluice.measure()(touch)(MIB)
     assert "touch: peak growth of memory over" in capsys.readouterr().err
+    with redirect_stderr(None):  # as where it is closed
+        assert sluice.measure()(partial(len, ""))() == 0
 
 
 @pytest.fixture

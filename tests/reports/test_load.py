@@ -88,16 +88,8 @@ def test_json_holds_every_field() -> None:
     report = replace(_REPORT, measured=_PREDICTED, reads=MappingProxyType({"direct": 8 << 20}), tied=(("a", "b"),))
     value = json.loads(json.dumps(report.to_json()))
     assert set(value) == {*LoadReport.__dataclass_fields__, "gb_per_second"} - {"rows", "state_maker"}
-    assert (
-        value["predicted"]
-        == value["measured"]
-        == {
-            "anon_bytes": 5 << 20,
-            "file_bytes": 0,
-            "shmem_bytes": 0,
-            "total_bytes": 5 << 20,
-        }
-    )
+    peaks = {"anon_bytes": 5 << 20, "file_bytes": 0, "shmem_bytes": 0, "total_bytes": 5 << 20}
+    assert value["predicted"] == value["measured"] == peaks
     assert value["reads"] == {"direct": 8 << 20}
     assert value["tied"] == [["a", "b"]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,6 +52,8 @@ def test_what_to_check_about_a_missing_path(tmp_path: Path, monkeypatch: pytest.
     assert missing_advice("model-*.pth").startswith("It is a pattern, which 2 names match: pass a list, sorted(glob")
     assert missing_advice("weights.bin") == f"Check the path; the current directory is {str(tmp_path)!r}."
     assert missing_advice(str(tmp_path / "weights.bin")) == "Check the path."
+    monkeypatch.setattr("os.getcwd", Mock(side_effect=FileNotFoundError))
+    assert missing_advice("weights.bin") == "Check the path; the current directory was removed."
 
 
 def test_an_empty_path() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from sluice._errors import FormatError
 from sluice._options import Limits, Memory
 from sluice._progress import Progress
 from sluice._public import explain_keywords, public
+from sluice._units import counted
 from sluice.api.convert import convert
 from sluice.api.load import load_into
 from sluice.api.save import save_destination
@@ -28,10 +29,8 @@ from sluice.merging.recipe import METHODS, config_error, recipe_of
 from sluice.reports.load import LoadReport
 from sluice.reports.save import SaveReport
 from sluice.sources.opening import find_place
+from sluice.sources.remote.location import Remote
 from sluice.writing.save_formats import CONVERT_FORMATS, ConvertFormat, choose_format
-
-if TYPE_CHECKING:
-    from sluice.sources.remote.location import Remote
 
 __all__ = ["merge"]
 
@@ -117,7 +116,7 @@ def merge(
     for name in set(parameters or ()).difference(known):  # configurations of mergekit may have others
         raise config_error(f"{recipe.method!r} has no parameter {name!r}", expected=", ".join(known) or "none")
     opening = partial(open_merge, recipe, sources=sources, key=key, limits=limits, seed=seed)
-    title = f"the merge of {len(recipe.models)} checkpoints"
+    title = f"the merge of {counted(len(recipe.models), 'checkpoint')}"
     wanted = dtype_argument(dtype, auto_is_none=True)
     if isinstance(path_or_into, torch.nn.Module):
         if format or max_shard_size or overwrite or dry_run:
@@ -157,8 +156,9 @@ def _configuration(
     def named(source: Any) -> str:
         if isinstance(source, (str, os.PathLike)):
             name: str = os.fspath(source)
-        else:
-            name = f"{source!r} at {id(source):#x}"  # two may be parts of one file, or of two stores
+        else:  # two may be parts of one file, or of two stores
+            equal = (each for each, other in sources.items() if isinstance(source, Remote) and other == source)
+            name = next(equal, f"{source!r} at {id(source):#x}")
         sources[name] = source
         return name
 

@@ -204,7 +204,7 @@ def _layout(
         if not isinstance(plan_of_model, Mapping) or not plan_of_model:
             raise ValueError("mesh dimension 'tp' needs tp_plan=, such as {'layers.*.mlp.up_proj': 'colwise'}")
         tp_dims = tensor_parallel_dims(model, plan_of_model)
-    return RankLayout(mesh=known, ranks_per_host=min(own, known.ranks), tp_dims=tp_dims)
+    return RankLayout(mesh=known, ranks_per_host=min(int(own), known.ranks), tp_dims=tp_dims)
 
 
 def _ranks_note(ranks: RanksPlan) -> str:

@@ -176,7 +176,7 @@ def write_document(directory: Path, name: str, document: Mapping[str, Any], sect
     machine = (f"- {key}: {value}" for key, value in document["machine"].items())
     lines = [f"Made by `{document['command']}`.", "", *machine, ""]
     lines += [line for section in sections for line in section.markdown()]
-    (directory / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
+    (directory / f"{name}.md").write_text("\n".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def write_report(
@@ -205,4 +205,4 @@ def write_report(
         methods={method: METHODS[method].summary for each in scenarios for method in each.checkpoints},
         assets={name: Markup((assets / name).read_text(encoding="utf-8")) for name in files},  # noqa: S704  our own
     )
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")  # names of files may be any bytes

@@ -24,13 +24,7 @@ from sluice.benchmark.methods import absence
 from sluice.benchmark.process import TIMEOUT_SECONDS
 from sluice.benchmark.records import REFERENCE, SHORT_DTYPES, MethodJob, MethodRun, Outcome, Scenario, State, Status
 
-__all__ = [
-    "Row",
-    "finding",
-    "run_with_progress",
-    "summarise",
-    "typical_runs",
-]
+__all__ = ["Row", "finding", "run_with_progress", "summarise", "typical_runs"]
 
 #: Preparation of the checkpoint for each state.
 _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "warm": make_warm}

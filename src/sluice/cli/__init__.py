@@ -10,6 +10,7 @@ import os
 import sys
 from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC, EPIPE
 from importlib import import_module
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -34,7 +35,6 @@ _SUMMARIES = {
     "share": "Find or build one copy of the checkpoint at PATH in shared memory, for all processes of this host.",
     "verify": "Read the checkpoint at PATH once and report what is damaged.",
 }
-
 
 #: Commands that share a module: the module is named after the first of them.
 _ELSEWHERE = {"diff": "verify", "plan": "load"}
@@ -76,6 +76,14 @@ class _Commands(click.Group):
             CompletionItem(name, help=summary) for name, summary in _SUMMARIES.items() if name.startswith(incomplete)
         ]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except OSError as error:  # from printing --help or --version
+            raise unwritten(error, 1) from error
 
     def invoke(self, ctx: click.Context) -> object:
         sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  None where it is closed, as by `>&-`

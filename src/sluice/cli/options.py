@@ -45,7 +45,6 @@ __all__ = [
     "weighted",
 ]
 
-
 #: A URL, whose last parameter has a value if it has any, and a number.
 _URL_WITH_WEIGHT = re.compile(r"([^?]+|.+\?.*=[^=&]*)=([-+.\deE]+)")
 

@@ -30,7 +30,6 @@ __all__ = [
     "wrong_options",
 ]
 
-
 #: Exit code of a load that does not fit into the memory limits.
 OVER_BUDGET = 3
 

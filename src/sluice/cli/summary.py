@@ -114,10 +114,11 @@ class Summary(Struct, frozen=True, kw_only=True):
 
     def _state_dicts(self) -> Iterator[str]:
         """Yield the state dict that a load takes without ``key=``, or those to choose from."""
-        if len(self.state_dicts) > 1:
-            yield listed("state dicts to choose from with --key", list(map(_name, self.state_dicts)))
+        keys = [_name(f"{self.key}.{key}" if self.key else key) for key in self.state_dicts]
+        if len(keys) > 1:
+            yield listed("state dicts to choose from with --key", keys)
         elif self.state_dicts and self.state_dicts[0]:
-            yield f"state dict: {_name(self.state_dicts[0])}"
+            yield f"state dict: {keys[0]}"
 
     def _tensors(self, *, everything: bool) -> Iterator[Section]:
         if not self.tensors:

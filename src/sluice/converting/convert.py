@@ -87,10 +87,10 @@ def convert_checkpoint(  # noqa: PLR0913  those of ``convert``
     )
     with entries:
         _check(entries, checkpoint)
-        if not job.dry_run:
-            _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)), checkpoint.working_bytes)
-            if 2 * sum(entry.nbytes for entry in every_entry(contents.tree)) >= checkpoint.nbytes:
-                fill_caches(checkpoint.sources, progress=job.progress)
+        _check_memory(entries, memory, sum(1 for _ in every_entry(contents.tree)), checkpoint.working_bytes)
+        most = 2 * sum(entry.nbytes for entry in every_entry(contents.tree)) >= checkpoint.nbytes
+        if most and not job.dry_run:
+            fill_caches(checkpoint.sources, progress=job.progress)
         saved = write_contents(entries, save_format, replace(job, staging=Staging.make(writing)))
     return SaveReport.of(
         saved,
@@ -151,8 +151,9 @@ def _shares(staging_bytes: int) -> tuple[int, int, int]:
     """
     least = 2 * defaults.SMALLEST_STAGING_BYTES
     if staging_bytes < least:
-        problem = "staging is too small for a conversion"
-        raise BudgetError(problem, expected=f"at least {format_bytes(least)}", found=format_bytes(staging_bytes))
+        problem, advice = "staging is too small for a conversion", "Nothing was read: choose larger staging."
+        expected, found = f"at least {format_bytes(least)}", format_bytes(staging_bytes)
+        raise BudgetError(problem, expected=expected, found=found, advice=advice)
     reading = max(defaults.SMALLEST_STAGING_BYTES, staging_bytes // 4)
     writing = min((staging_bytes - reading) // 3, defaults.SAVE_STAGING_BYTES)
     return reading, writing, (staging_bytes - reading - writing) // 2
@@ -171,6 +172,7 @@ def _check_memory(entries: Entries, memory: MemoryLimits, tensors: int, more: in
             "rest for the index, threads and adapters",
             expected=f"at most {format_bytes(limit)} ({origin})",
             found=format_bytes(needed),
+            advice="Nothing was read: choose smaller staging (MemoryLimits(staging=), --staging), or a larger limit.",
         )
 
 

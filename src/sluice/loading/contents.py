@@ -18,9 +18,9 @@ from sluice.records import Entry, Index, Request
 
 __all__ = ["request_contents", "version_of"]
 
-#: Items of metadata that name a version, the first of which counts.
+#: Items of metadata that name a version, the first of which counts. Only in safetensors files the second is not that of
+#: the format.
 _VERSIONS = ("model_version", "version")
-
 
 #: Size of a digest, in bytes: two of 100 million contents are equal by accident once in 10**22 cases.
 _DIGEST_BYTES = 16
@@ -47,9 +47,10 @@ def request_contents(
     return found
 
 
-def version_of(metadata: Mapping[str, str], contents: Mapping[str, str]) -> str:
+def version_of(index: Index, contents: Mapping[str, str]) -> str:
     """Return the version that the metadata of a checkpoint names, or a digest of its contents."""
-    named = next((metadata[key] for key in _VERSIONS if key in metadata), None)
+    keys = _VERSIONS if "safetensors" in index.format else _VERSIONS[:1]
+    named = next((index.metadata[key] for key in keys if key in index.metadata), None)
     return named or blake2b(repr(sorted(contents.items())).encode(), digest_size=_DIGEST_BYTES // 2).hexdigest()
 
 

@@ -110,8 +110,7 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
 
     def state_maker(self) -> Callable[[], RefreshState]:
         """See ``LoadJob.state_maker``."""
-        metadata = {} if self.checkpoint.index.zipped else dict(self.checkpoint.metadata)
-        return partial(_state, self.checkpoint.index, self.requests, self.match.comparisons, metadata)
+        return partial(_state, self.checkpoint.index, self.requests, self.match.comparisons)
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """See ``LoadJob.row_maker``; one row for each name of the module."""
@@ -215,14 +214,12 @@ def _padding_copies(state: ModuleState, matched: Match) -> Iterator[tuple[int, i
             yield nbytes, padded
 
 
-def _state(
-    index: Index, requests: Sequence[Request], copies: Sequence[tuple[int, Request]], metadata: Mapping[str, str]
-) -> RefreshState:
+def _state(index: Index, requests: Sequence[Request], copies: Sequence[tuple[int, Request]]) -> RefreshState:
     # Here, not above: few loads are refreshed.
     from sluice.loading.contents import request_contents, version_of
 
     contents = request_contents(index, [*requests, *(other for _, other in copies)])
-    return RefreshState(version=version_of(metadata, contents), contents=contents, unchanged=len(requests))
+    return RefreshState(version=version_of(index, contents), contents=contents, unchanged=len(requests))
 
 
 def _placed(

@@ -85,7 +85,7 @@ class RefreshRequest(ModuleRequest, frozen=True, kw_only=True):
         places = {position: place for place, position in enumerate(changed)}
         copies = tuple((places[i], other) for i, other in whole.match.comparisons if i in places)
         part = replace(part, match=replace(part.match, comparisons=copies))
-        version = version_of({} if checkpoint.index.zipped else checkpoint.metadata, contents)
+        version = version_of(checkpoint.index, contents)
         state = RefreshState(
             version=version,
             contents=contents,

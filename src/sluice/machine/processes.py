@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from typing import Literal, Self
 
 from msgspec import Struct
@@ -99,8 +100,14 @@ def read_memory() -> MemorySample:
     return MemorySample(anon_bytes=anon, file_bytes=file, shmem_bytes=shmem, peak_bytes=peak)
 
 
+#: Called before the record restarts: each meter in its block takes the peak so far.
+_BEFORE_RESTART: set[Callable[[], None]] = set()
+
+
 def restart_peak() -> bool:
     """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
+    for take in tuple(_BEFORE_RESTART):
+        take()
     try:
         with io.FileIO("/proc/self/clear_refs", "w", opener=os.open) as file:
             return file.write(b"5") == 1
@@ -139,6 +146,7 @@ class PeakMeter:
         self._exact = restart_peak()
         self._base = self._highest = read_memory()
         self._stop.acquire()
+        _BEFORE_RESTART.add(self._take)
         return self
 
     def sample(self) -> None:
@@ -150,6 +158,7 @@ class PeakMeter:
         self._stop.release()
         join_threads(self._samplers)
         self._take()
+        _BEFORE_RESTART.discard(self._take)
 
     @property
     def peaks(self) -> Peaks:
@@ -166,7 +175,7 @@ class PeakMeter:
             anon_bytes=max(now.anon_bytes, high.anon_bytes),
             file_bytes=max(now.file_bytes, high.file_bytes),
             shmem_bytes=max(now.shmem_bytes, high.shmem_bytes),
-            peak_bytes=now.peak_bytes if self._exact else max(now.total_bytes, high.peak_bytes),
+            peak_bytes=max(now.peak_bytes if self._exact else now.total_bytes, high.peak_bytes),
         )
 
 

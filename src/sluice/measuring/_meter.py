@@ -124,7 +124,7 @@ class Measurement:
 
         @functools.wraps(function)
         def measured(*args: P.args, **kwargs: P.kwargs) -> R:
-            report = self._on_report or (lambda found: sys.stderr.write(f"{function.__qualname__}: {found}\n"))
+            report = self._on_report or functools.partial(_print, getattr(function, "__qualname__", repr(function)))
             with Measurement(self._interval, on_report=report):
                 return function(*args, **kwargs)
 
@@ -144,6 +144,11 @@ class Measurement:
             marks=tuple(self._marks),
             timeline=Timeline(seconds=array("d", [(t - self._begin_ns) / 1e9 for t in times]), columns=columns),
         )
+
+
+def _print(name: str, report: MemoryReport) -> None:
+    with suppress(AttributeError, OSError, ValueError):  # stderr is None or closed, or its reader is gone
+        sys.stderr.write(f"{name}: {report}\n")
 
 
 def _peaks(start: MemorySample, readings: list[MemorySample], columns: dict[str, array[int]], first: int) -> Peaks:

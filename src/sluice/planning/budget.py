@@ -197,7 +197,6 @@ class Change(Struct, frozen=True, kw_only=True):
 #: that is impossible.
 Replan = Callable[[Change], LoadPlan]
 
-
 #: Function that returns the single changes to try in addition to smaller staging. It is called only if memory is short,
 #: because looking for accelerators takes time.
 Offer = Callable[[], Sequence[Change]]

@@ -75,8 +75,9 @@ def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:
     stored = sum(checkpoint.index.storages[number].nbytes for number in entry.storages)
     if entry.nbytes > defaults.SCAN_REPEATS * max(1 << 20, stored):
         problem = "the tensor repeats its stored elements too often to be read element by element"
-        expected, found = f"at most {defaults.SCAN_REPEATS} times", f"{entry.nbytes} bytes"
-        raise LimitError(problem, file=checkpoint.path, tensor=name, expected=expected, found=found)
+        expected, found = f"at most {defaults.SCAN_REPEATS} times", f"{entry.nbytes} bytes of {stored}"
+        advice = "Choose a part without it with key= (--key)."
+        raise LimitError(problem, file=checkpoint.path, tensor=name, expected=expected, found=found, advice=advice)
 
 
 def windows(first: int, end: int) -> Iterator[tuple[int, int]]:

@@ -128,7 +128,7 @@ class RefreshState:
         True
     """
 
-    #: Version of the weights: that in the metadata of the checkpoint (``model_version`` or ``version``), else a digest.
+    #: Version of the weights: that in the metadata (``model_version``; of safetensors also ``version``), else a digest.
     version: str
     #: Digest of the content of each tensor, by its name in the model; also of further copies of tied tensors.
     contents: Mapping[str, str] = field(repr=False)

@@ -39,7 +39,7 @@ class TensorRow(Struct, frozen=True, kw_only=True):
     #: Device of the finished tensor, as torch writes it.
     device: str
     #: ``direct into place``: read into its final memory. ``through staging``: copied out of a staging buffer.
-    #: ``cast``: cast on the way. ``mapped``: pages of the file. ``kept``: not in the checkpoint, unchanged.
+    #: ``cast``: cast on the way. ``mapped``: pages of the file. ``kept``: not read, unchanged.
     #: ``initialised``: not in the checkpoint, filled by its module. ``computed``: a non-persistent buffer.
     #: ``tied to ...``: another name of that tensor. ``empty``: no elements.
     how: str
@@ -113,7 +113,7 @@ def tensor_rows(
             request = match.requests[number]
             row = _filled(slot.names[0], request, _how(plan, number, request, in_place), names.of(request.entry))
         else:
-            row = _absent(slot, fates[position], match.initial_dtypes.get(position, slot.dtype), placement)
+            row = _absent(slot, fates.get(position, "kept"), match.initial_dtypes.get(position, slot.dtype), placement)
         yield row
         yield from (replace(row, name=other, how=f"tied to {slot.names[0]}") for other in slot.names[1:])
     yield from computed

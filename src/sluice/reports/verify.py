@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sluice._arguments import path_argument
 from sluice._errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -200,13 +201,14 @@ class VerifyReport(Report):
         from sluice.writing.durable.replacement import Replacement
         from sluice.writing.manifest import replaces_checkpoint, write_manifest
 
+        path = path_argument(path)
         if self.algorithm is None:
             raise ValueError("the report has no hashes: verify with hashes='sha256'")
         if not self.ok:
             problem = "a manifest cannot be written for a checkpoint with problems"
-            raise SaveError(problem, file=os.fsdecode(path), found=f"{len(self.problems)} problems")
+            raise SaveError(problem, file=path, found=counted(len(self.problems), "problem"))
         if replaces_checkpoint(path, (self.source, *self.files)):
-            raise SaveError("the manifest would replace a file of a checkpoint", file=os.fsdecode(path))
+            raise SaveError("the manifest would replace a file of a checkpoint", file=path)
         file = Replacement(path, overwrite=overwrite)
         write_manifest(Manifest(algorithm=self.algorithm, tensors=self.hashes), file)
 

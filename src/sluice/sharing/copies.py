@@ -195,9 +195,9 @@ def find_or_build(
             try:
                 if not is_finished(folder):
                     path.unlink(missing_ok=True)  # changed since, or left by a killed builder
-                    build = partial(builder().convert, request, path)
+                    build = partial(builder().convert, request, path, memory=memory)
                     make_room(store, sum(build(dry_run=True).file_bytes), max_bytes)
-                    build(memory=memory, progress=progress)
+                    build(progress=progress)
                     seal(folder, free)
                     built = True
             except BaseException:

@@ -77,7 +77,7 @@ def open_store(directory: str | os.PathLike[str] | None = None) -> Path:
         chosen = os.path.join(runtime, "sluice")
     if not chosen:
         raise UnsupportedError("this system has no /dev/shm", advice=f"Pass directory=, or set {VARIABLE}.")
-    path = Path(chosen)
+    path = Path(os.path.expanduser(chosen))
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)

@@ -36,7 +36,6 @@ __all__ = [
     "source_path",
 ]
 
-
 #: Advice for a URL as the destination of a save.
 UPLOAD_ADVICE = "Write to a local path, then copy the files."
 

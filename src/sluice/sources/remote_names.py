@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from itertools import islice
 
 __all__ = [
@@ -131,7 +132,11 @@ def missing_advice(path: str, *, checkpoint: bool = True) -> str:
         return f"Did you mean {os.path.join(parent, close)!r}?"
     if not parent and may_be_on_hub:
         return f"If it names a model of the Hugging Face Hub: {_snapshot(path)}"
-    return "Check the path." if os.path.isabs(path) else f"Check the path; the current directory is {os.getcwd()!r}."
+    if os.path.isabs(path):
+        return "Check the path."
+    with suppress(OSError):
+        return f"Check the path; the current directory is {os.getcwd()!r}."
+    return "Check the path; the current directory was removed."
 
 
 def _snapshot(repository: str) -> str:

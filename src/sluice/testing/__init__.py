@@ -13,11 +13,7 @@ from sluice._units import format_bytes
 from sluice.machine.processes import PeakMeter
 from sluice.measuring import memory_limit_refusal, run_limited
 
-__all__ = [
-    "assert_peak",
-    "memory_limit_refusal",
-    "run_limited",
-]
+__all__ = ["assert_peak", "memory_limit_refusal", "run_limited"]
 
 
 @public("sluice.testing")

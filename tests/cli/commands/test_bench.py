@@ -81,13 +81,14 @@ def test_a_full_disk_is_not_a_defect_of_sluice(runner: FakeRunner, monkeypatch: 
 
 
 def test_an_own_model_is_loaded_from_its_own_checkpoint(runner: FakeRunner, tmp_path: Path) -> None:
-    printed("bench", "net.pth", "--model", "cli_model:Net", "--model-args", "[4]", "--warm", "--out", "there")
+    Path("net.pth").rename("n\udcff.pth")  # not UTF-8
+    printed("bench", "n\udcff.pth", "--model", "cli_model:Net", "--model-args", "[4]", "--warm", "--out", "there")
     (scenario,) = runner.scenarios
     assert (scenario.model, scenario.model_args, scenario.dtype, scenario.states) == (
         "cli_model:Net", "[4]", "float32", ("warm",)
     )  # fmt: skip
     assert set(scenario.checkpoints) == {"naive", "sequential", "meta-sequential", "mmap", "sluice"}
-    assert set(scenario.checkpoints.values()) == {tmp_path / "net.pth"} == {scenario.truth}
+    assert set(scenario.checkpoints.values()) == {tmp_path / "n\udcff.pth"} == {scenario.truth}
     assert scenario.final_bytes == 96
     assert "right" in (tmp_path / "there/results.md").read_text()
 

@@ -93,7 +93,8 @@ def test_a_directory_with_other_files_needs_no_force(source: Path, tmp_path: Pat
         (("out.pt", "--format", "torch", "--max-shard-size", "1GB"), 2, "--max-shard-size applies to a directory"),
         (("out.pt", "--rename", "mosk=x"), 1, "matches no tensor"),
         (("out.pt", "--key", "nowhere"), 1, "nothing at key 'nowhere'"),
-        (("out.pt", "--memory", "10MiB"), 3, "the conversion needs"),
+        (("out.pt", "--memory", "10MiB"), 3, "choose smaller staging (MemoryLimits(staging=), --staging)"),
+        (("out.pt", "--memory", "10MiB", "--dry-run"), 3, "the conversion needs"),
         (("out.pt", "--manifest", "out.pt"), 2, "would replace a file"),
         (("out.pt", "--manifest", "in.pt", "--force", "--dry-run"), 2, "would replace a file"),
     ],
@@ -139,7 +140,8 @@ def test_what_a_bug_report_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("SLUICE_SHARED_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SLUICE_SHARED_DIR", "~/store")
     sluice.save({"w": torch.arange(1000.0)}, tmp_path / "m.safetensors")
     return str(tmp_path / "m.safetensors")
 

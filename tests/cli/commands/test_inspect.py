@@ -178,6 +178,8 @@ def test_inspect_shows_one_part() -> None:
     value = json.loads(printed("inspect", "run.pt", "--key", "model.fc", "--json"))
     assert [tensor["name"] for tensor in value["tensors"]] == ["weight", "bias"]
     assert value["tensor_bytes"] == value["stored_bytes"] == 4920
+    torch.save({"run": {"model": state_dict(), "ema": state_dict()}}, "deep.pt")
+    assert "state dicts to choose from with --key (2): run.model, run.ema" in inspect("deep.pt", "--key", "run")
 
 
 def test_the_tree_shows_names_that_dots_cannot_tell_apart() -> None:

@@ -21,8 +21,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "f.safetensors"
 
 
-def test_0_when_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
-    done = printed("verify", checkpoint, "--write-manifest", tmp_path / "m.json", "--nan")
+def test_0_when_all_is_well(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = printed("verify", checkpoint, "--write-manifest", "~/m.json", "--nan")
     assert "2 tensors" in done
     assert "manifest written" in done
     assert "not finite" in done

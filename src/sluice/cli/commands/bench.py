@@ -45,22 +45,12 @@ class _ComparedDType(DTypeName):
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where models go; default: cuda if there is one.")
 @click.option("--ram-limit", type=Size(), help="Host memory per process, such as 2GiB, with the interpreter.")
 @click.option(
-    "--timeout",
-    type=click.FloatRange(1),
-    default=900.0,
-    show_default=True,
-    help="Seconds until a load is stopped.",
+    "--timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Seconds until a load is stopped."
 )
 @click.option(
     "--directory", type=click.Path(path_type=Path), help="For generated checkpoints. Default: the temporary directory."
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("bench-out"),
-    show_default=True,
-    help="Results.",
-)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object, and nothing else.")
 @click.pass_context
 def bench_command(ctx: click.Context, /, **options: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 
 import sluice
+from sluice._arguments import path_argument
 from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.output import Failure, already_exists, failure_of, output_options, progress_wanted, show_report
 from sluice.cli.remote_options import remote_options, with_settings
@@ -26,6 +27,8 @@ def _unreadable() -> Iterator[None]:
     """Turn errors into failures without a result, and refused arguments into a wrong command line."""
     try:
         yield
+    except click.ClickException:
+        raise
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:
@@ -106,6 +109,7 @@ def verify_command(
       non_finite        {name: {nan, inf}}, with --nan
       unsupported       names of tensors that sluice does not read
     """
+    write_manifest = write_manifest and path_argument(write_manifest)
     if options["manifest"] and write_manifest:
         raise click.UsageError("--manifest compares with a manifest, --write-manifest writes one: choose one of them")
     if algorithm and not write_manifest:
