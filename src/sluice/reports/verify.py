@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sluice._arguments import path_argument
 from sluice._errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -23,6 +22,7 @@ from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash
 from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, shorten
+from sluice.sources.opening import source_path
 
 __all__ = ["NonFinite", "ProblemKind", "VerifyProblem", "VerifyReport"]
 
@@ -201,7 +201,7 @@ class VerifyReport(Report):
         from sluice.writing.durable.replacement import Replacement
         from sluice.writing.manifest import replaces_checkpoint, write_manifest
 
-        path = path_argument(path)
+        path = source_path(path)
         if self.algorithm is None:
             raise ValueError("the report has no hashes: verify with hashes='sha256'")
         if not self.ok:
