@@ -100,10 +100,7 @@ def tensor_rows(
 
     Rows of ``computed`` buffers are last.
     """
-    fates = {
-        **dict.fromkeys(match.kept, "kept"),
-        **dict.fromkeys((*match.zeroed, *match.initialised), "initialised"),
-    }
+    fates = dict.fromkeys((*match.zeroed, *match.initialised), "initialised")
     filled = {slot: number for number, slot in enumerate(match.slots)}
     in_place = {read.into for read in plan.reads}
     names = _SourceNames(index)

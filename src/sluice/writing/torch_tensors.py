@@ -11,17 +11,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice.formats.torch_save.storages import STORAGE_DTYPES
 from sluice.records import Entry
 
-__all__ = [
-    "Call",
-    "Global",
-    "MemoizedText",
-    "Persistent",
-    "dense",
-    "layout",
-    "rebuilt",
-    "size",
-    "stored",
-]
+__all__ = ["Call", "Global", "MemoizedText", "Persistent", "dense", "layout", "rebuilt", "size", "stored"]
 
 
 class Global(NamedTuple):
