@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -82,10 +82,10 @@ def check_limit(
 class Findings(Struct, kw_only=True):
     """The problems of a checkpoint that does not fit a module."""
 
-    #: Names of each missing tensor and its shape; None if it has no shape (extra state, lazy tensors).
-    missing: list[tuple[tuple[str, ...], Shape | None]] = field(default_factory=list)
-    #: Names of the checkpoint that the module does not have, and their shapes; None for extra state.
-    unexpected: list[tuple[str, Shape | None]] = field(default_factory=list)
+    #: Shape of each missing tensor by its names; None if it has no shape (extra state, lazy tensors).
+    missing: dict[tuple[str, ...], Shape | None] = field(default_factory=dict)
+    #: Shape of each name of the checkpoint that the module does not have; None for extra state.
+    unexpected: dict[str, Shape | None] = field(default_factory=dict)
     #: Whether missing and unexpected names are problems.
     report_names: bool = True
     #: Number of tensors of the module if the checkpoint has none of them, which is a problem in any case; otherwise 0.
@@ -98,8 +98,8 @@ class Findings(Struct, kw_only=True):
     dtypes: list[tuple[str, str]] = field(default_factory=list)
     #: Other problems, one sentence each.
     others: list[str] = field(default_factory=list)
-    #: Description of the origin of each tensor that rules changed, by its name.
-    origins: Mapping[str, str] = field(default_factory=dict)
+    #: Describes the origin of a tensor that rules changed, by its name; empty for other names.
+    origin_of: Callable[[str], str] = field(default=lambda _: "")
 
     def raise_if_any(self) -> None:
         """Raise an error if there is a problem.
@@ -120,12 +120,13 @@ class Findings(Struct, kw_only=True):
             advice.append(_IGNORE_MISMATCHED)
         raise MismatchError(
             "\n".join([title, *sections, *advice, "Nothing was read"]),
-            missing=tuple(name for each, _ in self.missing for name in each) if names else (),
-            unexpected=tuple(name for name, _ in self.unexpected) if names else (),
+            missing=tuple(chain.from_iterable(self.missing)) if names else (),
+            unexpected=tuple(self.unexpected) if names else (),
         )
 
     def _sections(self, *, names: bool) -> list[str]:
-        missing, unexpected = (self.missing, self.unexpected) if names else ([], [])
+        missing = list(self.missing.items()) if names else []
+        unexpected = list(self.unexpected.items()) if names else []
         return [
             section("not in the checkpoint", self._describe_missing(missing[:SHOWN]), missing),
             section(
@@ -148,11 +149,12 @@ class Findings(Struct, kw_only=True):
         ]
 
     def _origin(self, name: str) -> str:
-        return f"; produced by rules from {self.origins[name]!r}" if name in self.origins else ""
+        origin = self.origin_of(name)
+        return f"; produced by rules from {origin!r}" if origin else ""
 
     def _describe_missing(self, missing: Sequence[tuple[tuple[str, ...], Shape | None]]) -> list[str]:
         shapes = {names[0]: shape for names, shape in missing if shape is not None}
-        nearest = nearest_names(shapes, self.unexpected)
+        nearest = nearest_names(shapes, self.unexpected.items())
         lines = []
         for names, shape in missing:
             text = _with_shape(" = ".join(map(repr, names)), shape)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from sluice.matching.candidates import Candidate
 from sluice.modules.following import follow_loading
 from sluice.modules.load_hooks import Followed
 from support.oracles import same
@@ -25,7 +26,8 @@ from support.trained_net import OLD_WEIGHT_NORM, assert_equal, empty, load, prob
 
 
 def follow(module: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> Followed:
-    return follow_loading(module, {name: entry_of(tensor, i) for i, (name, tensor) in enumerate(state_dict.items())})
+    entries = {name: entry_of(tensor, i) for i, (name, tensor) in enumerate(state_dict.items())}
+    return follow_loading(module, Candidate(key=None, entries=entries, versions={}, extra_state={}))
 
 
 @pytest.mark.parametrize("version", [None, 1, 2])

@@ -149,7 +149,7 @@ def check(model: Any, names: MatchedWeights, *, strict: bool, allow_empty: bool)
     empty = bool(info.missing_keys) and not names.entries and not allow_empty
     if strict or empty:
         Findings(
-            missing=[((name,), tuple(tensor_of(model, name).shape)) for name in sorted(info.missing_keys)],
+            missing={(name,): tuple(tensor_of(model, name).shape) for name in sorted(info.missing_keys)},
             report_names=strict,
             none_of=len(names.missing) if empty else 0,
             others=[f"{name!r} is unexpected: {type(model).__name__} has no such tensor" for name in names.unexpected],

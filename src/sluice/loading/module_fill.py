@@ -77,7 +77,7 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
     attributes = {name: read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     finishers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # quantize weights, by the names of these
     live = {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing}
-    if any(slot.region is not None for slot in job.state.outline.slots):
+    if job.state.divided:
         live = {i: local_of(tensor) for i, tensor in live.items()}
     targets = Targets(job.plan, live, finishers=finishers)
     finished: set[int] = set()  # of the live tensors

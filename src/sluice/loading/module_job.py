@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING
 
-import torch
 from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
@@ -21,7 +21,7 @@ from sluice.loading.devices import Device, check_prefixes, choose_placement, par
 from sluice.loading.job import Loaded, LoadJob
 from sluice.loading.module_fill import ModuleData, fetch_module, finish_module, install_tensors, partial_load
 from sluice.matching.match import Match
-from sluice.modules.collect import ModuleState
+from sluice.modules.collect import Holding, ModuleState
 from sluice.modules.refused_models import refuse_quantized
 from sluice.ranks.membership import local_rank_count
 from sluice.reading.transfer import Prepared, plan_transfer, with_more
@@ -29,7 +29,7 @@ from sluice.records import NO_STORAGE, Entry, Index, Request, row_major
 from sluice.records.geometry import is_dense
 from sluice.reports.load import RefreshState
 from sluice.reports.table import TensorRow, tensor_rows
-from sluice.sharding.dtensors import home, is_dtensor, local_of
+from sluice.sharding.dtensors import home, local_of
 
 if TYPE_CHECKING:
     from sluice.adapters.opening import AdaptedCheckpoint
@@ -115,15 +115,15 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """See ``LoadJob.row_maker``; one row for each name of the module."""
         decided = self.state.outline, self.match, self.plan, self.placement, self.checkpoint.index
-        computed = [_computed_row(name, held[0].tensor) for name, held in self.state.unsaved.items()]
-        return partial(tensor_rows, *decided, computed)
+        return partial(tensor_rows, *decided, list(starmap(_computed_row, self.state.unsaved.items())))
 
 
 def module_job(
     checkpoint: OpenCheckpoint, state: ModuleState, match_on: Callable[..., Match], request: IntoModule, *, strict: bool
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
-    matched, placement = _placed(state, match_on, request.device, request.options.memory)
+    placement = {} if request.device is None else _placement(state, match_on, request.device, request.options.memory)
+    matched = match_on(placement=placement)
     merged: AdaptedCheckpoint | None = None
     if request.adapters:
         from sluice.adapters.opening import adapted  # here, not above: most loads merge nothing
@@ -162,22 +162,20 @@ def _planned(
     checkpoint: OpenCheckpoint, state: ModuleState, matched: Match, placement: Placement, options: TransferOptions
 ) -> Prepared:
     """Return the plan of a match; ranks of one host share its memory, and FSDP's last shards are copied later."""
-    slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
-    # A plan for ranks divides the description of a model of whole tensors.
-    if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
+    if state.divided:
         _check_devices(state, matched)
         options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         later_copies = list(_padding_copies(state, matched))
     if "bitsandbytes" in sys.modules:  # nothing is looked at in the usual case
         refuse_quantized(
-            (slots[slot].names[0], state.tensors[slot], each.entry.dtype)
+            (state.outline.slots[slot].names[0], state.tensors[slot], each.entry.dtype)
             for slot, each in zip(matched.slots, matched.requests, strict=True)
         )
     return plan_transfer(
         checkpoint,
         matched.requests,
-        computed=list(_computed(state, matched, placement)),
+        computed=list(_computed(state, matched, placement)) if matched.initial_dtypes else (),
         later_copies=later_copies,
         options=options,
     )
@@ -222,18 +220,15 @@ def _state(index: Index, requests: Sequence[Request], copies: Sequence[tuple[int
     return RefreshState(version=version_of(index, contents), contents=contents, unchanged=len(requests))
 
 
-def _placed(
+def _placement(
     state: ModuleState, match_on: Callable[..., Match], device: Device, memory: MemoryLimits | None
-) -> tuple[Match, Placement]:
-    """Return the match on the requested devices, and these devices; choose them for ``"auto"``."""
-    if device is None:
-        return match_on(placement={}), {}
+) -> Placement:
+    """Return the devices as requested; choose them for ``"auto"``."""
     placement = parse_placement(device)
     if placement == "auto":
-        placement = choose_placement(state, match_on(), memory)
-    else:
-        check_prefixes(placement, state)
-    return match_on(placement=placement), placement
+        return choose_placement(state, match_on(), memory)
+    check_prefixes(placement, state)
+    return placement
 
 
 def _computed(state: ModuleState, matched: Match, placement: Placement) -> Iterator[Request]:
@@ -250,8 +245,8 @@ def _computed(state: ModuleState, matched: Match, placement: Placement) -> Itera
         )
 
 
-def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:
-    tensor = local_of(tensor)
+def _computed_row(name: str, holdings: Sequence[Holding]) -> TensorRow:
+    tensor = local_of(holdings[0].tensor)
     return TensorRow(
         name=name,
         file_dtype=None,

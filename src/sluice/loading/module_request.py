@@ -28,13 +28,14 @@ from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, other_devices, parse_placement
 from sluice.loading.job import LoadRequest
 from sluice.loading.module_job import ModuleJob, module_job
-from sluice.matching.match import match
+from sluice.matching.match import Outline, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.renaming import Rename, Renaming
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
 from sluice.modules.following import base_names, base_outline, follow_loading, through_wrappers
+from sluice.modules.load_hooks import Followed, runs_code
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.budget import Change
 from sluice.records import Entry, UnsupportedValue
@@ -106,6 +107,8 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
     allow_empty: bool = False
     #: Whether names of a different shape keep the module's values.
     ignore_mismatched: bool = False
+    #: Description of the part of the module that one rank holds, if its load is only planned.
+    part: ModuleState | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **own: Any) -> Self:
@@ -162,28 +165,28 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
         return selection
 
     def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
-        state = self.describe()
+        state = self.part or collect(self.model)
         base = base_names(self.model, state.outline, checkpoint.entries) if "peft" in sys.modules else None
         selection = self._selected(checkpoint, state, base)
-        followed = follow_loading(
-            self.model,
-            selection.entries,
-            selection.extra_state,
-            versions=selection.versions,
-            strict=self.strict,
-            ignore_mismatched=self.ignore_mismatched,
-        )
+        followed = Followed(entries=selection.entries, extra_state=selection.extra_state, strict=self.strict)
+        if "peft" in sys.modules or runs_code(self.model):
+            followed = follow_loading(
+                self.model, selection, strict=self.strict, ignore_mismatched=self.ignore_mismatched
+            )
+        entries, optional = followed.entries, followed.optional_names
+        if followed.assigned and not self.dtype:
+            entries = _in_own_dtype(entries, followed.assigned)
+        if base is not None:
+            optional |= {name for name, of_base in base.items() if of_base is None}
         match_on = partial(
             match,
             state.outline,
-            _in_own_dtype(followed.entries, followed.assigned)
-            if followed.assigned and not self.dtype
-            else followed.entries,
+            entries,
             dtype=self.dtype,
             strict=followed.strict,
             versions=selection.versions,
             extra_state=followed.extra_state,
-            optional_names=followed.optional_names.union(name for name in base or () if base and base[name] is None),
+            optional_names=optional,
             problems=followed.problems,
             allow_empty=self.allow_empty,
             ignore_mismatched=self.ignore_mismatched,
@@ -191,9 +194,8 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
             needs_values=self.strict,
             has_attributes=bool(followed.attributes),
         )
-        own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
-        skipped = tuple(name for name, value in own.items() if trees.opaques(value))
-        moved = self.device is None and any(slot.on_meta for slot in state.outline.slots)
+        own, skipped = _own_extra_state(followed.extra_state, state.outline) if followed.extra_state else ({}, [])
+        moved = self.device is None and state.on_meta
         job = module_job(checkpoint, state, match_on, self, strict=self.strict)
         decided = replace(
             job,
@@ -201,20 +203,16 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
             prefix=selection.prefix,
             receivers=followed.receivers,
             attributes=followed.attributes,
-            extra_state={name: value for name, value in own.items() if name not in skipped},
+            extra_state=own,
             notes=(
                 *selection.notes,
                 *followed.notes,
                 *job.notes,
                 *(describe_moves(map(local_of, state.tensors)) if moved else ()),
-                *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
+                *skipped,
             ),
         )
         return replace(decided, prepared=decided.with_values(job.prepared)) if own or followed.attributes else decided
-
-    def describe(self) -> ModuleState:
-        """Return the description of the module, or of the part of it that is loaded."""
-        return collect(self.model)
 
     def offers(self) -> Sequence[Change]:
         """See ``LoadRequest.offers``."""
@@ -248,6 +246,14 @@ def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Ma
         name: replace(entry, cast=entry.cast or entry.dtype) if name in assigned else entry
         for name, entry in entries.items()
     }
+
+
+def _own_extra_state(found: Mapping[str, object], outline: Outline) -> tuple[dict[str, object], list[str]]:
+    """Return the extra state of the module that plain values can build, and a note for each that they cannot."""
+    own = {name: value for name, value in found.items() if name in outline.extra_state}
+    skipped = [name for name, value in own.items() if trees.opaques(value)]
+    notes = [f"extra state {name!r} was skipped: only running code could build it" for name in skipped]
+    return {name: value for name, value in own.items() if name not in skipped}, notes
 
 
 def _refuse_opaques(

@@ -17,14 +17,14 @@ from sluice.entries.patterns import compile_pattern
 from sluice.loading.module_request import ModuleRequest
 from sluice.machine.facts import machine_facts
 from sluice.matching.match import Slot
-from sluice.modules.collect import ModuleState, collect
+from sluice.modules.collect import collect
 from sluice.records import LoadPlan
 from sluice.records.geometry import contiguous_stride
 from sluice.reports.plan import RankLoad, RanksPlan
 from sluice.sharding.layouts import Mesh, divided_dim, sharding_on
 from sluice.sharding.regions import Region, region_of, shape_of
 
-__all__ = ["DividedRequest", "RankLayout", "plan_ranks", "tensor_parallel_dims"]
+__all__ = ["RankLayout", "plan_ranks", "tensor_parallel_dims"]
 
 
 class RankLayout(Struct, frozen=True, kw_only=True):
@@ -36,17 +36,6 @@ class RankLayout(Struct, frozen=True, kw_only=True):
     ranks_per_host: int
     #: Dimension that tensor parallelism divides, by name of the parameter; others are not divided by it.
     tp_dims: Mapping[str, int]
-
-
-class DividedRequest(ModuleRequest, frozen=True, kw_only=True):
-    """A load into the part of a module that one rank of a mesh holds. It is only planned."""
-
-    #: The description of this part, on the meta device.
-    part: ModuleState
-
-    def describe(self) -> ModuleState:
-        """See ``ModuleRequest.describe``."""
-        return self.part
 
 
 class _Reads(Struct, frozen=True, kw_only=True):
@@ -90,7 +79,7 @@ def tensor_parallel_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str,
 
 def plan_ranks(
     request: ModuleRequest, checkpoint: OpenCheckpoint, layout: RankLayout
-) -> tuple[RanksPlan, DividedRequest]:
+) -> tuple[RanksPlan, ModuleRequest]:
     """Plan the load of every rank.
 
     Returns:
@@ -101,12 +90,8 @@ def plan_ranks(
         MismatchError: The checkpoint does not fit the module.
     """
     whole = collect(request.model)
-    fields = {name: getattr(request, name) for name in ModuleRequest.__struct_fields__}
-    fields["options"] = replace(
-        request.options,
-        host_ranks=layout.ranks_per_host,
-        facts=machine_facts(checkpoint.sources, host_ranks=layout.ranks_per_host),
-    )
+    facts = machine_facts(checkpoint.sources, host_ranks=layout.ranks_per_host)
+    options = replace(request.options, host_ranks=layout.ranks_per_host, facts=facts)
     known: dict[tuple[Region | None, ...], _Reads] = {}  # ranks that hold the same read the same
     parts: dict[tuple[int, ...], _Reads] = {}
     fullest = None
@@ -115,7 +100,7 @@ def plan_ranks(
         regions = tuple(slot.region for slot in slots)
         if regions not in known:
             part = replace(whole, outline=replace(whole.outline, slots=slots))
-            divided = DividedRequest(**fields, part=part)
+            divided = replace(request, options=options, part=part)
             known[regions] = own = _reads(divided.job(checkpoint).plan)
             if fullest is None or own.peak_bytes > fullest[0]:
                 fullest = own.peak_bytes, divided

@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -128,7 +129,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
     strict: bool = True,
     versions: Mapping[str, int] | None = None,
     extra_state: Collection[str] = (),
-    optional_names: Collection[str] = (),
+    optional_names: frozenset[str] | set[str] = frozenset(),
     problems: Sequence[str] = (),
     allow_empty: bool = False,
     ignore_mismatched: bool = False,
@@ -157,10 +158,9 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
     Raises:
         MismatchError: They do not fit; the error lists every problem.
     """
-    origins = {name: entry.origin for name, entry in entries.items() if entry.origin}
     matcher = _Matcher(
         entries=entries,
-        findings=Findings(origins=origins, report_names=strict),
+        findings=Findings(report_names=strict, origin_of=lambda name: entries[name].origin if name in entries else ""),
         placement=placement or {},
         dtype=dtype,
         strict=strict,
@@ -169,17 +169,16 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
         ignore_mismatched=ignore_mismatched,
     )
     for position, slot in enumerate(outline.slots):
-        matcher.add(
-            position, slot, optional=bool(optional_names) and any(name in optional_names for name in slot.names)
-        )
+        matcher.add(position, slot, optional=not optional_names.isdisjoint(slot.names))
     takes_others = has_attributes or not set(extra_state).isdisjoint(outline.extra_state)
     needs_some = matcher.required or (matcher.optional and not takes_others)
     if needs_some and not (allow_empty or matcher.present):
         matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates
-    matcher.add_unmatched(outline, extra_state)
+    if extra_state or outline.extra_state or matcher.named < len(entries):
+        matcher.add_unmatched(outline, extra_state)
     matcher.findings.others.extend((*outline.problems, *problems))
     matcher.findings.raise_if_any()
-    return matcher.result(outline)
+    return matcher.result()
 
 
 def finished_dtype(of_entry: str, of_slot: str, requested: str | None) -> str:
@@ -202,7 +201,8 @@ class _Matcher(Struct, kw_only=True):
     needs_values: bool
     ignore_mismatched: bool
     findings: Findings
-    #: Number of slots with an entry.
+    #: Number of entries that have the name of a slot, and of slots with an entry.
+    named: int = 0
     present: int = 0
     #: Number of slots without one that the state dict's version should have.
     required: int = 0
@@ -215,10 +215,14 @@ class _Matcher(Struct, kw_only=True):
     kept: list[int] = []
     initial_dtypes: dict[int, str] = {}
     mismatched: dict[str, tuple[Shape, Shape]] = {}
+    tied: list[tuple[str, ...]] = []
 
     def add(self, position: int, slot: Slot, *, optional: bool = False) -> None:
         """Match one slot."""
-        present = [name for name in slot.names if name in self.entries]
+        present = list(filter(self.entries.__contains__, slot.names))
+        self.named += len(present)
+        if len(slot.names) > 1:
+            self.tied.append(slot.names)
         if self.ignore_mismatched and not slot.lazy:
             others = {name: self.entries[name].shape for name in present if not _fits(self.entries[name], slot)}
             self.mismatched.update({name: (slot.shape, shape) for name, shape in others.items()})
@@ -268,7 +272,7 @@ class _Matcher(Struct, kw_only=True):
         if slot.region is not None:
             entry = select_region(entry, slot.region)
         placed = device_of(slot.names[0], self.placement) if self.placement else None
-        device = placed or (slot.home if slot.on_meta else slot.device)
+        device = placed or (slot.device if slot.in_place or not slot.on_meta else slot.home)
         existing = slot.in_place and (dtype, device) == (slot.dtype, slot.device)
         keeps_stride = existing or is_dense(entry.shape, slot.stride)
         stride = slot.stride if keeps_stride else contiguous_stride(entry.shape)
@@ -290,7 +294,7 @@ class _Matcher(Struct, kw_only=True):
             self.optional += optional
             has_value = not slot.on_meta or slot.lazy
             if not (optional and has_value):
-                self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
+                self.findings.missing[slot.names] = None if slot.lazy else slot.shape
                 if self.strict or (optional and self.needs_values):
                     self.findings.report_names = True
                     return
@@ -323,21 +327,25 @@ class _Matcher(Struct, kw_only=True):
     def add_unmatched(self, outline: Outline, extra_state: Collection[str]) -> None:
         """Note names that only the module or only the state dict has; slots are added before."""
         found = self.findings
-        found.missing += [((name,), None) for name in outline.extra_state if name not in extra_state]
-        found.unexpected += [(name, None) for name in extra_state if name not in outline.extra_state]
-        known = {name for slot in outline.slots for name in slot.names} | set(outline.refused)
-        found.unexpected += [(name, entry.shape) for name, entry in self.entries.items() if name not in known]
+        found.missing |= {(name,): None for name in outline.extra_state if name not in extra_state}
+        found.unexpected |= {name: None for name in extra_state if name not in outline.extra_state}
+        known = {name for slot in outline.slots for name in slot.names}.union(outline.refused)
+        found.unexpected |= {name: entry.shape for name, entry in self.entries.items() if name not in known}
 
-    def result(self, outline: Outline) -> Match:
+    def result(self) -> Match:
         """Return the match."""
-        lists = ("requests", "slots", "comparisons", "zeroed", "initialised", "kept")
         return Match(
-            **{name: tuple(getattr(self, name)) for name in lists},
+            requests=tuple(self.requests),
+            slots=tuple(self.slots),
+            comparisons=tuple(self.comparisons),
+            zeroed=tuple(self.zeroed),
+            initialised=tuple(self.initialised),
+            kept=tuple(self.kept),
             initial_dtypes=self.initial_dtypes,
-            missing=tuple(name for names, _ in self.findings.missing for name in names),
-            unexpected=tuple(name for name, _ in self.findings.unexpected),
+            missing=tuple(chain.from_iterable(self.findings.missing)),
+            unexpected=tuple(self.findings.unexpected),
             mismatched=self.mismatched,
-            tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
+            tied=tuple(self.tied),
         )
 
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from msgspec.structs import asdict
+
 from sluice._errors import FormatError, MismatchError
 from sluice._messages import SHOWN, section
 from sluice._options import DEFAULT_LIMITS, Limits
@@ -77,7 +79,11 @@ def select(
     """
     reader = CandidateReader(tree=tree, rename=rename, rules=tuple(rules), limits=limits or DEFAULT_LIMITS)
     keys = list(state_dict_candidates(tree)) if key is None else [key]
-    fits = [fit for candidate in reader.read_all(keys) for fit in name_fits(candidate, outline)]
+    read = reader.read_all(keys)
+    own = {name for slot in outline.slots for name in slot.names}.union(outline.refused)
+    if len(read) == 1 and read[0].entries.keys() == own:  # nothing to search, as in most loads
+        return Selection(**asdict(read[0]), prefix="")
+    fits = [fit for candidate in read for fit in name_fits(candidate, outline)]
     if key is None and "" not in keys and not any(fit.is_whole for fit in fits):
         fits += _nested(reader, outline)
     if not fits:

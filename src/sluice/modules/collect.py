@@ -23,8 +23,7 @@ from torch.nn.parameter import is_lazy
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._private_torch import EXTRA_STATE_KEY, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
-from sluice.modules.emptied import find_leftovers, home_of
-from sluice.modules.swap import is_plain
+from sluice.modules.emptied import find_leftovers, home_of, is_plain
 from sluice.records.geometry import contiguous_stride, is_dense, span_elements
 from sluice.sharding.dtensors import (
     ShardMemory,
@@ -37,7 +36,7 @@ from sluice.sharding.dtensors import (
 )
 from sluice.sharding.regions import Region
 
-__all__ = ["Holding", "ModuleState", "Owner", "collect", "extra_state_names", "reset_of", "undivided"]
+__all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
 
 # No public view of the registered tensors of an nn.Module distinguishes names, None and persistence.
 # ruff: noqa: SLF001
@@ -84,6 +83,9 @@ class ModuleState(Struct, frozen=True, kw_only=True):
     unsaved: Mapping[str, tuple[Holding, ...]]
     #: Memory in which fully_shard keeps the local tensors of slots after the load, by slot.
     shards: Mapping[int, ShardMemory]
+    #: Whether a tensor is on the meta device, and whether one is divided over ranks.
+    on_meta: bool
+    divided: bool
 
     def holdings(self, slot: int) -> tuple[Holding, ...]:
         """Return every object that views the memory of a slot."""
@@ -101,6 +103,8 @@ class _Collected(Struct, kw_only=True, eq=False):
     parameter: bool
     #: Address of its storage; None unless the memory is strided memory of torch's own, see ``is_plain``.
     address: int | None
+    #: Whether it can be loaded.
+    loadable: bool
     #: Region of a DTensor that this rank holds.
     region: Region | None = None
     #: Why this region is not known.
@@ -113,12 +117,6 @@ class _Collected(Struct, kw_only=True, eq=False):
     aliases: list[_Collected] = field(default_factory=list)
 
     @property
-    def can_be_loaded(self) -> bool:
-        if self.address is None:
-            return is_lazy(self.tensor)
-        return self.undescribed is None and dtype_name(self.tensor.dtype) in ITEM_BYTES
-
-    @property
     def holding(self) -> Holding:
         return Holding(tensor=self.tensor, owners=self.owners)
 
@@ -128,7 +126,8 @@ def collect(module: nn.Module) -> ModuleState:
 
     Tensors that cannot be loaded into are described in ``outline.problems``, to be reported with all other problems.
     """
-    memories = shard_memories(reshard(module))
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    memories = shard_memories(reshard(module)) if ranks else {}
     collected: dict[int, _Collected] = {}
     extra_state: list[str] = []
     visited: set[int] = set()
@@ -136,7 +135,8 @@ def collect(module: nn.Module) -> ModuleState:
         prefix = f"{path}." if path else ""
         _add_tensors(prefix, part, collected, known=id(part) in visited)
         visited.add(id(part))
-        extra_state.extend(extra_state_names(prefix, part))
+        if type(part).set_extra_state is not nn.Module.set_extra_state:
+            extra_state.append(prefix + EXTRA_STATE_KEY)
     slots: list[_Collected] = []
     refused: list[_Collected] = []
     unsaved: list[_Collected] = []
@@ -144,7 +144,7 @@ def collect(module: nn.Module) -> ModuleState:
     addresses = Counter(held.address for held in collected.values() if held.address is not None)
     shared = {address for address, count in addresses.items() if count > 1}
     for held in _join_aliases(collected.values(), shared) if shared else collected.values():
-        (unsaved if not held.names else slots if held.can_be_loaded else refused).append(held)
+        (unsaved if not held.names else slots if held.loadable else refused).append(held)
     on_meta = {id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners}
     leftovers = find_leftovers(module, ((held.path, held.memory) for held in unsaved), collected)
     geometries: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -169,13 +169,9 @@ def collect(module: nn.Module) -> ModuleState:
         },
         unsaved={held.path: (held.holding, *(alias.holding for alias in held.aliases)) for held in unsaved},
         shards=shards,
+        on_meta=bool(on_meta),
+        divided=any(held.region is not None for held in slots),
     )
-
-
-def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
-    """Yield the name of this module's extra state in a state dict, if it has any."""
-    if type(module).set_extra_state is not nn.Module.set_extra_state:
-        yield prefix + EXTRA_STATE_KEY
 
 
 def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected], *, known: bool) -> None:
@@ -204,11 +200,12 @@ def _found(tensor: torch.Tensor, path: str, *, parameter: bool) -> _Collected:
     """Return a tensor that was found first under a path."""
     memory = tensor if type(tensor) is nn.Parameter else local_of(tensor)
     address = storage_address(memory) if is_plain(memory) else None
-    held = _Collected(tensor=tensor, memory=memory, path=path, parameter=parameter, address=address)
+    loadable = is_lazy(tensor) if address is None else dtype_name(tensor.dtype) in ITEM_BYTES
+    held = _Collected(tensor=tensor, memory=memory, path=path, parameter=parameter, address=address, loadable=loadable)
     try:
         held.region = None if memory is tensor else region_held(tensor)
     except UndescribedError as error:
-        held.undescribed = str(error)
+        held.undescribed, held.loadable = str(error), False
     return held
 
 

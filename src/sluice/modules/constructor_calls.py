@@ -18,8 +18,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from sluice._errors import EmptyInitError
-from sluice.modules.emptied import EmptiedStorages, device_of, map_tensors, moved_to, remember_move, tensors_in
-from sluice.modules.swap import is_plain, swap_data, writes
+from sluice.modules.emptied import (
+    EmptiedStorages,
+    device_of,
+    is_plain,
+    map_tensors,
+    moved_to,
+    remember_move,
+    tensors_in,
+)
+from sluice.modules.swap import swap_data, writes
 
 # Storages have no public identity, and torch passes private functions to modes.
 # ruff: noqa: SLF001

@@ -23,6 +23,7 @@ from msgspec import Struct, field
 from torch import nn
 
 from sluice._private_torch import EXTRA_STATE_KEY
+from sluice.matching.candidates import Candidate
 from sluice.modules.collect import collect
 from sluice.modules.load_hooks import Followed, Loader, has_custom_loader, pre_hooks
 from sluice.modules.meta_copy import CopyRecorder, MetaCopy, NotFollowedError, reason_of, untouched
@@ -69,33 +70,24 @@ def _takes_strict(method: Callable[..., object]) -> bool:
 
 
 def follow_code(
-    module: nn.Module,
-    entries: Mapping[str, Entry],
-    extra_state: Mapping[str, object],
-    *,
-    versions: Mapping[str, int],
-    loader: Loader | None,
-    strict: bool,
-    ignore_mismatched: bool,
+    module: nn.Module, found: Candidate, *, loader: Loader | None, strict: bool, ignore_mismatched: bool
 ) -> Followed:
     """Return the state dict that the code of a module loads.
 
     Args:
         module: The module.
-        entries: As in ``following.follow_loading``, and so are the other arguments.
-        extra_state: See there.
-        versions: See there.
+        found: As in ``following.follow_loading``, and so are the other arguments.
         loader: Code that takes the place of torch's ``load_state_dict``; None for torch's, and its hooks alone.
         strict: See there.
         ignore_mismatched: See there.
     """
-    state: OrderedDict[str, Any] = OrderedDict((name, SymbolicTensor(entry)) for name, entry in entries.items())
-    state.update({n: SymbolicTensor(v) if isinstance(v, Entry) else v for n, v in extra_state.items()})
-    if versions:
-        state._metadata = OrderedDict((path, {"version": version}) for path, version in versions.items())  # type: ignore[attr-defined]  # torch's own name
+    state: OrderedDict[str, Any] = OrderedDict((name, SymbolicTensor(entry)) for name, entry in found.entries.items())
+    state.update({n: SymbolicTensor(v) if isinstance(v, Entry) else v for n, v in found.extra_state.items()})
+    if found.versions:
+        state._metadata = OrderedDict((path, {"version": version}) for path, version in found.versions.items())  # type: ignore[attr-defined]  # torch's own name
     follower = _Follower(module, loader, strict=strict, ignore_mismatched=ignore_mismatched)
     follower.run(state)
-    return follower.result(entries)
+    return follower.result(found.entries)
 
 
 class _Follower:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
-
-from sluice.modules.swap import is_plain
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 # Storages have no public identity, and no public view of a module tells its registered tensors from its attributes.
 # ruff: noqa: SLF001
@@ -31,6 +29,7 @@ __all__ = [
     "device_of",
     "find_leftovers",
     "home_of",
+    "is_plain",
     "map_tensors",
     "moved_to",
     "remember_move",
@@ -80,6 +79,27 @@ def _address(tensor: torch.Tensor) -> int:
         return 0 if is_lazy(tensor) else tensor.untyped_storage()._cdata
     except NotImplementedError:
         return 0
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is strided memory of torch's own.
+
+    False for fake and functional tensors, lazy parameters, sparse and quantized tensors, and subclasses with their own
+    memory or operators, such as DTensor. Other subclasses of ``nn.Parameter`` are plain.
+    """
+    if not _is_plain_kind(type(tensor)):
+        return False
+    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+@lru_cache(maxsize=64)
+def _is_plain_kind(kind: type[torch.Tensor]) -> bool:
+    """Return whether tensors of a class can be strided memory of torch's own."""
+    known = kind is torch.Tensor or torch.nn.Parameter in kind.__mro__
+    lazy = issubclass(kind, (UninitializedParameter, UninitializedBuffer))
+    return known and not lazy and kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
 
 
 #: Devices to which constructors moved storages on meta.
@@ -214,9 +234,9 @@ def _shares(label: str) -> str:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the attributes of a module that may hold tensors, but for those that are computed in each forward."""
-    hooks = module._forward_pre_hooks.values()
-    # weight_norm, spectral_norm and pruning compute their attribute before each forward.
-    recomputed = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) for hook in hooks}
+    recomputed: set[object] = set()
+    for hook in module._forward_pre_hooks.values():  # of weight_norm, spectral_norm and pruning
+        recomputed.add(getattr(hook, "name", None) or getattr(hook, "_tensor_name", None))
     if isinstance(module, nn.RNNBase):
         recomputed.add("_flat_weights")  # if parametrizations replace its weights
     for name, value in vars(module).items():

@@ -28,10 +28,10 @@ from msgspec.structs import replace
 from torch import nn
 
 from sluice._errors import MismatchError
+from sluice.matching.candidates import Candidate
 from sluice.matching.match import Outline
 from sluice.matching.selection import Selection
-from sluice.modules.load_hooks import Followed, Loader, has_custom_loader, pre_hooks
-from sluice.records import Entry
+from sluice.modules.load_hooks import Followed, Loader, overrides_loading, runs_code
 
 __all__ = ["base_names", "base_outline", "follow_loading", "through_wrappers"]
 
@@ -46,36 +46,25 @@ _MAGNITUDE, _INDEPENDENT = "lora_magnitude_vector", {True, False, "gaussian", "o
 
 
 def follow_loading(
-    module: nn.Module,
-    entries: Mapping[str, Entry],
-    extra_state: Mapping[str, object] | None = None,
-    *,
-    versions: Mapping[str, int] | None = None,
-    strict: bool = True,
-    ignore_mismatched: bool = False,
+    module: nn.Module, found: Candidate, *, strict: bool = True, ignore_mismatched: bool = False
 ) -> Followed:
     """Return the state dict that remains after the code that ``module.load_state_dict`` runs.
 
     Args:
         module: The module to load into; it is not changed.
-        entries: The state dict, by names in the module.
-        extra_state: Its extra state, by the same names.
-        versions: Version of each module's state by the module's name.
+        found: The state dict, by names in the module.
         strict: Argument of ``load_state_dict``.
         ignore_mismatched: Whether a name of a different shape is accepted by an own ``load_state_dict``.
     """
-    extra_state, versions = extra_state or {}, versions or {}
-    own = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
-    loader = _adapter_loader(module, entries, strict=strict) if "peft" in sys.modules and not own else None
-    if not (own or loader or any(has_custom_loader(part) or any(pre_hooks(part)) for part in module.modules())):
-        return Followed(entries=dict(entries), extra_state=dict(extra_state), strict=strict)
+    own = overrides_loading(module)
+    loader = _adapter_loader(module, found.entries, strict=strict) if "peft" in sys.modules and not own else None
+    if not (loader or runs_code(module)):
+        return Followed(entries=found.entries, extra_state=found.extra_state, strict=strict)
     from sluice.modules.custom_loaders import follow_code, own_load_state_dict  # rarely needed
 
     return follow_code(
         module,
-        entries,
-        extra_state,
-        versions=versions,
+        found,
         loader=own_load_state_dict(module, strict=strict) if own else loader,
         strict=strict,
         ignore_mismatched=ignore_mismatched,

@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._errors import PartialLoadError
-from sluice._private_torch import IncompatibleKeys
+from sluice._private_torch import EXTRA_STATE_KEY, IncompatibleKeys
 from sluice.entries.patterns import Placement, device_of
 from sluice.matching.match import Match
-from sluice.modules.collect import Holding, ModuleState, Owner, extra_state_names
+from sluice.modules.collect import Holding, ModuleState, Owner
 from sluice.modules.emptied import NESTING
 from sluice.modules.swap import swap_data, with_data
 from sluice.sharding.dtensors import is_dtensor, local_of
@@ -110,12 +110,14 @@ def finish_loading(
             setattr(state.module.get_submodule(path), attribute, value)
         step = "set_extra_state"
         for path, part in state.module.named_modules(remove_duplicate=False) if extra_state else ():
-            for name in extra_state_names(f"{path}." if path else "", part):
-                if name in extra_state:
-                    part.set_extra_state(extra_state[name])
+            if (name := f"{path}.{EXTRA_STATE_KEY}" if path else EXTRA_STATE_KEY) in extra_state:
+                part.set_extra_state(extra_state[name])
         step = "a load_state_dict post-hook"
         for path in receivers:
-            _run_post_hooks_at(state.module, path, missing, unexpected)
+            if path:
+                _run_post_hooks_below(state.module, path, missing, unexpected)
+            else:  # ScriptModules have no get_submodule
+                _run_post_hooks(state.module, missing, unexpected)
     except Exception as error:
         raise after_loading(f"{step} failed: {error}", state) from error
     added = (missing, unexpected) != ([*match.missing], [*match.unexpected])
@@ -124,11 +126,8 @@ def finish_loading(
     return tuple(missing), tuple(unexpected)
 
 
-def _run_post_hooks_at(module: nn.Module, path: str, missing: list[str], unexpected: list[str]) -> None:
+def _run_post_hooks_below(module: nn.Module, path: str, missing: list[str], unexpected: list[str]) -> None:
     """Run the post-hooks of one part, with the names that it knows; the lists get back what the hooks leave."""
-    if not path:  # not below: ScriptModules have no get_submodule
-        _run_post_hooks(module, missing, unexpected)
-        return
     prefix = f"{path}."
     below = [
         [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for names in (missing, unexpected)

@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from sluice._private_torch import KNOWN_LOADERS
 from sluice.records import Entry
 
-__all__ = ["Followed", "Loader", "has_custom_loader", "pre_hooks"]
+__all__ = ["Followed", "Loader", "has_custom_loader", "overrides_loading", "pre_hooks", "runs_code"]
 
 # nn.Module documents these names for subclasses only; they have no public accessor.
 # ruff: noqa: SLF001
@@ -31,9 +31,9 @@ class Followed(Struct, frozen=True, kw_only=True):
     """A state dict after the hooks and loaders of a module."""
 
     #: Its tensors, by their names in the module.
-    entries: dict[str, Entry]
+    entries: Mapping[str, Entry]
     #: Its extra state by name: plain values and containers with ``Entry`` leaves.
-    extra_state: dict[str, object] = field(default_factory=dict)
+    extra_state: Mapping[str, object] = field(default_factory=dict)
     #: Names of tensors that their modules do not require.
     optional_names: frozenset[str] = frozenset()
     #: Problems that prevent the load, one sentence each.
@@ -48,6 +48,21 @@ class Followed(Struct, frozen=True, kw_only=True):
     attributes: Mapping[str, Entry] = field(default_factory=dict)
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...] = ()
+
+
+def runs_code(module: nn.Module) -> bool:
+    """Return whether ``load_state_dict`` of a module runs code other than torch's own."""
+    if overrides_loading(module):
+        return True
+    for part in module.modules():
+        if has_custom_loader(part) or (part._load_state_dict_pre_hooks and any(pre_hooks(part))):
+            return True
+    return False
+
+
+def overrides_loading(module: nn.Module) -> bool:
+    """Return whether this module has a ``load_state_dict`` of its own; torch never calls that of its children."""
+    return type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
 
 
 def has_custom_loader(module: nn.Module) -> bool:

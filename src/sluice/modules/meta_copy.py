@@ -26,8 +26,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from sluice.modules.emptied import is_plain
 from sluice.modules.load_hooks import pre_hooks
-from sluice.modules.swap import is_plain, with_data, writes
+from sluice.modules.swap import with_data, writes
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values
 from sluice.records import Entry
 from sluice.sharding.dtensors import is_dtensor, local_of

@@ -8,16 +8,14 @@ and not with the object. So the other tensor gets all of these first.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from weakref import getweakrefcount
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from sluice._private_torch import make_subclass, swap_contents, use_count
 from sluice.sharding.dtensors import is_dtensor, local_of, with_local
 
-__all__ = ["is_plain", "swap_data", "with_data", "writes"]
+__all__ = ["swap_data", "with_data", "writes"]
 
 #: Operators that change their first argument. The names of other functions of torch that do end in ``_``.
 _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -71,24 +69,3 @@ def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def _unshared(tensor: torch.Tensor) -> bool:
     """Return whether only its object refers to a tensor: no weak reference, no view and no graph, as a swap needs."""
     return not getweakrefcount(tensor) and use_count(tensor) == 1
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is strided memory of torch's own.
-
-    False for fake and functional tensors, lazy parameters, sparse and quantized tensors, and subclasses with their own
-    memory or operators, such as DTensor. Other subclasses of ``nn.Parameter`` are plain.
-    """
-    if not _is_plain_kind(type(tensor)):
-        return False
-    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001  the only way to tell
-        return False
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
-@lru_cache(maxsize=64)
-def _is_plain_kind(kind: type[torch.Tensor]) -> bool:
-    """Return whether tensors of a class can be strided memory of torch's own."""
-    known = kind is torch.Tensor or torch.nn.Parameter in kind.__mro__
-    is_lazy = issubclass(kind, (UninitializedParameter, UninitializedBuffer))
-    return known and not is_lazy and kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
