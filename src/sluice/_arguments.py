@@ -40,6 +40,12 @@ _PLACES, _PAGE_CACHES, _SHARES = map(get_args, (LoadPlace, PageCache, Share))
 
 _RENAMING_RULE = "rules=[sluice.rules.rename('old.**', 'new.**')]"
 
+_SHARED_ONCE = (
+    "share='once' is gone: ranks of one host fetch remote files once with sluice.Remote(url, cache=directory). "
+    "Four ranks that loaded 1 GB from a server of 200 MB/s took 7 s with it, with share='once' 16 s, and each for "
+    "itself 22 s; on file systems share='once' was the slowest"
+)
+
 
 def dtype_argument(dtype: DType | None, *, auto_is_none: bool = False) -> str | None:
     """Return the name of a ``dtype`` argument, ``"auto"`` or None.
@@ -200,20 +206,11 @@ def check_load(  # noqa: PLR0913  one for each argument that functions share
     named = blocks is None or (isinstance(blocks, Collection) and all(isinstance(name, str) for name in blocks))
     if isinstance(blocks, str) or not named:
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
-    _check_choice("place", place, _PLACES)
-    _check_choice("page_cache", page_cache, _PAGE_CACHES)
-    if share == "once":
-        raise ValueError(
-            "share='once' is gone: ranks of one host fetch remote files once with sluice.Remote(url, cache=directory). "
-            "Four ranks that loaded 1 GB from a server of 200 MB/s took 7 s with it, with share='once' 16 s, and each "
-            "for itself 22 s; on file systems share='once' was the slowest"
-        )
-    _check_choice("share", share, _SHARES)
-
-
-def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{argument}={value!r} is not one of {', '.join(map(repr, choices))}")
+    chosen = ("place", place, _PLACES), ("page_cache", page_cache, _PAGE_CACHES), ("share", share, _SHARES)
+    for name, value, choices in chosen:
+        if value not in choices:
+            wrong = f"{name}={value!r} is not one of {', '.join(map(repr, choices))}"
+            raise ValueError(_SHARED_ONCE if (name, value) == ("share", "once") else wrong)
 
 
 def _check_rename(rename: object) -> None:

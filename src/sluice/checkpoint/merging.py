@@ -151,6 +151,7 @@ def _index(name: str, files: Sequence[OpenFile], tree: object, notes: tuple[str,
         tree=tree,
         metadata={key: text for key, text in first.items() if all(other.get(key) == text for other in others)},
         notes=notes,
+        located=all(file.index.located for file in files),
     )
 
 

@@ -24,7 +24,7 @@ from sluice.entries.lookup import subtree
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
 from sluice.sources.opening import PathOrAddress, Place, SourceLocation
-from sluice.sources.protocol import Source, source_notes
+from sluice.sources.protocol import Source
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "OpensItself", "borrow", "check_encoding"]
 
@@ -50,6 +50,8 @@ class OpenCheckpoint:
         self.index = index
         #: The open files, in the order of ``index.files``.
         self.open_files = files
+        #: Host memory in which files of it are computed when they are read, in bytes.
+        self.working_bytes = sum(getattr(file.source, "working_bytes", 0) for file in files)
         self.limits = limits
         self._offsets: dict[int, int] = {}
         #: The checkpoint whose files these are, if it closes them.
@@ -125,11 +127,6 @@ class OpenCheckpoint:
         return sum(storage.nbytes for storage in self.index.storages)
 
     @property
-    def working_bytes(self) -> int:
-        """Host memory in which files of it are computed when they are read, in bytes."""
-        return sum(getattr(file.source, "working_bytes", 0) for file in self.open_files)
-
-    @property
     def metadata(self) -> Mapping[str, str]:
         """Metadata strings of the file; of several files, those that all of them share."""
         return self.index.metadata
@@ -168,19 +165,19 @@ class OpenCheckpoint:
         They may be further names of that tensor, but they may also be any other text: see
         ``formats.safetensors.header``. They therefore count only for a caller that knows the name.
         """
-        # {"format": "pt"} is not a tie.
-        texts = {name: text for name, text in self.metadata.items() if name != "format"}
-        if "safetensors" not in self.format or not texts:
+        if "safetensors" not in self.index.format or self.metadata.keys() <= {"format"}:  # {"format": "pt"} is no tie
             return {}
-        entries = self.entries
-        return {name: stored for name, stored in texts.items() if stored in entries and name not in entries}
+        texts, entries = self.metadata.items(), self.entries
+        return {name: text for name, text in texts if name != "format" and text in entries and name not in entries}
 
     def tree_with_ties(self, tensors: Iterable[tuple[str, ...]]) -> object:
         """Return the tree of the index with the ``stored_names`` of tensors, of each of which no name has an entry."""
-        tree, ties, entries = self.index.tree, self.stored_names, self.entries if self.stored_names else {}
-        lacking = (names for names in tensors if not any(name in entries for name in names)) if ties else ()
-        found = {name: entries[ties[name]] for names in lacking for name in names if name in ties}
-        return type(tree)({**tree, **found}) if found and isinstance(tree, dict) else tree
+        tree, ties = self.index.tree, self.stored_names
+        if not ties or not isinstance(tree, dict):
+            return tree
+        lacking = (names for names in tensors if not any(name in self.entries for name in names))
+        found = {name: self.entries[ties[name]] for names in lacking for name in names if name in ties}
+        return type(tree)({**tree, **found}) if found else tree
 
     def checksums(self) -> list[list[Checksum | CheckpointError]]:
         """Return the checksums that each file records, and an error for each damaged header in place of its checksum.
@@ -192,12 +189,19 @@ class OpenCheckpoint:
         return [file.checksums(self.limits) for file in self.open_files]
 
     @property
-    def source_notes(self) -> tuple[str, ...]:
-        """Remarks of the files for the report of a load, one sentence each; also after closing."""
-        return tuple(source_notes(file.source for file in self.open_files))
+    def source_notes(self) -> list[str]:
+        """Remarks of the files for the report of a load, one sentence for each different one; also after closing.
+
+        A source that has a remark, such as why it was not cached, has an attribute ``note`` with it, a clause or None.
+        """
+        paths: defaultdict[str, list[str]] = defaultdict(list)
+        for file in self.open_files:
+            if note := getattr(file.source, "note", None):
+                paths[note].append(file.source.path)
+        return [f"{files[0] if len(files) == 1 else f'{len(files)} files'}: {note}" for note, files in paths.items()]
 
     def locate(self, storages: Iterable[int], *, at_once: bool = False) -> dict[int, int]:
-        """Return the data offset of each of ``storages``; headers are checked once.
+        """Return the data offset of each of ``storages`` that the index has not located; headers are checked once.
 
         Args:
             storages: Positions in the index.
@@ -209,7 +213,7 @@ class OpenCheckpoint:
         """
         self.refuse_closed()
         wanted: defaultdict[int, list[int]] = defaultdict(list)
-        for number in set(storages) - self._offsets.keys():
+        for number in () if self.index.located else set(storages) - self._offsets.keys():
             storage = self.index.storages[number]
             if not storage.located:
                 wanted[storage.file].append(number)

@@ -89,7 +89,7 @@ class OpenFile(Struct, frozen=True, kw_only=True):
             whole = Section(self.source, 0, self.source.identity.nbytes)  # which does not check with the data
             return replace(self, source=whole).locate(storages)
         if not (self.first_storage or self.start):  # most files; equal numbers would be new objects
-            return dict(self.locator.locate(self._section(), self.index, storages))
+            return dict(self.locator.locate(self.source, self.index, storages))
         found = self.locator.locate(self._section(), self.index, [number - self.first_storage for number in storages])
         return {number + self.first_storage: offset + self.start for number, offset in found.items()}
 

@@ -51,9 +51,10 @@ def classify(where: SourceLocation | Sequence[PathOrAddress], limits: Limits) ->
     start = None if place.stream is None else place.stream.tell()
     try:
         head = None if source is None or described or start else Head.of(ReadAhead(source))
-        kind = kind_of(place, head, directory=source is not found)
-        if source is None or kind != "file":
-            return replace(_of_several(place, found, kind, limits), place=asked)
+        if source is None or head is None or head.known is None:  # most are one file of a known format
+            kind = kind_of(place, head, directory=source is not found)
+            if source is None or kind != "file":
+                return replace(_of_several(place, found, kind, limits), place=asked)
     except BaseException:
         if source is not None:
             source.close()

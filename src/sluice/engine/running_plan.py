@@ -17,7 +17,7 @@ from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import Targets
 from sluice.records import LoadPlan, Method, Read, requests_of
 from sluice.sources.protocol import Source
-from sluice.sources.ranges import ended_early
+from sluice.sources.wrappers import ended_early
 
 if TYPE_CHECKING:
     from sluice.engine.session import Session

@@ -28,7 +28,7 @@ from sluice.records import LoadPlan, Method, Read
 from sluice.records.geometry import round_down, round_up
 from sluice.sources.pages import FileWatch
 from sluice.sources.protocol import DirectIOUnavailable, Source, WatchableSource, joins_reads
-from sluice.sources.ranges import ended_early
+from sluice.sources.wrappers import ended_early
 
 __all__ = ["ReadMethods", "Session"]
 

@@ -55,10 +55,8 @@ _PRINTABLE = b"\t\n\r" + bytes(range(0x20, 0x7F))
 #: Smallest file of any format: a zip file has at least 22 bytes, a safetensors file 10.
 _SMALLEST_BYTES = 10
 
-
-def is_torch_zip(head: bytes) -> bool:
-    """Return whether a file with this head is a zip archive."""
-    return head.startswith(b"PK\3\4")
+#: Match the head of a zip archive, and of a GGUF file.
+is_torch_zip, is_gguf = re.compile(b"PK\3\4").match, re.compile(GGUF_MAGIC).match
 
 
 def _is_torch_legacy(head: bytes) -> bool:
@@ -72,26 +70,15 @@ def is_safetensors(head: bytes) -> bool:
     return _BRACE.match(head, 8) is not None and bool(head[:8].translate(None, _PRINTABLE)) and head[:4] != GGUF_MAGIC
 
 
-def is_gguf(head: bytes) -> bool:
-    """Return whether a file with this head starts as a GGUF file does."""
-    return head.startswith(GGUF_MAGIC)
-
-
 class KnownFormat(NamedTuple):
     """A format that sluice reads. Its module is imported for the first such file: most programs need only one."""
 
     #: Its name, as in ``Format``.
     name: str
     #: Whether the first bytes of a file, up to 4096, indicate it.
-    matches: Callable[[bytes], bool]
+    matches: Callable[[bytes], object]
     #: Module and name of its class, below ``sluice.formats``.
     where: str
-
-    def load(self, encoding: str) -> Format:
-        """Return the format for an encoding of text that Python 2 wrote."""
-        module, _, name = self.where.rpartition(".")
-        made: Format = getattr(import_module(f"sluice.formats.{module}"), name)(encoding=encoding)
-        return made
 
 
 #: The formats that sluice reads.
@@ -117,7 +104,10 @@ class Head(NamedTuple):
     def of(cls, source: Source) -> Head:
         """Look at an open source; nothing else of it is read."""
         data = source.read_at(0, min(HEAD_BYTES, source.identity.nbytes))
-        return cls(source, data, next((known for known in FORMATS if known.matches(data)), None))
+        for known in FORMATS:
+            if known.matches(data):
+                return cls(source, data, known)
+        return cls(source, data, None)
 
 
 def detect(source: Source | Head, *, encoding: str = TEXT_ENCODING) -> Format:
@@ -144,7 +134,9 @@ def detect(source: Source | Head, *, encoding: str = TEXT_ENCODING) -> Format:
     # The first bytes of a pickle or gzip file can be a safetensors length: formats are tried before other kinds.
     if head.known is None:
         raise _foreign(head.source, head.data)
-    return head.known.load(encoding)
+    module, _, name = head.known.where.rpartition(".")
+    made: Format = getattr(import_module(f"sluice.formats.{module}"), name)(encoding=encoding)
+    return made
 
 
 def _foreign(source: Source, head: bytes) -> CheckpointError:

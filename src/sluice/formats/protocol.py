@@ -60,12 +60,11 @@ class Format(Locator, Protocol):
         ...
 
 
-class LocatedByIndex:
+class LocatedByIndex(Struct, kw_only=True):
     """Base class of formats whose indexes locate every storage and whose files have no checksums."""
 
-    def __init__(self, *, encoding: str = TEXT_ENCODING) -> None:
-        """Keep the encoding of text that Python 2 wrote, for the formats that can contain it."""
-        self._encoding = encoding
+    #: Encoding of text that Python 2 wrote, for the formats that can contain it.
+    encoding: str = TEXT_ENCODING
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
         return []

@@ -253,7 +253,7 @@ def figures(job: LoadJob) -> dict[str, Any]:
     casts = Counter(f"{each.entry.dtype}->{each.dtype}" for each in job.requests if each.entry.dtype != each.dtype)
     return {
         "source": checkpoint.path,
-        "format": checkpoint.format,
+        "format": checkpoint.index.format,
         "files": checkpoint.files,
         "devices": tuple(sorted({target.device for target in plan.targets})),
         "tensors": len(plan.targets),

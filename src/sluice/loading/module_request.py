@@ -154,7 +154,7 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
     ) -> Selection:
         """Return the entries for the names of the module; peft's wrappers have the names of their base layers."""
         tree = checkpoint.index.tree
-        if checkpoint.metadata:
+        if checkpoint.index.metadata:
             tree = checkpoint.tree_with_ties(slot.names for slot in state.outline.slots)
         outline = state.outline if base is None else base_outline(state.outline, base)
         selection = select(tree, outline, key=self.key, rename=self.rename, rules=self.rules, limits=checkpoint.limits)

@@ -68,7 +68,7 @@ def plan_transfer(
     options = options or TransferOptions()
     staging, ranks = parse_bytes((options.memory or NO_LIMITS).staging), options.host_ranks or 1
     offsets = checkpoint.locate(
-        {storage for request in requests if request.entry.numel for storage in request.entry.storages}
+        storage for request in requests if request.entry.numel for storage in request.entry.storages
     )
     lay_out = shared_targets if share_storages else single_targets
     targets, views = lay_out([*requests, *computed], checkpoint.index, offsets)

@@ -282,6 +282,8 @@ class Index(Struct, frozen=True, kw_only=True):
     #: Further names that one file declares for tensors, which it or another file stores: ``{name: stored name}``. Empty
     #: for a checkpoint: its tree has them.
     tied: Mapping[str, str] = field(default_factory=dict)
+    #: Whether every storage is known to be ``located``.
+    located: bool = False
     #: First byte after the checkpoint in its only file if other data may follow; None if the file must end there.
     end: int | None = None
     #: End of the record of storages that are not followed by another one, by the offset of the local header.

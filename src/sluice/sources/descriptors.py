@@ -97,7 +97,8 @@ class DescriptorCache:
                     raise
                 continue
             self._in_use.add(found)
-            self._shrink(bounded(self._limit, _SHARE))
+            if len(self._open) > 1:  # one is always allowed
+                self._shrink(bounded(self._limit, _SHARE))
             return found
 
     def drop(self, key: Key) -> None:

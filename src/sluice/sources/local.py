@@ -27,11 +27,11 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._messages import read_error
-from sluice.records import AccessFacts, FileIdentity, local_access
+from sluice.records import FileIdentity, local_access
 from sluice.sources.descriptors import DESCRIPTORS, OwnedFile
 from sluice.sources.pages import FileWatch, map_privately
 from sluice.sources.protocol import DirectIOUnavailable
-from sluice.sources.ranges import RangedSource, too_early
+from sluice.sources.wrappers import RangedSource, too_early
 
 __all__ = ["LocalFile", "kind_of_file"]
 
@@ -74,7 +74,7 @@ class LocalFile(RangedSource):
         try:
             #: Path in the file system, also after the process has changed its directory.
             here = "" if os.path.isabs(path) else os.getcwd()
-            self.local_path = os.path.join(here if os.access(here, os.X_OK) else "", path)
+            self.local_path = os.path.join(here if here and os.access(here, os.X_OK) else "", path)
             status = os.stat(self.local_path)
         except FileNotFoundError as error:
             raise MissingFileError("the file does not exist", file=self.path) from error
@@ -91,7 +91,7 @@ class LocalFile(RangedSource):
             refusal = UnsupportedError(problem, file=self.path, advice=advice)
             refusal.foreign = True
             raise refusal
-        self.identity = self._identified(status)
+        self.identity, self.access = self._identified(status), local_access()
         if status.st_size == 0:
             raise TruncatedError("the file is empty", file=self.path)
 
@@ -103,10 +103,6 @@ class LocalFile(RangedSource):
             mtime_ns=status.st_mtime_ns,
             ctime_ns=status.st_ctime_ns,
         )
-
-    @property
-    def access(self) -> AccessFacts:
-        return local_access()
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if offset < 0:

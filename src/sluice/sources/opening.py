@@ -74,7 +74,7 @@ class Place(Struct, frozen=True, kw_only=True):
         """
         if self.kind == "remote":
             return cast("Source | Directory", _remote().open_remote_place(self.location))
-        return (self.directory() if self.kind == "local" else None) or self.open_file()
+        return LocalDirectory(self.title) if self.kind == "local" and os.path.isdir(self.title) else self.open_file()
 
     def directory(self) -> Directory | None:
         """Return the directory that is there; None if there is anything else, or nothing; raises as ``open`` does."""
@@ -129,9 +129,9 @@ def find_place(where: object) -> Place:
     """
     if isinstance(where, (str, os.PathLike)):
         path = source_path(where)
-        if not is_remote(path):
-            return Place(kind="local", title=path, name=os.path.basename(path), location=path)
-        return _remote_place(_remote().Remote(path))
+        if "://" in path and is_remote(path):
+            return _remote_place(_remote().Remote(path))
+        return Place(kind="local", title=path, name=os.path.basename(path), location=path)
     if isinstance(where, (list, tuple)):
         return _listed(where)
     if not hasattr(where, "read") and not isinstance(where, dict):
@@ -191,7 +191,7 @@ def source_path(where: str | os.PathLike[str]) -> str:
 
 def is_remote(path: str) -> bool:
     """Return whether a text is a URL that is not the name of a local file or directory."""
-    return "://" in path and is_url(path) and not os.path.lexists(path)
+    return is_url(path) and not os.path.lexists(path)
 
 
 def _stream_source(stream: BinaryIO) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeGuard, runtime_checkable
 
@@ -21,7 +21,6 @@ __all__ = [
     "checks_with_data",
     "is_caching",
     "joins_reads",
-    "source_notes",
 ]
 
 
@@ -162,17 +161,3 @@ class MappableSource(Source, Protocol):
             SourceChangedError: The source differs from the one that was opened.
         """
         ...
-
-
-def source_notes(sources: Iterable[Source]) -> Iterator[str]:
-    """Yield one sentence for each different remark of the sources, with the file or the number of files.
-
-    A source that has a remark, such as why it was not cached, has an attribute ``note`` with it, a clause or None.
-    """
-    paths: dict[str, list[str]] = {}
-    for source in sources:
-        note: str | None = getattr(source, "note", None)
-        if note is not None:
-            paths.setdefault(note, []).append(source.path)
-    for note, files in paths.items():
-        yield f"{files[0] if len(files) == 1 else f'{len(files)} files'}: {note}"

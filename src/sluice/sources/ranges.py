@@ -1,4 +1,4 @@
-"""Sources whose reads are held against their size, and reads of many small ranges.
+"""Sources that are computed or in memory, and reads of many small ranges.
 
 Of many ranges, close ones are one read, and distant ones are read in several threads.
 """
@@ -17,12 +17,13 @@ from msgspec.structs import replace
 from sluice._errors import SourceChangedError, TruncatedError
 from sluice._threads import Workers, spare_threads
 from sluice.records import AccessFacts, FileIdentity, FileRecord, local_access
-from sluice.sources.protocol import DirectIOUnavailable, Source, checks_with_data
+from sluice.sources.protocol import Source, checks_with_data
+from sluice.sources.wrappers import RangedSource
 
 if TYPE_CHECKING:
     from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
-__all__ = ["ComputedSource", "MemoryFile", "RangedSource", "ended_early", "read_ranges", "too_early"]
+__all__ = ["ComputedSource", "MemoryFile", "read_ranges"]
 
 #: Most bytes of one read for several ranges, 8 MiB over all threads.
 _SPAN_BYTES = 1 << 20
@@ -35,70 +36,6 @@ _READS_FOR_THREADS = 8
 
 #: Seconds for which the caller reads alone, about as long as threads take to start: 100 cached headers need no threads.
 _ALONE_SECONDS = 0.002
-
-
-def too_early(
-    file: str, offset: int, nbytes: int, found: int, problem: str = "the file ends too early"
-) -> TruncatedError:
-    """Return the error for a read that the file cannot satisfy.
-
-    Args:
-        file: Path or address of the file.
-        offset: First byte of the read.
-        nbytes: Bytes of the read.
-        found: Bytes of it that are inside the file; negative numbers count as 0.
-        problem: What is wrong, as one clause.
-    """
-    expected, inside = f"{nbytes} bytes", f"{max(0, found)} bytes"
-    return TruncatedError(problem, file=file, offset=offset, expected=expected, found=inside)
-
-
-def ended_early(source: Source | RangedSource, offset: int, nbytes: int, found: int) -> TruncatedError:
-    """Return the error for a read that found fewer bytes than the source had; raise if the source has changed."""
-    source.check_unchanged()
-    return too_early(source.path, offset, nbytes, found)
-
-
-class RangedSource:
-    """See ``Source``; subclasses set ``path`` and ``identity``, and fill buffers with ranges inside of the source."""
-
-    path: str
-    identity: FileIdentity
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        """See ``Source``."""
-        left = self.identity.nbytes - offset
-        if offset < 0 or not 0 <= nbytes <= left:
-            raise too_early(self.path, offset, nbytes, left)
-        data = bytearray(nbytes)
-        found = self.read_into(offset, memoryview(data))
-        if found != nbytes:
-            raise ended_early(self, offset, nbytes, found)
-        return bytes(data)
-
-    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        """See ``Source``: there are no direct reads."""
-        if direct:
-            raise DirectIOUnavailable(self.path)
-        if offset < 0:
-            raise too_early(self.path, offset, len(buffer), 0)
-        nbytes = max(0, min(len(buffer), self.identity.nbytes - offset))
-        if nbytes:
-            self.fill_buffer(offset, buffer[:nbytes])
-        return nbytes
-
-    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer, which is not empty, with the bytes from ``offset`` on."""
-        raise NotImplementedError
-
-    def check_unchanged(self) -> None:
-        """See ``Source``."""
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Do nothing: no bytes are cached."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
 
 
 class ComputedSource(RangedSource):
@@ -190,8 +127,10 @@ def read_ranges(
         pieces += _read_span(source, spans[done], starts, sizes, room)
         done += 1
     left = spans[done:]
+    if not left:
+        return pieces
     # Each thread waits for one cold page: more threads than cores pay.
-    threads = spare_threads(min(access.parallel_requests, len(left))) if left else 0
+    threads = spare_threads(min(access.parallel_requests, len(left)))
     if not threads:
         return pieces + read(left)
     share = -(-len(left) // threads)

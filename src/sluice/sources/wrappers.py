@@ -1,4 +1,4 @@
-"""Sources that wrap a source: a range of it, the pieces of it that were read last, and their base class."""
+"""Base classes of sources, and sources that wrap a source: a range of it, the pieces of it that were read last."""
 
 from __future__ import annotations
 
@@ -6,15 +6,80 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from sluice.sources.protocol import Source
-from sluice.sources.ranges import too_early
+from sluice._errors import TruncatedError
+from sluice.records import FileIdentity
+from sluice.sources.protocol import DirectIOUnavailable, Source
 
-__all__ = ["ForwardingSource", "ReadAhead", "Section"]
+__all__ = ["ForwardingSource", "RangedSource", "ReadAhead", "Section", "ended_early", "too_early"]
 
 #: Number of pieces kept: the beginning of a file, its end, and the ends of a pickle or a storage between them.
 _PIECES_KEPT = 4
 
 _INSIDE = "a file inside this file ends too early"
+
+
+def too_early(
+    file: str, offset: int, nbytes: int, found: int, problem: str = "the file ends too early"
+) -> TruncatedError:
+    """Return the error for a read that the file cannot satisfy.
+
+    Args:
+        file: Path or address of the file.
+        offset: First byte of the read.
+        nbytes: Bytes of the read.
+        found: Bytes of it that are inside the file; negative numbers count as 0.
+        problem: What is wrong, as one clause.
+    """
+    expected, inside = f"{nbytes} bytes", f"{max(0, found)} bytes"
+    return TruncatedError(problem, file=file, offset=offset, expected=expected, found=inside)
+
+
+def ended_early(source: Source | RangedSource, offset: int, nbytes: int, found: int) -> TruncatedError:
+    """Return the error for a read that found fewer bytes than the source had; raise if the source has changed."""
+    source.check_unchanged()
+    return too_early(source.path, offset, nbytes, found)
+
+
+class RangedSource:
+    """See ``Source``; subclasses set ``path`` and ``identity``, and fill buffers with ranges inside of the source."""
+
+    path: str
+    identity: FileIdentity
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """See ``Source``."""
+        left = self.identity.nbytes - offset
+        if offset < 0 or not 0 <= nbytes <= left:
+            raise too_early(self.path, offset, nbytes, left)
+        data = bytearray(nbytes)
+        found = self.read_into(offset, memoryview(data))
+        if found != nbytes:
+            raise ended_early(self, offset, nbytes, found)
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        """See ``Source``: there are no direct reads."""
+        if direct:
+            raise DirectIOUnavailable(self.path)
+        if offset < 0:
+            raise too_early(self.path, offset, len(buffer), 0)
+        nbytes = max(0, min(len(buffer), self.identity.nbytes - offset))
+        if nbytes:
+            self.fill_buffer(offset, buffer[:nbytes])
+        return nbytes
+
+    def fill_buffer(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer, which is not empty, with the bytes from ``offset`` on."""
+        raise NotImplementedError
+
+    def check_unchanged(self) -> None:
+        """See ``Source``."""
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Do nothing: no bytes are cached."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
 
 
 class ForwardingSource:

@@ -109,11 +109,12 @@ class CentralDirectory(Struct, frozen=True, kw_only=True):
         position = self.positions.get(name)
         if position is None:
             return None
+        following = position + 1
         return ZipRecord(
             name=f"{self.archive}/{name}",
             header=self.headers[position],
             nbytes=self.sizes[position],
-            limit=self.limit(position),
+            limit=self.headers[following] if following < len(self.headers) else self.start,
             crc=self.crcs[position],
             unpacked=self.unpacked.get(position),
         )
@@ -124,11 +125,6 @@ class CentralDirectory(Struct, frozen=True, kw_only=True):
             record = self.record(name)
             assert record is not None
             yield record
-
-    def limit(self, position: int) -> int:
-        """Return the offset of the first byte after the record at ``position``."""
-        following = position + 1
-        return self.headers[following] if following < len(self.headers) else self.start
 
 
 class _End(Struct, frozen=True, kw_only=True):
@@ -221,23 +217,22 @@ def _missing_end(source: Source) -> FormatError | TruncatedError:
     return TruncatedError("the file ends before the archive's end record", file=source.path, offset=size)
 
 
-class _DirectoryParser:
+class _DirectoryParser(Struct):
     """Parser of the central directory: one entry after the other, into columns."""
 
-    def __init__(self, raw: bytes, end: _End, limits: Limits, file: str) -> None:
-        self._raw = raw
-        self._end = end
-        self._limits = limits
-        self._file = file
-        self._prefix = b""
-        self._unpacked: dict[int, int] = {}
-        self._unsupported: UnsupportedError | LimitError | None = None
+    raw: bytes
+    end: _End
+    limits: Limits
+    file: str
+    prefix: bytes = b""
+    unpacked: dict[int, int] = {}
+    unsupported: UnsupportedError | LimitError | None = None
 
     def parse(self) -> CentralDirectory:
         positions: dict[str, int] = {}
         headers, sizes, crcs = array("Q"), array("Q"), array("I")
         at = free = 0
-        for position in range(self._end.entries):
+        for position in range(self.end.entries):
             following, name, header, nbytes, crc = self._entry(at, position)
             if not free <= header <= free + (_MAX_SLACK_BYTES if position else 0):
                 raise self._error("records overlap or leave a gap", at, expected=free, found=header)
@@ -252,25 +247,25 @@ class _DirectoryParser:
             crcs.append(crc)
             free = header + LOCAL_HEADER_BYTES + len(name) + nbytes
             at = following
-        if at != len(self._raw) or not free <= self._end.offset <= free + _MAX_SLACK_BYTES:
+        if at != len(self.raw) or not free <= self.end.offset <= free + _MAX_SLACK_BYTES:
             raise self._error("the central directory does not end at the offset in the end record", at)
-        if len({name.lower() for name in positions}) != len(positions):  # torch's lookup ignores case
+        if len(set(map(str.lower, positions))) != len(positions):  # torch's lookup ignores case
             raise self._error("two records have names that differ only in case", at, advice=_ADDED)
         return CentralDirectory(
-            archive=self._prefix[:-1].decode(),
+            archive=self.prefix[:-1].decode(),
             positions=positions,
             headers=headers,
             sizes=sizes,
             crcs=crcs,
-            start=self._end.offset,
-            unpacked=self._unpacked,
-            unsupported=self._unsupported,
+            start=self.end.offset,
+            unpacked=self.unpacked,
+            unsupported=self.unsupported,
         )
 
     def _entry(self, at: int, position: int) -> tuple[int, bytes, int, int, int]:
         try:
             signature, flags, method, crc, packed, nbytes, *lengths, disk, attributes, header = _ENTRY.unpack_from(
-                self._raw, at
+                self.raw, at
             )
         except struct.error:
             raise self._error("the central directory ends inside an entry", at) from None
@@ -278,18 +273,18 @@ class _DirectoryParser:
         start = at + _ENTRY.size
         extra = start + name_bytes
         following = extra + extra_bytes + comment_bytes
-        if signature != b"PK\1\2" or following > len(self._raw) or disk:
+        if signature != b"PK\1\2" or following > len(self.raw) or disk:
             raise self._error("an entry of the central directory is damaged", at)
-        name = self._raw[start:extra]
+        name = self.raw[start:extra]
         if IN_ZIP64 in (packed, nbytes, header):
-            fields = zip64_fields(self._raw[extra : extra + extra_bytes], (nbytes, packed, header))
+            fields = zip64_fields(self.raw[extra : extra + extra_bytes], (nbytes, packed, header))
             if fields is None:
                 raise self._error(f"record {_printable(name)} has no zip64 field for its sizes", at)
             nbytes, packed, header = fields
         if attributes & _IS_DIRECTORY and (nbytes or not name.endswith(b"/")):
             raise self._error(f"record {_printable(name)} has data, but is marked as a directory", at)
         if method == DEFLATED and not flags & ~KNOWN_FLAGS and _OF_CODE.match(name):
-            self._unpacked[position] = nbytes
+            self.unpacked[position] = nbytes
         elif flags & ~KNOWN_FLAGS or method:
             self._note_unsupported(name, flags, method, nbytes, at)
         if packed != nbytes and not method:
@@ -298,11 +293,11 @@ class _DirectoryParser:
         return following, name, header, packed, crc
 
     def _key(self, name: bytes, at: int, *, is_directory: bool) -> str:
-        if not self._prefix:
-            self._prefix = name[: name.find(b"/") + 1]
-        if len(name) > self._limits.name_bytes:
-            check_limit(self._limits, "name_bytes", len(name), "the name of a record", file=self._file)
-        prefix = self._prefix
+        if not self.prefix:
+            self.prefix = name[: name.find(b"/") + 1]
+        if len(name) > self.limits.name_bytes:
+            check_limit(self.limits, "name_bytes", len(name), "the name of a record", file=self.file)
+        prefix = self.prefix
         plain = name[:-1] if is_directory else name
         if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(plain):
             problem = f"record {_printable(name)} is not a plain path under the directory of the first record"
@@ -314,22 +309,22 @@ class _DirectoryParser:
             raise self._error(f"the name of record {_printable(name)} is not UTF-8", at, advice=_ADDED) from None
 
     def _note_unsupported(self, name: bytes, flags: int, method: int, nbytes: int, at: int) -> None:
-        if name.endswith(b"/data.pkl") and nbytes > self._limits.header_bytes:
-            problem = f"record {_printable(name)} is compressed and has more than {self._limits.header_bytes} bytes"
-            self._unsupported = LimitError(problem, file=self._file, offset=self._end.offset + at, found=nbytes)
-        if self._unsupported is None:
+        if name.endswith(b"/data.pkl") and nbytes > self.limits.header_bytes:
+            problem = f"record {_printable(name)} is compressed and has more than {self.limits.header_bytes} bytes"
+            self.unsupported = LimitError(problem, file=self.file, offset=self.end.offset + at, found=nbytes)
+        if self.unsupported is None:
             how = f"compressed (method {method})" if method else f"encrypted or patched (flags {flags:#x})"
             problem = f"record {_printable(name)} is {how}"
             advice = "Load it with torch.load(mmap=False) and save it again, or repack it without compression."
-            self._unsupported = UnsupportedError(
-                problem, file=self._file, offset=self._end.offset + at, advice=advice if method else None
+            self.unsupported = UnsupportedError(
+                problem, file=self.file, offset=self.end.offset + at, advice=advice if method else None
             )
 
     def _error(
         self, problem: str, at: int, *, expected: object = None, found: object = None, advice: str | None = None
     ) -> FormatError:
-        offset = self._end.offset + at
-        return FormatError(problem, file=self._file, offset=offset, expected=expected, found=found, advice=advice)
+        offset = self.end.offset + at
+        return FormatError(problem, file=self.file, offset=offset, expected=expected, found=found, advice=advice)
 
 
 def _printable(name: bytes) -> str:

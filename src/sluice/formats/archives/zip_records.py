@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from msgspec import Struct
@@ -101,14 +102,10 @@ def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
     Raises:
         FormatError: A local header contradicts the central directory, or data overlaps the next record.
     """
-    order = sorted(range(len(records)), key=lambda position: records[position].header)
-    ordered = [records[position] for position in order]
+    ordered = sorted(records, key=attrgetter("header"))
     pieces = read_ranges(source, [record.header for record in ordered], list(map(_header_bytes, ordered)))
-    offsets = {
-        position: _data_offset(source, record, piece)
-        for position, record, piece in zip(order, ordered, pieces, strict=True)
-    }
-    return [offsets[position] for position in range(len(records))]
+    offsets = {one.header: _data_offset(source, one, piece) for one, piece in zip(ordered, pieces, strict=True)}
+    return [offsets[record.header] for record in records]
 
 
 def expect_records(source: CheckingSource, records: Sequence[ZipRecord]) -> list[int]:

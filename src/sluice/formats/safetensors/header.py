@@ -35,7 +35,7 @@ from sluice._options import Limits
 from sluice.formats.strict_json import count_strings, decode_json, has_longer_list, without_strings
 from sluice.records.geometry import contiguous_stride
 
-__all__ = ["DTYPES", "LENGTH_BYTES", "Columns", "TiedNames", "declare_ties", "parse_header", "read_ties"]
+__all__ = ["DTYPES", "LENGTH_BYTES", "Columns", "TiedNames", "declare_ties", "parse_header"]
 
 #: Size of the header length field, in bytes.
 LENGTH_BYTES = 8
@@ -123,8 +123,8 @@ class Columns(NamedTuple):
     layouts: list[HeaderLayout]
 
 
-def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dict[str, str]]:
-    """Parse a header; return its tensors, in header order, and its metadata.
+def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, TiedNames]:
+    """Parse a header; return its tensors, in header order, and its metadata with the tied names that it declares.
 
     Args:
         header: The header without its length field; its first byte is an opening brace.
@@ -151,16 +151,15 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
         raise FormatError("a name or a field is given twice, or a tensor has other fields", file=path)
     if b"-0" in header and b"-" in without_strings(header):
         raise FormatError("a size or an offset is negative", file=path)
-    return columns, metadata
+    return columns, _read_ties(metadata, path, limits) if _KEY in metadata else TiedNames({}, metadata, ())
 
 
-class _Layouts:
+class _Layouts(Struct, frozen=True):
     """The layouts of the tensors of one header."""
 
-    def __init__(self, path: str, limits: Limits) -> None:
-        self._path = path
-        self._limits = limits
-        self._known: dict[tuple[str, tuple[int, ...]], HeaderLayout] = {}
+    path: str
+    limits: Limits
+    known: dict[tuple[str, tuple[int, ...]], HeaderLayout] = {}
 
     def add(self, name: str, member: _Member, columns: Columns) -> None:
         """Add a tensor to the columns."""
@@ -168,14 +167,14 @@ class _Layouts:
         if dtype is None or isinstance(shape, str) or isinstance(offsets, str):
             expected = "dtype, shape and data_offsets"
             raise self._error(FormatError, "a tensor lacks a field, or one has another type", name, expected=expected)
-        if len(name.encode()) > self._limits.name_bytes:
+        if len(name.encode()) > self.limits.name_bytes:
             nbytes = len(name.encode())
-            check_limit(self._limits, "name_bytes", nbytes, "the header", file=self._path, offset=LENGTH_BYTES)
-        layout = self._known.get((dtype, shape))
+            check_limit(self.limits, "name_bytes", nbytes, "the header", file=self.path, offset=LENGTH_BYTES)
+        layout = self.known.get((dtype, shape))
         if layout is None:
             layout = self._layout(dtype, shape, name)
-            if len(self._known) < _KNOWN_LAYOUTS:
-                self._known[dtype, shape] = layout
+            if len(self.known) < _KNOWN_LAYOUTS:
+                self.known[dtype, shape] = layout
         begin, end = offsets
         if end - begin != layout.nbytes:
             raise self._error(
@@ -199,7 +198,7 @@ class _Layouts:
         bits = FOREIGN_DTYPES.get(dtype, _F4_BITS) if odd or torch_name is None else 8 * ITEM_BYTES[torch_name]
         if dtype == "F4" and not odd:
             shape = (*shape[:-1], shape[-1] // 2)
-        if prod(max(size, 1) for size in shape) * bits // 8 > MAX_SIGNED:
+        if prod(filter(None, shape)) * bits // 8 > MAX_SIGNED:  # as if no size were 0
             raise self._error(FormatError, "the shape is larger than torch can represent", name, found=list(shape))
         bits *= prod(shape)
         if bits % 8:
@@ -215,7 +214,7 @@ class _Layouts:
     def _error(
         self, kind: type[CheckpointError], problem: str, name: str, *, expected: object = None, found: object = None
     ) -> CheckpointError:
-        return kind(problem, file=self._path, tensor=name, offset=LENGTH_BYTES, expected=expected, found=found)
+        return kind(problem, file=self.path, tensor=name, offset=LENGTH_BYTES, expected=expected, found=found)
 
 
 class TiedNames(NamedTuple):
@@ -237,19 +236,17 @@ def declare_ties(ties: Mapping[str, str], metadata: Mapping[str, str]) -> dict[s
     return {**ties, **own, _KEY: json.dumps(dict(ties), ensure_ascii=False, separators=(",", ":"))}
 
 
-def read_ties(metadata: Mapping[str, str], path: str, limits: Limits) -> TiedNames:
+def _read_ties(metadata: Mapping[str, str], path: str, limits: Limits) -> TiedNames:
     """Return the tied names that the metadata of a file declares.
 
     Args:
-        metadata: ``__metadata__``.
+        metadata: ``__metadata__``, with a declaration.
         path: Path of the file, for error messages.
         limits: Bounds on names.
 
     Raises:
         LimitError: The declaration has more names than the limits allow.
     """
-    if _KEY not in metadata:
-        return TiedNames({}, metadata, ())
     data = metadata[_KEY].encode()
     strings = count_strings(data)
     check_limit(limits, "entries", (strings + 1) // 2, "the header", file=path, offset=LENGTH_BYTES)

@@ -32,7 +32,7 @@ from sluice._errors import FormatError, TruncatedError
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.formats.protocol import LocatedByIndex
-from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header, read_ties
+from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header
 from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, collector_paused, elements_of
 from sluice.sources.protocol import Source
 
@@ -48,12 +48,12 @@ class SafetensorsFormat(LocatedByIndex):
         with collector_paused():
             header = _read_header(source, limits)
             data_start = LENGTH_BYTES + len(header)
-            columns, metadata = parse_header(header, source.path, limits)
+            columns, ties = parse_header(header, source.path, limits)
             del header  # of up to a hundred megabytes
-            columns = _in_file_order(columns)
+            if columns.begins[1:] != columns.ends[:-1]:  # few writers leave them unsorted
+                columns = _in_file_order(columns)
             tree = _tree(columns, source.path)
             _check_cover(columns, source, data_start)
-            ties = read_ties(metadata, source.path, limits)
             starts = map(add, columns.begins, repeat(data_start))
             sizes = map(sub, columns.ends, columns.begins)
             return Index(
@@ -64,6 +64,7 @@ class SafetensorsFormat(LocatedByIndex):
                 metadata=ties.metadata,
                 notes=ties.notes,
                 tied=ties.stored,
+                located=True,
             )
 
 
@@ -89,8 +90,6 @@ def _read_header(source: Source, limits: Limits) -> bytes:
 def _in_file_order(columns: Columns) -> Columns:
     """Return the tensors sorted by data offset; an empty tensor precedes the tensor that starts at its offset."""
     names, begins, ends, layouts = columns
-    if begins[1:] == ends[:-1]:
-        return columns  # already sorted, as most writers leave them
     order = sorted(range(len(names)), key=list(zip(begins, ends, strict=True)).__getitem__)
     return Columns(
         names=[names[position] for position in order],
@@ -127,10 +126,10 @@ def _check_cover(columns: Columns, source: Source, data_start: int) -> None:
 
 
 def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
-    leaves = (
-        UnsupportedValue(qualified_name=each.dtype, reason=each.unsupported, file=path)
-        if each.unsupported
-        else Entry(elements_of(each.dtype), each.shape, each.stride, i)
-        for i, each in enumerate(columns.layouts)
-    )
-    return dict(zip(columns.names, leaves, strict=True))
+    tree: dict[str, Entry | UnsupportedValue] = {}
+    for i, (name, each) in enumerate(zip(columns.names, columns.layouts, strict=True)):
+        if each.unsupported:
+            tree[name] = UnsupportedValue(qualified_name=each.dtype, reason=each.unsupported, file=path)
+        else:
+            tree[name] = Entry(elements_of(each.dtype), each.shape, each.stride, i)
+    return tree

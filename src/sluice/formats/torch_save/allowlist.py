@@ -73,17 +73,17 @@ class TorchAllowlist(DeclaredStorages):
         self._big_endian = big_endian
         self._tensors = 0
         self._plain = PlainValues(self.keys, pickle_bytes)
-        self._rebuilds: dict[str, Callable[[tuple[Any, ...]], Entry]] = {
-            "torch._utils._rebuild_tensor": self._rebuild_tensor,
-            "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
-            "torch._utils._rebuild_tensor_v3": self._rebuild_tensor_v3,
-            "torch._utils._rebuild_sparse_tensor": partial(sparse, limits=limits),
-            "torch._utils._rebuild_qtensor": self._rebuild_qtensor,
+        self._rebuilds: dict[tuple[str, str], Callable[[tuple[Any, ...]], Entry]] = {
+            ("torch._utils", "_rebuild_tensor"): self._rebuild_tensor,
+            ("torch._utils", "_rebuild_tensor_v2"): self._rebuild_tensor_v2,
+            ("torch._utils", "_rebuild_tensor_v3"): self._rebuild_tensor_v3,
+            ("torch._utils", "_rebuild_sparse_tensor"): partial(sparse, limits=limits),
+            ("torch._utils", "_rebuild_qtensor"): self._rebuild_qtensor,
         }
         #: The globals that depend on this pickle.
         self.names: dict[tuple[str, str], object] = {
             **self._plain.names(),
-            **{("torch._utils", name.rpartition(".")[2]): rebuild for name, rebuild in self._rebuilds.items()},
+            **self._rebuilds,
             ("torch._utils", "_rebuild_parameter"): self._rebuild_parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): self._rebuild_parameter,
             ("torch._tensor", "_rebuild_from_type_v2"): self._rebuild_from_type,
@@ -102,7 +102,8 @@ class TorchAllowlist(DeclaredStorages):
     def _rebuild_tensor_v2(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (6, 7))
         _check_hooks(arguments[5])
-        return _with_math_bits(self._tensor(None, *arguments[:5]), arguments[6:])
+        entry = self._tensor(None, *arguments[:5])
+        return entry if len(arguments) == 6 else _with_math_bits(entry, arguments[6])
 
     def _rebuild_tensor_v3(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (7, 8))
@@ -112,7 +113,8 @@ class TorchAllowlist(DeclaredStorages):
             raise UnsupportedError("a tensor of a dtype that sluice does not know", found=dtype.qualified_name)
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise FormatError("the dtype of a tensor is not a torch.dtype")
-        return _with_math_bits(self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5]), arguments[7:])
+        entry = self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5])
+        return entry if len(arguments) == 7 else _with_math_bits(entry, arguments[7])
 
     def _rebuild_qtensor(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (7,))
@@ -193,7 +195,8 @@ class TorchAllowlist(DeclaredStorages):
         _check_number(arguments, (4,))
         function, kind, inner, state = arguments
         # Nested calls of this function are refused, because they would recurse without bound.
-        rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
+        module, _, name = function.qualified_name.rpartition(".") if type(function) is Constructor else ("", "", "")
+        rebuild = self._rebuilds.get((module, name))
         if isinstance(kind, Opaque) and kind.qualified_name == SHARDED_TENSOR:
             return sharded_tensor(state, self._limits)
         if isinstance(kind, Opaque) and kind.qualified_name != "torch.Tensor":
@@ -256,9 +259,8 @@ def _check_hooks(hooks: object) -> None:
         raise UnsupportedError("a tensor with backward hooks, which sluice does not keep")
 
 
-def _with_math_bits(entry: Entry, metadata: tuple[Any, ...]) -> Entry:
+def _with_math_bits(entry: Entry, flags: Any) -> Entry:
     """Return the entry with the conj and neg bits from the optional last argument of its rebuild call."""
-    flags = metadata[0] if metadata else None
     if flags is None:
         return entry
     if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:

@@ -99,7 +99,7 @@ class TorchLegacyFormat(LocatedByIndex):
             start, little_endian = _check_preamble(source, limits)
             pickle_bytes = min(source.identity.nbytes, limits.header_bytes)
             allowlist = _LegacyAllowlist(limits, pickle_bytes, little_endian=little_endian)
-            tree, unpickler, end = unpickle_at(source, start, allowlist, limits, encoding=self._encoding)
+            tree, unpickler, end = unpickle_at(source, start, allowlist, limits, encoding=self.encoding)
             tree, notes = check_object(tree, unpickler, limits, source.path)
             if allowlist.unknown_storages:
                 problem = "storages of a class that sluice does not know, so the places of the others are unknown too"

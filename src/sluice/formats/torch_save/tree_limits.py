@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from msgspec import Struct
+
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsafeContentError, UnsupportedError
 from sluice._messages import check_limit, first_names
@@ -64,11 +66,14 @@ class _Visit:
         #: Number of containers and leaves below it, each counted once for every place where it appears.
         self.places = len(content)
         #: Number of keys and values that are, or hold, objects that are not built.
-        self.unbuilt = sum(isinstance(key, Opaque) for key in content) if isinstance(content, dict) else 0
+        self.unbuilt = 0
         #: Total length of their dotted names relative to the container, in characters.
-        self.characters = (
-            sum(len(key) for key in content if type(key) in {str, bytes}) if isinstance(content, dict) else 0
-        )
+        self.characters = 0
+        for key in content if isinstance(content, dict) else ():
+            if type(key) in {str, bytes}:
+                self.characters += len(key)
+            elif isinstance(key, Opaque):
+                self.unbuilt += 1
 
     def add(self, child: _Visit) -> None:
         """Add the extent of a visited container, which is the current child."""
@@ -145,22 +150,21 @@ def check_object(
     return tree, tuple(notes)
 
 
-class _TreeCheck:
-    def __init__(self, limits: Limits, file: str) -> None:
-        self._limits = limits
-        self._file = file
-        self._path: list[_Visit] = []
-        #: The visited containers by their ids; None for one on the path.
-        self._visited: dict[int, _Visit | None] = {}
-        #: Entries of bare storages, by position.
-        self._storages: dict[StorageReference, Entry] = {}
-        #: Number of repeated values so far.
-        self._repeats = 0
-        #: Number of attributes of tensors that are dropped, because they are or hold objects that are not built.
-        self.dropped = 0
+class _TreeCheck(Struct):
+    limits: Limits
+    file: str
+    path: list[_Visit] = []
+    #: The visited containers by their ids; None for one on the path.
+    visited: dict[int, _Visit | None] = {}
+    #: Entries of bare storages, by position.
+    storages: dict[StorageReference, Entry] = {}
+    #: Number of repeated values so far.
+    repeats: int = 0
+    #: Number of attributes of tensors that are dropped, because they are or hold objects that are not built.
+    dropped: int = 0
 
     def run(self, tree: object) -> object:
-        root, path = [tree], self._path
+        root, path = [tree], self.path
         path.append(_Visit(root))
         while path:
             visit = path[-1]
@@ -168,8 +172,8 @@ class _TreeCheck:
                 visit.key = key
                 kind = type(child)
                 if kind in _CONTAINERS or (kind is Entry and child.attributes is not None):  # type: ignore[attr-defined]
-                    if id(child) not in self._visited:
-                        self._visited[id(child)] = None
+                    if id(child) not in self.visited:
+                        self.visited[id(child)] = None
                         path.append(_Visit(child))
                         self._check_depth()
                         break
@@ -183,34 +187,34 @@ class _TreeCheck:
         return root[0]
 
     def _leave(self) -> None:
-        visit = self._path.pop()
-        if not self._path:
+        visit = self.path.pop()
+        if not self.path:
             what = "the length of all dotted names of the checkpoint"
-            check_limit(self._limits, "header_bytes", visit.characters, what, file=self._file)
+            check_limit(self.limits, "header_bytes", visit.characters, what, file=self.file)
             return
         if type(visit.result) is list and type(visit.container) is tuple:
             visit.result = tuple(visit.result)
-        self._visited[id(visit.container)] = visit
+        self.visited[id(visit.container)] = visit
         if type(visit.container) is Entry:
             self.dropped += visit.unbuilt
-        self._path[-1].add(visit)
+        self.path[-1].add(visit)
         self._check_depth()
 
     def _repeat(self, visit: _Visit, container: object) -> None:
-        known = self._visited[id(container)]
+        known = self.visited[id(container)]
         if known is None:
-            raise UnsupportedError("a container contains itself", file=self._file, tensor=self._name())
-        self._repeats += 1 + known.places + known.characters // _NAME_CHARACTERS
-        if self._repeats > self._limits.repeats:
+            raise UnsupportedError("a container contains itself", file=self.file, tensor=self._name())
+        self.repeats += 1 + known.places + known.characters // _NAME_CHARACTERS
+        if self.repeats > self.limits.repeats:
             what = "the number of repeated values in shared containers"
-            check_limit(self._limits, "repeats", self._repeats, what, file=self._file, tensor=self._name() or None)
+            check_limit(self.limits, "repeats", self.repeats, what, file=self.file, tensor=self._name() or None)
         visit.add(known)
         self._check_depth()
 
     def _check_depth(self) -> None:
-        depth = len(self._path) - 1 + self._path[-1].height  # the path starts with a list around the tree
-        if depth > self._limits.depth:
-            check_limit(self._limits, "depth", depth, "the nesting of the checkpoint", file=self._file)
+        depth = len(self.path) - 1 + self.path[-1].height  # the path starts with a list around the tree
+        if depth > self.limits.depth:
+            check_limit(self.limits, "depth", depth, "the nesting of the checkpoint", file=self.file)
 
     def _replacement(self, leaf: object) -> Entry | UnsupportedValue:
         """Return the leaf that replaces a bare storage; raise the error of any other placeholder."""
@@ -218,18 +222,18 @@ class _TreeCheck:
             leaf.error.tensor = self._name() or None
             raise leaf.error
         if not isinstance(leaf, StorageReference):
-            raise FormatError("an object has no state", file=self._file, tensor=self._name() or None)
+            raise FormatError("an object has no state", file=self.file, tensor=self._name() or None)
         if leaf.dtype in ITEM_BYTES:
             entry = Entry(
                 elements=elements_of(leaf.dtype), shape=(leaf.numel,), stride=(1,), storage=leaf.position, bare=True
             )
-            return self._storages.setdefault(leaf, entry)
-        if len(self._path) == 1:  # the file holds nothing else
-            raise UnsupportedError(_BARE_STORAGE, file=self._file)
-        return UnsupportedValue(qualified_name=f"torch.storage of {leaf.dtype}", reason=_BARE_STORAGE, file=self._file)
+            return self.storages.setdefault(leaf, entry)
+        if len(self.path) == 1:  # the file holds nothing else
+            raise UnsupportedError(_BARE_STORAGE, file=self.file)
+        return UnsupportedValue(qualified_name=f"torch.storage of {leaf.dtype}", reason=_BARE_STORAGE, file=self.file)
 
     def _name(self) -> str:
-        return ".".join(str(visit.key) for visit in self._path[1:])
+        return ".".join(str(visit.key) for visit in self.path[1:])
 
 
 class _Metadata(str):

@@ -30,6 +30,8 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from sluice._dtypes import number_bytes
 from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
@@ -69,24 +71,20 @@ _ParsedObject: TypeAlias = tuple[object, Sequence[StorageReference], tuple[str, 
 _IMMUTABLE = frozenset({Entry, bool, int, float, str, type(None)})
 
 
-class TorchZipFormat:
+class TorchZipFormat(Struct, frozen=True, kw_only=True):
     """The zip format of ``torch.save``; see ``Format``."""
 
     name = "torch-zip"
 
-    def __init__(self, *, encoding: str = TEXT_ENCODING, max_cached: int = 0, whole_objects: bool = False) -> None:
-        """Prepare to read files.
-
-        Args:
-            encoding: Encoding of text that Python 2 wrote; see ``Unpickler``.
-            max_cached: Maximum number of cached objects. The pickle of a single tensor or plain value is run once for
-                all files with the same pickle.
-            whole_objects: Whether to accept a file that holds an object of an arbitrary class, as an inert leaf.
-        """
-        self._encoding = encoding
-        self._whole_objects = whole_objects
-        self._max_cached = max_cached
-        self._cache: dict[tuple[bytes, bool], _ParsedObject] = {}
+    #: Encoding of text that Python 2 wrote; see ``Unpickler``.
+    encoding: str = TEXT_ENCODING
+    #: Maximum number of cached objects. The pickle of a single tensor or plain value is run once for all files with the
+    #: same pickle.
+    max_cached: int = 0
+    #: Whether to accept a file that holds an object of an arbitrary class, as an inert leaf.
+    whole_objects: bool = False
+    #: The cached objects, by their pickles and whether the data is big-endian.
+    cache: dict[tuple[bytes, bool], _ParsedObject] = {}
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         try:
@@ -148,17 +146,16 @@ class TorchZipFormat:
         record = directory.record("data.pkl")
         assert record is not None  # checked by _read_metadata
         offset, data = read_record(source, record, limits.header_bytes)
-        cached = self._cache.get((data, big_endian)) if self._max_cached else None
+        cached = self.cache.get((data, big_endian)) if self.max_cached else None
         if cached is not None:
             return cached
         of_kind = ScriptAllowlist if _kind(directory) == _SCRIPTED else TorchAllowlist
         allowlist = of_kind(limits, len(data), big_endian=big_endian)
-        unpickler = Unpickler(data, allowlist, limits=limits, file=source.path, offset=offset, encoding=self._encoding)
+        unpickler = Unpickler(data, allowlist, limits=limits, file=source.path, offset=offset, encoding=self.encoding)
         tree = unpickler.load()
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
-        whole_objects = self._whole_objects
-        tree, notes = check_object(tree, unpickler, limits, source.path, whole_objects=whole_objects)
+        tree, notes = check_object(tree, unpickler, limits, source.path, whole_objects=self.whole_objects)
         if isinstance(allowlist, ScriptAllowlist):
             tree, more = allowlist.state_dict(tree, declared_tensors(source, directory, limits), source.path)
             notes = (*notes, *more)
@@ -166,8 +163,8 @@ class TorchZipFormat:
                 problem = "this is a frozen TorchScript program: its weights are constants of its code"
                 raise UnsupportedError(problem, file=source.path, advice="Save it before torch.jit.freeze.")
         parsed = tree, allowlist.storages, notes
-        if type(tree) in _IMMUTABLE and len(self._cache) < self._max_cached and len(data) <= _MAX_CACHED_BYTES:
-            self._cache[data, big_endian] = parsed
+        if type(tree) in _IMMUTABLE and len(self.cache) < self.max_cached and len(data) <= _MAX_CACHED_BYTES:
+            self.cache[data, big_endian] = parsed
         return parsed
 
 
@@ -247,9 +244,8 @@ def _records_before_unused_ones(
 ) -> list[ZipRecord]:
     """Return the records of storages followed by a record outside the index, whose ends the index does not show."""
     used = set(positions)
-    records = [
-        directory.record(f"data/{reference.key}")
-        for reference, position in zip(references, positions, strict=True)
-        if position + 1 not in used
-    ]
-    return [record for record in records if record is not None]
+    records: list[ZipRecord] = []
+    for reference, position in zip(references, positions, strict=True):
+        if position + 1 not in used and (record := directory.record(f"data/{reference.key}")):
+            records.append(record)
+    return records

@@ -16,10 +16,11 @@ from sluice._errors import SourceChangedError, TruncatedError
 from sluice.records import AccessFacts, FileIdentity, RequestRecord, Traffic
 from sluice.records.geometry import round_up
 from sluice.sources.protocol import Source
-from sluice.sources.ranges import RangedSource, read_ranges
+from sluice.sources.ranges import read_ranges
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.requests import Expectations, OpenRequest
 from sluice.sources.remote.retries import Attempts, Speed, server_of, wait
+from sluice.sources.wrappers import RangedSource
 
 __all__ = ["RemoteFile", "remote_access"]
 
