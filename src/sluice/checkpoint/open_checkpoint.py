@@ -165,10 +165,11 @@ class OpenCheckpoint:
         They may be further names of that tensor, but they may also be any other text: see
         ``formats.safetensors.header``. They therefore count only for a caller that knows the name.
         """
-        if "safetensors" not in self.index.format or self.metadata.keys() <= {"format"}:  # {"format": "pt"} is no tie
+        texts = self.metadata
+        if "safetensors" not in self.index.format or texts.keys() <= {"format"}:  # {"format": "pt"} is not a tie
             return {}
-        texts, entries = self.metadata.items(), self.entries
-        return {name: text for name, text in texts if name != "format" and text in entries and name not in entries}
+        own = {*self.entries, "format"}
+        return {name: text for name, text in texts.items() if text in self.entries and name not in own}
 
     def tree_with_ties(self, tensors: Iterable[tuple[str, ...]]) -> object:
         """Return the tree of the index with the ``stored_names`` of tensors, of each of which no name has an entry."""
