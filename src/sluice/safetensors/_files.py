@@ -131,7 +131,8 @@ def load_model(
         preferred = sorted(state, key=lambda name: (name not in stored, name))
         others.update(name for name in preferred if kept.setdefault(id(state[name]), name) != name)
         entries = {name: names[name] for name in stored if name not in others}
-        followed = follow_loading(model, Candidate(key=None, entries=entries, versions={}, extra_state={}), strict=False)
+        own = Candidate(key=None, entries=entries, versions={}, extra_state={})
+        followed = follow_loading(model, own, strict=False)  # load hooks of the model add and rename
         added = {name for slot in collect(model).outline.slots if slot.added_in for name in slot.names}
         missing = state.keys() - {*followed.entries, *followed.extra_state, *followed.optional_names, *added, *others}
         unexpected = [*(name for name in followed.entries if name not in state), *(stored.keys() & others)]
