@@ -216,6 +216,8 @@ def test_blocks_that_are_too_large_are_divided(file: Path) -> None:
 def test_the_memory_that_the_limits_leave_is_the_default(file: Path, model: Layers, running: Layers) -> None:
     with sluice.stream(running, file) as stream:
         assert torch.equal(running(IDS), model(IDS))
+        with pytest.raises(StreamError, match="streamed already"):
+            sluice.stream(running, file)
     assert stream.report.call_bytes == 0  # all of it fits
 
 

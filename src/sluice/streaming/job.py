@@ -26,7 +26,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.module_request import EntriesRequest, ModuleRequest
 from sluice.modules.blocks import ModuleBlock, find_blocks, smallest_blocks
-from sluice.modules.unloaded import ParkedParameter
+from sluice.modules.unloaded import refuse_streamed
 from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming, choose_resting
 from sluice.reports.stream import StreamPlan
@@ -199,6 +199,7 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
 
 def _refuse(model: nn.Module) -> None:
     """Refuse models whose calls cannot be followed."""
+    refuse_streamed(model, "be streamed: it is streamed already")
     for path, part in model.named_modules():
         reason = None
         if isinstance(part, torch.jit.ScriptModule):
@@ -207,8 +208,6 @@ def _refuse(model: nn.Module) -> None:
             reason = "torch.compile compiled it"
         elif hasattr(part, "_hf_hook"):
             reason = "accelerate has attached a hook to it"
-        elif any(type(parameter) is ParkedParameter for parameter in part.parameters(recurse=False)):
-            reason = "it is streamed already"
         elif any(type(each).__module__.startswith("bitsandbytes.") for each in part.parameters(recurse=False)):
             reason = "bitsandbytes computes with its weights, which are loaded, not streamed"
         elif any(map(is_dtensor, part.parameters(recurse=False))):
