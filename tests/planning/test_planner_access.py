@@ -95,7 +95,7 @@ def test_the_facts_of_a_source_reach_planning_through_every_wrapper() -> None:
     source.access = STORE
     wrapped: list[Source] = [source, ReadAhead(source), Section(source, 10, 50), RecordingSource(source)]
     assert [file_facts(one).access for one in wrapped] == [STORE] * 4
-    machine = machine_facts([source, None, MemorySource(b"x")])
+    machine = machine_facts([source, source, MemorySource(b"x")], read={0, 2})
     assert [known.access for known in machine.files] == [STORE, local_access(), local_access()]
     assert machine.access == STORE
 

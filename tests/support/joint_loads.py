@@ -165,7 +165,10 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
     elif step == "plan":
         patch.setattr(joint, "_proposal", fail)
     elif "read" in step:
-        patch.setattr("sluice.reading.transfer.is_small", lambda _: False)
+        patch.setattr(
+            "sluice.reading.transfer.run_small",
+            lambda plan, sources, targets, **calls: session.Session(sources).start(plan, targets).wait(**calls),
+        )
         patch.setattr(targets.Targets, "read_straight", lambda *_: False)
         watch(patch, session.Session, "_fetch", nth_read)
     elif step == "before the vote":

@@ -29,7 +29,6 @@ __all__ = [
     "SessionEndedError",
     "Surprise",
     "TargetMemory",
-    "is_small",
     "run_small",
 ]
 
@@ -177,7 +176,8 @@ class RunningPlan:
                 self.targets.complete(position)
             self.targets.finish()
             self._session.finished(self)
-            _check_unchanged(self.plan, self._session.sources)
+            for number in self.plan.used_files:
+                self._session.sources[number].check_unchanged()
         except BaseException:
             self._session.close()
             raise
@@ -232,19 +232,6 @@ def _check_process(process: int) -> None:
         raise ReadError("the process was forked during the load; only the parent can finish it")
 
 
-def _check_unchanged(plan: LoadPlan, sources: Sequence[Source]) -> None:
-    """Raise if a file that a plan read or mapped has changed."""
-    # Only those files: a slice needs none of the other shards, and checking one can take a round trip.
-    for number in sorted({read.file for read in plan.reads} | {each.file for each in plan.mapped_ranges}):
-        sources[number].check_unchanged()
-
-
-def is_small(plan: LoadPlan) -> bool:
-    """Return whether ``run_small`` can run a plan: it reads through the page cache, in the thread of the caller."""
-    others = plan.readers or plan.devices or plan.mapped_ranges or plan.most_unfinished_reads or plan.drop_behind
-    return not others and all(read.methods == ("buffered",) and not read.continues for read in plan.reads)
-
-
 def run_small(
     plan: LoadPlan,
     sources: Sequence[Source],
@@ -253,9 +240,9 @@ def run_small(
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
 ) -> RunResult:
-    """Fill every target of a small plan; see ``RunningPlan.wait``."""
+    """Fill every target of a ``LoadPlan.small`` plan; see ``RunningPlan.wait``."""
     total, process = 0, os.getpid()
-    pending = _Pending(plan) if completed else None
+    last = {position: read for read in plan.reads for position in read.targets} if completed else {}
     targets.begin()
     staging = _staging(plan)
     for read in plan.reads:
@@ -273,10 +260,12 @@ def run_small(
         if progress:
             progress(total)
             _check_process(process)
-        if completed and pending:
-            for position in pending.finished_by(read):
-                completed(position)
-    _check_unchanged(plan, sources)
+        if completed:
+            for position in read.targets:
+                if last[position] is read:
+                    completed(position)
+    for number in plan.used_files:
+        sources[number].check_unchanged()
     return RunResult(read_bytes={"direct": 0, "buffered": total}, stepped_down=0, surprises={})
 
 

@@ -23,7 +23,7 @@ from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory, PageSizes
 from sluice.engine.staging import StagingBuffer, StagingPool
-from sluice.records import Constant, Copy, LoadPlan, Read, View
+from sluice.records import Constant, Copy, LoadPlan, Read, View, elements_of
 from sluice.records.geometry import span_elements
 from sluice.sources.protocol import MappableSource, Source
 
@@ -65,7 +65,8 @@ class Targets:
         if accelerators is None:
             accelerators = {device.device: accelerator(device.device) for device in plan.devices}
         self._accelerators = accelerators
-        self._existing = {position: _writable(tensor) for position, tensor in (existing or {}).items()}
+        live = (existing or {}).items()  # whose history is left out
+        self._existing = {i: _plain(each) if each.is_inference() else each.detach() for i, each in live}
         self._mappings: dict[int, HostMemory] = {}
         self._arenas: dict[int, HostMemory] = {}
         self._ranges: list[tuple[mmap.mmap, int]] = []
@@ -116,10 +117,12 @@ class Targets:
             self._allocate_lasting()
         # Large targets, before readers start: a mapping waits for all page faults under way, and new faults wait for a
         # mapping. Finishers free theirs early.
+        unread: list[int] = []
         for position, (target, block) in enumerate(zip(self._plan.targets, self._plan.blocks, strict=True)):
             if block.kind == "mapping" and target.finisher is None:
                 self._mapping(position)
-        unread = [i for i, target in enumerate(self._plan.targets) if target.constants and not target.fills]
+            if target.constants and not target.fills:
+                unread.append(position)
         if unread:  # no read allocates them
             with torch.inference_mode(mode=False), torch.no_grad():
                 for position in unread:
@@ -175,7 +178,17 @@ class Targets:
         if read.swap_bytes:  # reverse the bytes of each number
             numbers, count = np.dtype(f"u{read.swap_bytes}"), read.nbytes // read.swap_bytes
             np.frombuffer(buffer.memory, numbers, count, buffer.start + first).byteswap(inplace=True)
-        others = [copy for copy in read.copies if not self._moves_bytes(copy, buffer.address + first)]
+        others: list[Copy] = []
+        for copy in read.copies:
+            address = self._address(copy)
+            if address is None:
+                others.append(copy)
+                continue
+            # Without tensors, with which the copy of a kilobyte takes 15 times as long.
+            if copy.target in self._existing:
+                self.touched.add(copy.target)
+            nbytes = copy.shape[0] * ITEM_BYTES[copy.elements.dtype]
+            ctypes.memmove(address, buffer.address + first + copy.offset, nbytes)
         if not others:
             return
         try:
@@ -204,23 +217,11 @@ class Targets:
             started.add(target.device)
         self._send(target.device, box, source)
 
-    def _moves_bytes(self, copy: Copy, read_address: int) -> bool:
-        """Copy unchanged bytes to small memory of the host, without tensors; return whether that is possible.
-
-        A copy with tensors takes 15 times as long as one of a kilobyte itself.
-        """
-        address = self._address(copy)
-        if address is None:
-            return False
-        if copy.target in self._existing:
-            self.touched.add(copy.target)
-        ctypes.memmove(address, read_address + copy.offset, copy.shape[0] * ITEM_BYTES[copy.elements.dtype])
-        return True
-
     def _address(self, copy: Copy) -> int | None:
         """Return where unchanged bytes go in small memory of the host; None if a copy is anything else."""
         target, block = self._plan.targets[copy.target], self._plan.blocks[copy.target]
-        if copy.elements.dtype != target.dtype or not copy.verbatim or target.constants:
+        contiguous = copy.source_stride == copy.target_stride == (1,)
+        if not contiguous or copy.elements != elements_of(target.dtype) or target.constants:
             return None
         first = copy.target_start * ITEM_BYTES[target.dtype]
         if block.kind == "arena":
@@ -375,10 +376,8 @@ def _set(tensor: Any, flat: torch.Tensor, view: View) -> torch.Tensor:
     return seen
 
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a live tensor without its history; of an inference tensor, which only its mode may change, the memory."""
-    if not tensor.is_inference():
-        return tensor.detach()
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of an inference tensor, which only its mode may change, as an ordinary tensor."""
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -174,7 +174,8 @@ class LoadJob(Struct, frozen=True, kw_only=True):
             completed: Called with the position of each target when it is complete.
         """
         plan = self.plan
-        fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
+        if plan.remote:
+            fill_caches(self.checkpoint.sources, plan, progress=progress, look=self.look)
         targets = Targets(plan) if targets is None else targets
         shown = nullcontext() if progress is False else byte_progress(progress, self.checkpoint.path, plan.read_bytes)
         with shown as report:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
 from msgspec.structs import replace
@@ -49,22 +49,27 @@ _UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=defau
 
 
 def machine_facts(
-    sources: Iterable[Source | None], devices: tuple[DeviceFacts, ...] = (), *, host_ranks: int = 1
+    sources: Sequence[Source],
+    devices: tuple[DeviceFacts, ...] = (),
+    *,
+    host_ranks: int = 1,
+    read: Collection[int] | None = None,
 ) -> MachineFacts:
     """Return the facts of this machine and of the files of ``sources``, in their order.
 
     Args:
-        sources: The files; None for a file that will not be read, such as most shards for a slice.
+        sources: The files.
         devices: Facts of the accelerators; collecting them needs torch.
         host_ranks: Processes of the host that load at the same time and share its memory.
+        read: Positions of the files that will be read, such as few shards for a slice; None for all of them.
     """
-    headroom = _headroom()
+    headroom = None if time.monotonic() < _unlimited_until else _headroom()
     return MachineFacts(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_available_bytes=_available_bytes() // host_ranks,
         memory_limit_bytes=None if headroom is None else headroom // host_ranks,
         huge_pages=_huge_pages(),
-        files=tuple(file_facts(source) if source else _UNKNOWN_FILE for source in sources),
+        files=tuple(file_facts(one) if read is None or i in read else _UNKNOWN_FILE for i, one in enumerate(sources)),
         devices=devices,
         threads=spare_threads(1) > 0,
         host_ranks=host_ranks,
@@ -172,8 +177,6 @@ def mappable(source: Source) -> bool:
 def _headroom() -> int | None:
     """Return what control groups leave; that they have no limit holds for ``UNLIMITED_SECONDS``."""
     global _unlimited_until  # noqa: PLW0603  of the process, as its control groups are
-    if time.monotonic() < _unlimited_until:
-        return None
     headroom = cgroup_headroom()
     if headroom is None:
         _unlimited_until = time.monotonic() + defaults.UNLIMITED_SECONDS

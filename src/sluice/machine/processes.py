@@ -96,8 +96,8 @@ def read_memory() -> MemorySample:
 
         resident = psutil.Process().memory_info().rss
         return MemorySample(anon_bytes=resident, file_bytes=0, shmem_bytes=0, peak_bytes=resident)
-    peak, anon, file, shmem = (int(value) << 10 for value in found.groups())
-    return MemorySample(anon_bytes=anon, file_bytes=file, shmem_bytes=shmem, peak_bytes=peak)
+    peak, anon, file, shmem = map(int, found.groups())
+    return MemorySample(anon_bytes=anon << 10, file_bytes=file << 10, shmem_bytes=shmem << 10, peak_bytes=peak << 10)
 
 
 #: Called before the record restarts: each meter in its block takes the peak so far.
@@ -156,7 +156,8 @@ class PeakMeter:
 
     def __exit__(self, *error: object) -> None:
         self._stop.release()
-        join_threads(self._samplers)
+        if self._samplers:
+            join_threads(self._samplers)
         self._take()
         _BEFORE_RESTART.discard(self._take)
 

@@ -136,7 +136,10 @@ def growth_of_copies(copies: Iterable[tuple[int, int]]) -> int:
 
 def plan_needs(plan: LoadPlan) -> dict[str, int]:
     """Return the predicted growth of each kind of memory, in bytes."""
-    return {HOST: plan.predicted.total_bytes, **{device.device: device.predicted_bytes for device in plan.devices}}
+    needs = {HOST: plan.predicted.total_bytes}
+    for device in plan.devices:
+        needs[device.device] = device.predicted_bytes
+    return needs
 
 
 def shortages(plan: LoadPlan, memory: MemoryLimits) -> tuple[Shortage, ...]:

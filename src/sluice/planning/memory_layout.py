@@ -80,7 +80,7 @@ def lay_out_blocks(
         if position in mapped:
             blocks.append(mapped[position])
             continue
-        kind = _block_kind(target)
+        kind: BlockKind = "existing" if target.existing else _block_kind(target)
         if kind != "arena":
             blocks.append(Block(kind=kind, offset=leads.get(position, 0)))
             continue
@@ -97,9 +97,7 @@ def lay_out_blocks(
 
 
 def _block_kind(target: Target) -> BlockKind:
-    """Return the kind of block of a target that is not mapped."""
-    if target.existing:
-        return "existing"
+    """Return the kind of block of a target that needs memory of its own."""
     if target.nbytes == 0:
         return "empty"
     if target.device != "cpu":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 
 from sluice import _defaults as defaults
 from sluice._options import PageCache
@@ -19,8 +19,8 @@ from sluice.planning.reads import (
     CollapsedFill,
     cached_share,
     collapse_fill,
+    is_verbatim,
     join_requests,
-    needs_no_staging,
     read_in_place,
     shared_ids,
     staged_reads,
@@ -38,6 +38,7 @@ from sluice.records import (
     Read,
     Target,
     largest_access,
+    local_access,
 )
 from sluice.records.geometry import round_up
 
@@ -69,21 +70,30 @@ def plan_load(
     Raises:
         BudgetError: ``staging_bytes`` is less than the smallest staging.
     """
-    read = ((position, target) for position, target in enumerate(targets) if position not in mapped.blocks)
+    read = [(position, target) for position, target in enumerate(targets) if position not in mapped.blocks]
     fills = [collapse_fill(position, fill) for position, target in read for fill in target.fills]
-    access = largest_access(facts.files[file].access for file in {fill.fill.file for fill in fills})
+    files_read = {fill.fill.file for fill in fills}
+    accesses = {facts.files[number].access for number in files_read}
+    access = largest_access(accesses)
     buffer_bytes = staging_buffer_bytes(staging_bytes, access)
     reads, leads = _plan_reads(fills, targets, facts, buffer_bytes, page_cache)
-    finishers = any(target.finisher for target in targets)
+    devices = {target.device for target in targets} - {"cpu"}
+    finishers = [target.finisher for target in targets if target.finisher]
     if access.joins_reads and not finishers:  # with finishers readers wait between two reads
         reads = list(join_requests(reads, facts.files))
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
-    readers = reader_count(reads, facts, serial_bytes=serial_bytes)
-    buffers = buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
+    sizes, staged = [read.nbytes for read in reads], [read for read in reads if read.into is None]
+    if 0 < sum(sizes) <= serial_bytes and accesses == {local_access()} and not devices:  # as for most small models
+        readers, buffers = 0, min(1, len(staged))
+    else:
+        readers, most = reader_count(reads, facts, serial_bytes=serial_bytes), staging_bytes // buffer_bytes
+        buffers = buffer_count(len(staged), facts, access, on_devices=bool(devices), readers=readers, most=most)
     most_unfinished = 2 * max(1, readers) if finishers else 0
-    unfinished = _most_unfinished(reads, targets, most_unfinished, lambda each: each.nbytes * (each.device == "cpu"))
-    predicted = _predict(targets, blocks, arenas, staging_bytes=buffers * buffer_bytes, unfinished=unfinished)
-    drops_pages, joins_readers = _page_cache_use(reads, facts, predicted, page_cache)
+    predicted = _predict(targets, blocks, arenas, reads, buffers * buffer_bytes, most_unfinished)
+    drops_pages, joins_readers = page_cache == "bypass", page_cache == "auto"
+    if joins_readers and facts.memory_limit_bytes is not None:
+        drops_pages, joins_readers = _page_cache_use(reads, facts, facts.memory_limit_bytes - predicted.total_bytes)
+    needs_session = readers or devices or finishers or mapped.ranges or drops_pages
     return LoadPlan(
         files=files,
         facts=facts,
@@ -91,21 +101,26 @@ def plan_load(
         blocks=blocks,
         arenas=arenas,
         reads=tuple(reads),
+        read_bytes=sum(sizes),
+        used_files=tuple(sorted(files_read.union([each.file for each in mapped.ranges]))),
+        remote=REMOTE_FILESYSTEM in {facts.files[number].filesystem for number in files_read},
         readers=readers,
         # Readers that rarely wait for a disk copy out of staging themselves.
         copiers=max(0, min(facts.cores, buffers - 1)) if readers > facts.cores else 0,
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
-        final_bytes=sum(each.finisher.finished_bytes if each.finisher else each.nbytes for each in targets),
+        final_bytes=sum([each.finisher.finished_bytes if each.finisher else each.nbytes for each in targets]),
         predicted=predicted,
-        devices=tuple(_device_plans(targets, reads, buffer_bytes, most_unfinished)),
+        devices=tuple(_device_plans(targets, reads, buffer_bytes, most_unfinished)) if devices else (),
         device_scratch_bytes=scratch_bytes(buffer_bytes),
         reasons=(*mapped.reasons, *_read_reasons(reads, files, facts, page_cache)),
         most_unfinished_reads=most_unfinished,
         drop_behind=drops_pages,
         joins_readers=joins_readers,
         mapped_ranges=mapped.ranges,
-        huge_staging=facts.huge_pages and any(read.nbytes >= defaults.HUGE_PAGE_BYTES for read in reads),
+        mapped_bytes=sum([targets[position].nbytes for position in mapped.blocks]),
+        huge_staging=facts.huge_pages and max(sizes, default=0) >= defaults.HUGE_PAGE_BYTES,
+        small=not needs_session and {(read.methods, read.continues) for read in reads} <= {(("buffered",), False)},
     )
 
 
@@ -117,7 +132,8 @@ def _plan_reads(
     page_cache: PageCache,
 ) -> tuple[list[Read], dict[int, int]]:
     """Return all reads in file order, and the bytes to leave before each target that is read without staging."""
-    candidates = [fill for fill in fills if needs_no_staging(targets[fill.target], fill)]
+    large = [(fill, to) for fill in fills if (to := targets[fill.target]).nbytes >= defaults.OWN_MAPPING_BYTES]
+    candidates = [fill for fill, target in large if target.device == "cpu" and is_verbatim(target, fill)]
     shared = shared_ids(fills) if candidates else set()
     reads: list[Read] = []
     leads: dict[int, int] = {}
@@ -132,24 +148,20 @@ def _plan_reads(
             reads.extend(target_reads)
     staged = [fill for fill in fills if fill.target not in in_place] if in_place else fills
     reads.extend(staged_reads(staged, facts.files, buffer_bytes=buffer_bytes, page_cache=page_cache))
-    reads.sort(key=lambda read: (read.file, read.offset))
+    if in_place:  # staged reads are in order
+        reads.sort(key=lambda read: (read.file, read.offset))
     return reads, leads
 
 
-def _page_cache_use(
-    reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache
-) -> tuple[bool, bool]:
+def _page_cache_use(reads: Sequence[Read], facts: MachineFacts, room: int) -> tuple[bool, bool]:
     """Return whether pages of buffered reads are dropped after use, and whether reads join those of other processes.
 
-    With ``page_cache="auto"`` pages are dropped if they would not fit the control group together with the weights. The
+    Pages are dropped if they would not fit the control group together with the weights, which leave ``room`` bytes. The
     kernel reclaims such pages before it kills the process, but late, page by page, and in the way of the load. Pages
     that are already cached are charged to the control group that read them first, and are not counted. What other
     processes read at the same time is read through the page cache only if all of the reads fit: otherwise its pages are
     dropped before the other processes come to them.
     """
-    if page_cache != "auto" or facts.memory_limit_bytes is None:
-        return page_cache == "bypass", page_cache == "auto"
-    room = facts.memory_limit_bytes - predicted.total_bytes
     new_pages = sum(
         read.nbytes * (1 - cached_share(facts.files[read.file], read.offset, read.nbytes))
         for read in reads
@@ -166,11 +178,9 @@ def _most_unfinished(
     Args:
         reads: Reads in the order in which they start.
         targets: All targets of the plan.
-        most_reads: Most finished reads that may wait at the same time; 0 without finishers.
+        most_reads: Most finished reads that may wait at the same time.
         weigh: Returns how much a weight counts.
     """
-    if not most_reads:
-        return 0
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step, read in enumerate(reads):
@@ -189,17 +199,19 @@ def _predict(
     targets: Sequence[Target],
     blocks: Sequence[Block],
     arenas: Sequence[int],
-    *,
+    reads: Sequence[Read],
     staging_bytes: int,
-    unfinished: int,
+    most_unfinished: int,
 ) -> Peaks:
     """Return the predicted growth of host memory."""
     page = defaults.BLOCK_BYTES
-    mapped = unfinished + sum(
+    mapped = sum(
         round_up(target.finisher.finished_bytes if target.finisher else block.offset + target.nbytes, page)
         for target, block in zip(targets, blocks, strict=True)
         if block.kind == "mapping"
     )
+    if most_unfinished:
+        mapped += _most_unfinished(reads, targets, most_unfinished, lambda each: each.nbytes * (each.device == "cpu"))
     small = sum(round_up(arena, page) for arena in arenas)
     overhead = defaults.OVERHEAD_BYTES + defaults.OVERHEAD_PER_TENSOR_BYTES * len(targets)
     anon = mapped + small + staging_bytes + overhead
@@ -214,8 +226,6 @@ def _device_plans(
     for target in targets:
         if target.device != "cpu":
             on_device[target.device].append(target)
-    if not on_device:
-        return
     # Casts, strided copies and computations on the device need scratch memory there.
     with_scratch = {
         targets[copy.target].device
@@ -260,7 +270,7 @@ def _read_reasons(
     direct: defaultdict[str, int] = defaultdict(int)
     total: defaultdict[str, int] = defaultdict(int)
     read_files: defaultdict[str, set[int]] = defaultdict(set)
-    reasons = [_read_reason(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
+    reasons = list(map(_read_reason, files, facts.files, repeat(page_cache)))
     for read in reads:
         if (why := reasons[read.file]) is None:
             continue

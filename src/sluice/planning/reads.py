@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import itemgetter
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from sluice import _defaults as defaults
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
-from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Target
+from sluice.records import AccessFacts, Copy, Elements, FileFacts, Fill, Method, Read, Target
 from sluice.records.geometry import CopyPiece, collapse, cut, span_elements, split_evenly
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "is_cached",
     "is_verbatim",
     "join_requests",
-    "needs_no_staging",
     "read_in_place",
     "shared_ids",
     "staged_reads",
@@ -47,17 +47,10 @@ class CollapsedFill(Struct, frozen=True, gc=False):
     fill: Fill
     #: The whole collapsed copy; its ``start_byte`` is an offset in the file.
     piece: CopyPiece
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether its elements are contiguous in the file and in the target."""
-        piece = self.piece
-        return (
-            self.fill.elements.packing is None
-            and len(piece.shape) == 1
-            and piece.source_stride == (1,)
-            and piece.target_stride == (1,)
-        )
+    #: Bytes of one stored element, or of one pack.
+    item_bytes: int
+    #: Whether its elements are contiguous in the file and in the target.
+    contiguous: bool
 
     @property
     def end(self) -> int:
@@ -69,15 +62,21 @@ class CollapsedFill(Struct, frozen=True, gc=False):
 _FillPiece = tuple[CollapsedFill, CopyPiece]
 
 
-#: ``collapse``, whose results are the same objects for tensors of the same shape: most models have few shapes.
-_collapse = lru_cache(maxsize=256)(collapse)
-
-
 def collapse_fill(position: int, fill: Fill) -> CollapsedFill:
     """Return a fill of the target at ``position``, collapsed."""
-    shape, source, target = _collapse(fill.shape, fill.source_stride, fill.target_stride)
-    nbytes = span_elements(shape, source) * fill.elements.item_bytes
-    return CollapsedFill(position, fill, CopyPiece(fill.offset, nbytes, shape, source, target, fill.target_start))
+    whole, item_bytes, contiguous = _collapsed(fill.elements, fill.shape, fill.source_stride, fill.target_stride)
+    return CollapsedFill(position, fill, CopyPiece(fill.offset, *whole, fill.target_start), item_bytes, contiguous)
+
+
+@lru_cache(maxsize=256)
+def _collapsed(
+    elements: Elements, shape: tuple[int, ...], source_stride: tuple[int, ...], target_stride: tuple[int, ...]
+) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], int, bool]:
+    """Return what fills of one kind have in common, as the same objects: most models have few shapes."""
+    shape, source, target = collapse(shape, source_stride, target_stride)
+    contiguous = elements.packing is None and len(shape) == 1 and source == target == (1,)
+    item_bytes = elements.item_bytes
+    return (span_elements(shape, source) * item_bytes, shape, source, target), item_bytes, contiguous
 
 
 def shared_ids(fills: Iterable[CollapsedFill]) -> set[int]:
@@ -96,11 +95,6 @@ def is_verbatim(target: Target, collapsed: CollapsedFill) -> bool:
     """Return whether the bytes of a target equal the stored bytes of its only fill."""
     alone = len(target.fills) == 1 and collapsed.fill.target_start == 0 and not target.constants
     return alone and collapsed.contiguous and target.dtype == collapsed.fill.dtype and collapsed.fill.elements.verbatim
-
-
-def needs_no_staging(target: Target, collapsed: CollapsedFill) -> bool:
-    """Return whether the stored bytes can be read straight into a target: unchanged, on the CPU, and large enough."""
-    return target.nbytes >= defaults.OWN_MAPPING_BYTES and target.device == "cpu" and is_verbatim(target, collapsed)
 
 
 def read_in_place(
@@ -130,6 +124,7 @@ def read_in_place(
             offset=offset,
             nbytes=nbytes,
             methods=permitted,
+            targets=(collapsed.target,),
             into=collapsed.target,
             into_offset=offset - start,
         )
@@ -180,23 +175,27 @@ def staged_reads(
         page_cache: Use of the page cache.
     """
     room = buffer_bytes - 2 * defaults.BLOCK_BYTES
-    pieces = [(fill, piece) for fill in fills for piece in _pieces(fill, facts[fill.fill.file].access, room)]
-    pieces.sort(key=lambda item: (item[0].fill.file, item[1].start_byte))
+    pieces = [
+        (fill.fill.file, piece.start_byte, fill, piece)
+        for fill in fills
+        for piece in _pieces(fill, facts[fill.fill.file].access, room)
+    ]
+    pieces.sort(key=itemgetter(0, 1))
     pending: list[_FillPiece] = []
-    file, start, end, swaps = -1, 0, 0, False
-    for fill, piece in pieces:
-        access, elements = facts[fill.fill.file].access, fill.fill.elements
-        piece_end = piece.start_byte + piece.nbytes
+    file, start, end, swaps = -1, 0, 0, 0
+    for number, first, fill, piece in pieces:
+        access, swap_bytes = facts[number].access, fill.fill.elements.swap_bytes
+        piece_end = first + piece.nbytes
         fits = (
-            file == fill.fill.file
-            and piece.start_byte - end <= access.gap_bytes
+            file == number
+            and first - end <= access.gap_bytes
             and max(end, piece_end) - start <= min(room, access.request_bytes)
-            and not (swaps or elements.swap_bytes)
+            and not (swaps or swap_bytes)
         )
         if not fits:
             if pending:
                 yield _join(pending, start, end, facts[file], page_cache)
-            pending, file, start, end, swaps = [], fill.fill.file, piece.start_byte, 0, bool(elements.swap_bytes)
+            pending, file, start, end, swaps = [], number, first, 0, swap_bytes
         pending.append((fill, piece))
         end = max(end, piece_end)
     if pending:
@@ -205,35 +204,36 @@ def staged_reads(
 
 def _pieces(fill: CollapsedFill, access: AccessFacts, room: int) -> Iterable[CopyPiece]:
     """Return the pieces of a fill that fit one read."""
-    item, limit = fill.fill.elements.item_bytes, min(room, access.request_bytes)
-    if fill.contiguous and fill.end <= limit - item:  # before the first cut
-        return (fill.piece,)
-    return cut(fill.piece, item, limit_bytes=limit, gap_bytes=access.gap_bytes)
+    whole, item, limit = fill.piece, fill.item_bytes, min(room, access.request_bytes)
+    if fill.contiguous and whole.start_byte + whole.nbytes <= limit - item:  # before the first cut
+        return (whole,)
+    return cut(whole, item, limit_bytes=limit, gap_bytes=access.gap_bytes)
 
 
 def _join(pieces: list[_FillPiece], start: int, end: int, facts: FileFacts, page_cache: PageCache) -> Read:
     """Return one read of the bytes from ``start`` to ``end`` of a file, with a copy for each piece."""
+    fill = pieces[0][0].fill
+    copies = [
+        Copy(
+            target=collapsed.target,
+            offset=piece.start_byte - start,
+            # Numbers that are swapped are alone in their read, and swapped before the copy.
+            elements=replace(fill.elements, swap_bytes=0) if fill.elements.swap_bytes else collapsed.fill.elements,
+            shape=piece.shape,
+            source_stride=piece.source_stride,
+            target_stride=piece.target_stride,
+            target_start=piece.target_start,
+        )
+        for collapsed, piece in pieces
+    ]
     return Read(
-        file=pieces[0][0].fill.file,
+        file=fill.file,
         offset=start,
         nbytes=end - start,
         methods=_permitted_methods(facts, start, end - start, page_cache),
-        copies=tuple(_copy(collapsed, piece, start) for collapsed, piece in pieces),
-        swap_bytes=pieces[0][0].fill.elements.swap_bytes,
-    )
-
-
-def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int) -> Copy:
-    """Return the copy of a piece out of a read that begins at byte ``start`` of the file."""
-    elements = collapsed.fill.elements
-    return Copy(
-        target=collapsed.target,
-        offset=piece.start_byte - start,
-        elements=replace(elements, swap_bytes=0) if elements.swap_bytes else elements,
-        shape=piece.shape,
-        source_stride=piece.source_stride,
-        target_stride=piece.target_stride,
-        target_start=piece.target_start,
+        targets=tuple(dict.fromkeys([copy.target for copy in copies])),
+        copies=tuple(copies),
+        swap_bytes=fill.elements.swap_bytes,
     )
 
 

@@ -9,7 +9,7 @@ from sluice import _defaults as defaults
 from sluice._errors import BudgetError
 from sluice._units import format_bytes
 from sluice.planning.reads import is_cached
-from sluice.records import AccessFacts, MachineFacts, Read, Target, largest_access, local_access
+from sluice.records import AccessFacts, MachineFacts, Read, largest_access, local_access
 from sluice.records.geometry import round_down
 
 __all__ = ["buffer_count", "reader_count", "staging_buffer_bytes"]
@@ -42,13 +42,7 @@ def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) 
 
 
 def buffer_count(
-    reads: Sequence[Read],
-    targets: Sequence[Target],
-    facts: MachineFacts,
-    access: AccessFacts,
-    *,
-    readers: int,
-    most: int,
+    staged: int, facts: MachineFacts, access: AccessFacts, *, on_devices: bool, readers: int, most: int
 ) -> int:
     """Return the number of staging buffers.
 
@@ -57,15 +51,14 @@ def buffer_count(
     hold buffers until they are done, so that every buffer helps.
 
     Args:
-        reads: All reads of the plan.
-        targets: All targets of the plan.
+        staged: Number of reads that go through staging.
         facts: Facts about the machine.
         access: Largest access facts of the files that are read.
+        on_devices: Whether there are targets on accelerators.
         readers: Number of reader threads.
         most: Number of buffers that staging has room for.
     """
-    staged = sum(read.into is None for read in reads)
-    if any(target.device != "cpu" for target in targets):
+    if on_devices:
         useful = staged
     elif readers > facts.cores:  # most of them wait for a disk
         useful = 2 * min(readers, access.parallel_requests)
@@ -89,8 +82,6 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
         return 0
     total = sum(read.nbytes for read in reads)
     local = all(facts.files[file].access == local_access() for file in {read.file for read in reads})
-    if local and 0 < total <= serial_bytes:
-        return 0
     waiting = [read for read in reads if _waits(read, facts)]
     mostly_waits = 2 * sum(read.nbytes for read in waiting) > total
     probed = any(file.cached for file in facts.files)

@@ -15,7 +15,7 @@ from sluice._options import NO_LIMITS, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
-from sluice.engine.running_plan import RunResult, is_small, run_small
+from sluice.engine.running_plan import RunResult, run_small
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.budget import Change, check_budget, growth_of_copies
@@ -78,17 +78,13 @@ def plan_transfer(
         can_map = [i in wanted and mappable(source) for i, source in enumerate(checkpoint.sources)]
         mapped = plan_mapping(targets, can_map)
     read = {fill.file for i, target in enumerate(targets) if i not in mapped.blocks for fill in target.fills}
-    devices = tuple(device_facts(device) for device in sorted({target.device for target in targets} - {"cpu"}))
+    devices = tuple(map(device_facts, sorted({target.device for target in targets} - {"cpu"})))
     plan = plan_load(
         targets,
         checkpoint.index.files,
         replace(options.facts, devices=devices)
         if options.facts
-        else machine_facts(
-            (source if i in read else None for i, source in enumerate(checkpoint.sources)),
-            devices,
-            host_ranks=ranks,
-        ),
+        else machine_facts(checkpoint.sources, devices, host_ranks=ranks, read=read),
         # One of the ranks of a host gets a share of it, but not less than a load needs.
         staging_bytes=max(staging // ranks, min(staging, SMALLEST_STAGING_BYTES)),
         page_cache=options.page_cache,
@@ -163,7 +159,7 @@ def run(
         completed: Called with the position of each target as soon as it is whole.
     """
     try:
-        if is_small(prepared.plan):
+        if prepared.plan.small:
             result = run_small(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
         else:
             with CheckpointReader(checkpoint) as reader:

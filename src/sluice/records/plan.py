@@ -92,11 +92,6 @@ class Copy(Struct, frozen=True, kw_only=True, gc=False):
         """Dtype of the elements that were read."""
         return self.elements.dtype
 
-    @property
-    def verbatim(self) -> bool:
-        """Whether its bytes are contiguous on both sides, and unchanged if the dtypes are equal."""
-        return self.source_stride == self.target_stride == (1,) and not self.elements.computed
-
 
 class Read(Struct, frozen=True, kw_only=True, gc=False):
     """One contiguous range of one file, and the destination of its bytes."""
@@ -109,6 +104,8 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     nbytes: int
     #: Permitted methods in order of preference; the engine may only step down.
     methods: tuple[Method, ...]
+    #: Positions of the targets that receive bytes, each once.
+    targets: tuple[int, ...] = ()
     #: Position of the target that receives the bytes without staging; None for a staged read.
     into: int | None = None
     #: With ``into``: first byte in the target.
@@ -119,11 +116,6 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     swap_bytes: int = 0
     #: Whether it is part of the request of the read before it: bytes between them are received and dropped.
     continues: bool = False
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """Positions of the targets that receive bytes, one for each copy."""
-        return (self.into,) if self.into is not None else tuple([copy.target for copy in self.copies])
 
 
 def requests_of(reads: Iterable[Read]) -> Iterator[list[Read]]:
@@ -211,6 +203,13 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     arenas: tuple[int, ...]
     #: Reads, in the order in which they start.
     reads: tuple[Read, ...]
+    #: Bytes of the reads.
+    read_bytes: int
+    #: Positions of the files that are read or mapped, in order: only these have to stay unchanged. Of a slice they are
+    #: few, and looking at one can take a round trip.
+    used_files: tuple[int, ...]
+    #: Whether one of these files is not on this machine.
+    remote: bool
     #: Number of reader threads; 0 to read in the thread of the caller: little data, or a limit on virtual memory.
     readers: int
     #: Number of threads that copy out of staging; 0 if each reader copies what it has read.
@@ -237,13 +236,12 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.
     mapped_ranges: tuple[MappedRange, ...] = ()
+    #: Bytes of the targets that are mapped pages of the files.
+    mapped_bytes: int = 0
     #: Whether staging is on huge pages. For reads of less than one, zeroing it would take longer than the read.
     huge_staging: bool = False
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes to read from files."""
-        return sum(read.nbytes for read in self.reads)
+    #: Whether the thread of the caller runs it without a session: all of it goes through the page cache to the host.
+    small: bool = False
 
     def traffic(self) -> Traffic:
         """Return the requests for remote files."""
@@ -253,12 +251,6 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
         requests = (request for request in requests_of(self.reads) if request[0].file in remote)
         sizes = [request[-1].offset + request[-1].nbytes - request[0].offset for request in requests]
         return Traffic(len(sizes), sum(sizes))
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of the targets that are mapped pages of the files."""
-        pairs = zip(self.targets, self.blocks, strict=True)
-        return sum(target.nbytes for target, block in pairs if block.kind == "mapped")
 
 
 class Traffic(NamedTuple):
