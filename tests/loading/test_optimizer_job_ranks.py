@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sluice
 from support.divided_models import LAYOUTS, Net, divide, local, locals_of
-from support.ranks import Ranks
+from support.ranks import Ranks, failure
 from support.zero_files import Training, write_zero
 
 
@@ -53,7 +53,10 @@ def differences(layout: str, path: Path, by_name: Path) -> list[str]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return problems
+    if torch.distributed.get_rank() == 1:
+        optimizer.register_load_state_dict_post_hook(lambda _: problems.remove("what is not there"))
+    text = failure(sluice.load_optimizer, optimizer, path, model=model)
+    return problems + [text] * ("in part" in text)  # a rank whose optimizer refuses the state keeps its own
 
 
 class Trained(Training):
@@ -106,10 +109,7 @@ def refusals(path: Path) -> list[str]:
     for meta, device in ((True, None), (True, "cpu"), (False, None)):
         model = divide("columns", meta=meta)
         optimizer = torch.optim.Adafactor(model.parameters())
-        try:
-            sluice.load_optimizer(optimizer, path, model=model, device=device)
-        except sluice.RankError as error:
-            texts.append(str(error))
+        texts.append(failure(sluice.load_optimizer, optimizer, path, model=model, device=device))
         texts += ["state"] * len(optimizer.state)
     return texts
 

@@ -71,12 +71,13 @@ def load_together(
         agreement.settle("read", changed=lambda: job.changed_by(fetched))
         loaded = agreement.attempt(job.install, fetched)
         own = agreement.attempt(lambda: _figures(group.rank, job, loaded, started) if loaded else None)
+        unchanged = loaded is None and job.subject != "model"  # an optimizer that refuses its state keeps what it had
         ranks = agreement.settle(
             "done",
             msgspec.json.encode(own),
             _collect_figures,
             last=True,
-            state=None if job.reversible else "torn" if loaded is None else "changed",
+            state=None if job.reversible or unchanged else "torn" if loaded is None else "changed",
             undo=job.undo if job.reversible else None,
         )
         assert loaded is not None

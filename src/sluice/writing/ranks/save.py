@@ -108,11 +108,10 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob, error: S
     dtensors: list[Any] = dtensors_in(state)
     group = group_of(dtensors)
     if group is None:
-        meshes = [tensor.device_mesh for tensor in dtensors]
-        if any(mesh.get_coordinate() is None for mesh in meshes):
+        if any(tensor.device_mesh.get_coordinate() is None for tensor in dtensors):
             advice = "Nothing was written. Call save on the ranks of the mesh only."
             raise SaveError("this rank is not part of the mesh of the tensors", advice=advice)
-        if any(mesh.size() > 1 for mesh in meshes):
+        if any(tensor.device_mesh.size() > 1 for tensor in dtensors):
             problem = "the state has DTensors of several ranks, but there is no process group of them"
             advice = "Nothing was written. Save before destroy_process_group(), on every rank."
             raise SaveError(problem, advice=advice)
