@@ -170,7 +170,7 @@ def test_a_second_small_load_opens_few_system_files_and_starts_no_thread(
     assert [path for path in opened if path.endswith(".pth")] == [str(tmp_path / "f.pth")]
 
 
-@pytest.mark.parametrize(("suffix", "files", "functions"), [(".safetensors", 47, 224), (".pth", 55, 322)])
+@pytest.mark.parametrize(("suffix", "files", "functions"), [(".safetensors", 43, 202), (".pth", 54, 293)])
 def test_a_second_load_of_eight_tensors_enters_few_functions(
     tmp_path: Path, suffix: str, files: int, functions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.emptied import describe_moves
 from sluice.modules.following import base_names, base_outline, follow_loading, through_wrappers
-from sluice.modules.load_hooks import Followed, runs_code
+from sluice.modules.load_hooks import Followed
 from sluice.modules.refused_models import advice_for, refuse_flattened
 from sluice.planning.budget import Change
 from sluice.records import Entry, UnsupportedValue
@@ -169,7 +169,7 @@ class ModuleRequest(IntoModule, frozen=True, kw_only=True):
         base = base_names(self.model, state.outline, checkpoint.entries) if "peft" in sys.modules else None
         selection = self._selected(checkpoint, state, base)
         followed = Followed(entries=selection.entries, extra_state=selection.extra_state, strict=self.strict)
-        if "peft" in sys.modules or runs_code(self.model):
+        if "peft" in sys.modules or state.runs_code:
             followed = follow_loading(
                 self.model, selection, strict=self.strict, ignore_mismatched=self.ignore_mismatched
             )

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
-from sluice._private_torch import EXTRA_STATE_KEY, NORM_BASE, storage_address
+from sluice._private_torch import EXTRA_STATE_KEY, KNOWN_LOADERS, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import find_leftovers, home_of, is_plain
 from sluice.records.geometry import contiguous_stride, is_dense, span_elements
@@ -36,7 +36,7 @@ from sluice.sharding.dtensors import (
 )
 from sluice.sharding.regions import Region
 
-__all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
+__all__ = ["Holding", "ModuleState", "Owner", "collect", "has_custom_loader", "reset_of", "undivided"]
 
 # No public view of the registered tensors of an nn.Module distinguishes names, None and persistence.
 # ruff: noqa: SLF001
@@ -86,6 +86,8 @@ class ModuleState(Struct, frozen=True, kw_only=True):
     #: Whether a tensor is on the meta device, and whether one is divided over ranks.
     on_meta: bool
     divided: bool
+    #: Whether ``load_state_dict`` may run code other than torch's own, for ``following`` to look closer.
+    runs_code: bool
 
     def holdings(self, slot: int) -> tuple[Holding, ...]:
         """Return every object that views the memory of a slot."""
@@ -131,12 +133,14 @@ def collect(module: nn.Module) -> ModuleState:
     collected: dict[int, _Collected] = {}
     extra_state: list[str] = []
     visited: set[int] = set()
+    runs_code = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         _add_tensors(prefix, part, collected, known=id(part) in visited)
         visited.add(id(part))
         if type(part).set_extra_state is not nn.Module.set_extra_state:
             extra_state.append(prefix + EXTRA_STATE_KEY)
+        runs_code = runs_code or bool(part._load_state_dict_pre_hooks) or has_custom_loader(part)
     slots: list[_Collected] = []
     refused: list[_Collected] = []
     unsaved: list[_Collected] = []
@@ -170,8 +174,14 @@ def collect(module: nn.Module) -> ModuleState:
         unsaved={held.path: (held.holding, *(alias.holding for alias in held.aliases)) for held in unsaved},
         shards=shards,
         on_meta=bool(on_meta),
+        runs_code=runs_code,
         divided=any(held.region is not None for held in slots),
     )
+
+
+def has_custom_loader(module: nn.Module) -> bool:
+    """Return whether this module, without its children, has a loader other than torch's own."""
+    return "_load_from_state_dict" in vars(module) or type(module)._load_from_state_dict not in KNOWN_LOADERS
 
 
 def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected], *, known: bool) -> None:

@@ -24,8 +24,8 @@ from torch import nn
 
 from sluice._private_torch import EXTRA_STATE_KEY
 from sluice.matching.candidates import Candidate
-from sluice.modules.collect import collect
-from sluice.modules.load_hooks import Followed, Loader, has_custom_loader, pre_hooks
+from sluice.modules.collect import collect, has_custom_loader
+from sluice.modules.load_hooks import Followed, Loader, pre_hooks
 from sluice.modules.meta_copy import CopyRecorder, MetaCopy, NotFollowedError, reason_of, untouched
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values
 from sluice.records import Entry

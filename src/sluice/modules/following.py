@@ -31,7 +31,8 @@ from sluice._errors import MismatchError
 from sluice.matching.candidates import Candidate
 from sluice.matching.match import Outline
 from sluice.matching.selection import Selection
-from sluice.modules.load_hooks import Followed, Loader, overrides_loading, runs_code
+from sluice.modules.collect import has_custom_loader
+from sluice.modules.load_hooks import Followed, Loader, pre_hooks
 
 __all__ = ["base_names", "base_outline", "follow_loading", "through_wrappers"]
 
@@ -56,9 +57,9 @@ def follow_loading(
         strict: Argument of ``load_state_dict``.
         ignore_mismatched: Whether a name of a different shape is accepted by an own ``load_state_dict``.
     """
-    own = overrides_loading(module)
+    own = type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
     loader = _adapter_loader(module, found.entries, strict=strict) if "peft" in sys.modules and not own else None
-    if not (loader or runs_code(module)):
+    if not (own or loader or any(has_custom_loader(part) or any(pre_hooks(part)) for part in module.modules())):
         return Followed(entries=found.entries, extra_state=found.extra_state, strict=strict)
     from sluice.modules.custom_loaders import follow_code, own_load_state_dict  # rarely needed
 

@@ -9,10 +9,9 @@ from msgspec import Struct, field
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from sluice._private_torch import KNOWN_LOADERS
 from sluice.records import Entry
 
-__all__ = ["Followed", "Loader", "has_custom_loader", "overrides_loading", "pre_hooks", "runs_code"]
+__all__ = ["Followed", "Loader", "pre_hooks"]
 
 # nn.Module documents these names for subclasses only; they have no public accessor.
 # ruff: noqa: SLF001
@@ -48,26 +47,6 @@ class Followed(Struct, frozen=True, kw_only=True):
     attributes: Mapping[str, Entry] = field(default_factory=dict)
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...] = ()
-
-
-def runs_code(module: nn.Module) -> bool:
-    """Return whether ``load_state_dict`` of a module runs code other than torch's own."""
-    if overrides_loading(module):
-        return True
-    for part in module.modules():
-        if has_custom_loader(part) or (part._load_state_dict_pre_hooks and any(pre_hooks(part))):
-            return True
-    return False
-
-
-def overrides_loading(module: nn.Module) -> bool:
-    """Return whether this module has a ``load_state_dict`` of its own; torch never calls that of its children."""
-    return type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module)
-
-
-def has_custom_loader(module: nn.Module) -> bool:
-    """Return whether this module, without its children, has a loader other than torch's own."""
-    return "_load_from_state_dict" in vars(module) or type(module)._load_from_state_dict not in KNOWN_LOADERS
 
 
 def pre_hooks(module: nn.Module) -> Iterator[Any]:
