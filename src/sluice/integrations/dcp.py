@@ -91,7 +91,7 @@ class SluiceReader(_Explicit, StorageReader):
                 self._checkpoint.close()
             self._source, self._checkpoint = checkpoint_id, None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **_: Any) -> Metadata:  # with "kwargs", torch tries again on one rank alone
         """Return shapes and dtypes; no tensor data is read."""
         found: dict[str, Any] = {}
         for name, leaf in _values(self._opened.index.tree):
