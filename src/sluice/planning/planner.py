@@ -90,9 +90,7 @@ def plan_load(
         buffers = buffer_count(len(staged), facts, access, on_devices=bool(devices), readers=readers, most=most)
     most_unfinished = 2 * max(1, readers) if finishers else 0
     predicted = _predict(targets, blocks, arenas, reads, buffers * buffer_bytes, most_unfinished)
-    drops_pages, joins_readers = page_cache == "bypass", page_cache == "auto"
-    if joins_readers and facts.memory_limit_bytes is not None:
-        drops_pages, joins_readers = _page_cache_use(reads, facts, facts.memory_limit_bytes - predicted.total_bytes)
+    drops_pages, joins_readers = _page_cache_use(reads, facts, predicted, page_cache)
     needs_session = readers or devices or finishers or mapped.ranges or drops_pages
     return LoadPlan(
         files=files,
@@ -153,15 +151,20 @@ def _plan_reads(
     return reads, leads
 
 
-def _page_cache_use(reads: Sequence[Read], facts: MachineFacts, room: int) -> tuple[bool, bool]:
+def _page_cache_use(
+    reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache
+) -> tuple[bool, bool]:
     """Return whether pages of buffered reads are dropped after use, and whether reads join those of other processes.
 
-    Pages are dropped if they would not fit the control group together with the weights, which leave ``room`` bytes. The
+    With ``page_cache="auto"`` pages are dropped if they would not fit the control group together with the weights. The
     kernel reclaims such pages before it kills the process, but late, page by page, and in the way of the load. Pages
     that are already cached are charged to the control group that read them first, and are not counted. What other
     processes read at the same time is read through the page cache only if all of the reads fit: otherwise its pages are
     dropped before the other processes come to them.
     """
+    if page_cache != "auto" or facts.memory_limit_bytes is None:
+        return page_cache == "bypass", page_cache == "auto"
+    room = facts.memory_limit_bytes - predicted.total_bytes
     new_pages = sum(
         read.nbytes * (1 - cached_share(facts.files[read.file], read.offset, read.nbytes))
         for read in reads
