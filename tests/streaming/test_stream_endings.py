@@ -6,10 +6,11 @@ import copy
 import gc
 import os
 import queue
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 import sluice
 from sluice._errors import BudgetError, ReadError, SluiceError, SourceChangedError, StreamError
 from sluice.engine import session as sessions
+from sluice.modules.install import hold
 from sluice.modules.unloaded import Guard
 from sluice.records import collector_paused
 from sluice.streaming.window import Window
@@ -168,6 +170,19 @@ def test_after_a_failed_read_or_an_interrupt_the_next_call_works(
                 with pytest.raises(KeyboardInterrupt):
                     running(IDS)
             assert torch.equal(running(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("exchanged", [1, 3])
+def test_an_interrupt_between_two_weights_leaves_none_in_the_model(
+    file: Path, running: Layers, monkeypatch: pytest.MonkeyPatch, exchanged: int
+) -> None:
+    originals = dict(running.named_parameters())
+    with sluice.stream(running, file, memory=3 * block_bytes()), monkeypatch.context() as patch:
+        interrupted = chain([DEFAULT] * exchanged, [KeyboardInterrupt], repeat(DEFAULT))
+        patch.setattr("sluice.streaming.units.hold", Mock(wraps=hold, side_effect=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            running(IDS)
+    assert all(parameter is originals[name] for name, parameter in running.named_parameters())
 
 
 def test_a_changed_file_is_an_error(file: Path, running: Layers) -> None:

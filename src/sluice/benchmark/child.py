@@ -83,11 +83,11 @@ def touch_free_memory(nbytes: int) -> None:
     then the kernel returns the memory again. Two threads take a quarter of one's time on some hosts.
     """
     available = free_memory_bytes() * 3 // 4  # leaves room under a memory limit
-    if not (parts := -(-min(nbytes, available) // _PART_BYTES)):
+    if not (size := min(nbytes, available)):
         return
-    with mmap.mmap(-1, parts * _PART_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
         mapping.madvise(mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for part in range(parts):
-                pool.submit(ctypes.memset, address + part * _PART_BYTES, 1, _PART_BYTES)
+            for at in range(0, size, _PART_BYTES):
+                pool.submit(ctypes.memset, address + at, 1, min(_PART_BYTES, size - at))

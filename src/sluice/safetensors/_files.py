@@ -123,7 +123,8 @@ def load_model(
     with safe_open(filename, framework="pt", device=device, backend=backend) as file:
         names = file._open.entries
         # A file of sluice declares further names of a tensor; the library knows the one that is stored.
-        stored = dict.fromkeys({id(entry): name for name, entry in reversed(names.items())}.values())
+        first = {id(entry): name for name, entry in reversed(names.items())}
+        stored = dict.fromkeys(reversed(first.values()))
         state = model.state_dict(keep_vars=True)
         tied = library._remove_duplicate_names(dict(state), preferred_names=list(stored))
         others = {name for group in tied.values() for name in group}
@@ -135,7 +136,7 @@ def load_model(
         followed = follow_loading(model, own, strict=False)  # load hooks of the model add and rename
         added = {name for slot in collect(model).outline.slots if slot.added_in for name in slot.names}
         missing = state.keys() - {*followed.entries, *followed.extra_state, *followed.optional_names, *added, *others}
-        unexpected = [*(name for name in followed.entries if name not in state), *(stored.keys() & others)]
+        unexpected = [*(name for name in followed.entries if name not in state), *filter(others.__contains__, stored)]
         if strict and (missing or unexpected):
             lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
             for title, found in (("Missing", missing), ("Unexpected", unexpected)):

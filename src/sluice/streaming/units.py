@@ -180,6 +180,9 @@ class Unit:
 
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading into it."""
+        self.calls = 0
+        for weight, parameter in zip(self.plan.weights, self._parameters or (), strict=False):
+            weight.exchange(parameter, weight.parked)  # modules have it still after an interrupt
         self._parameters = self._running = self._targets = None
         self.tensors = ()
         taken, self._taken = self._taken, []
