@@ -134,6 +134,12 @@ def test_models_are_saved_and_filled_as_by_the_library(tmp_path: Path, change: s
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_names_that_a_model_does_not_use_are_in_the_order_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    library.save_file({**nn.Linear(3, 3).state_dict(), **{name: torch.ones(1) for name in "pqrs"}}, path)
+    assert ours.load_model(nn.Linear(3, 3), path, strict=False) == (set(), list("pqrs"))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_load_hooks_and_versions_of_a_model_are_followed(tmp_path: Path, *, strict: bool) -> None:
     model, path = nn.Sequential(nn.BatchNorm1d(3), weight_norm(nn.Linear(3, 3))), tmp_path / "old.safetensors"

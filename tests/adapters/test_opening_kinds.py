@@ -119,8 +119,9 @@ def test_files_of_image_models_have_alpha_for_each_layer(
     a, b = low_rank(2, 9, 6)
     tensors = {f"{prefix}.{down}": a, f"{prefix}.{up}": b, "other.lora_up.weight": torch.ones(1)}
     part = prefix.partition(".")[0]
-    written = {"lora_adapter_metadata": f'{{"{part}.peft_type": "LORA", "{part}.r": 2, "{part}.lora_alpha": 4}}'}
-    for alpha, scale, metadata in ((None, 1.0, None), (3.0, 1.5, None), (None, 2.0, written)):
+    written = {"lora_adapter_metadata": f'{{"{part}.r": 2, "{part}.lora_alpha": 4}}'}
+    others = {"lora_adapter_metadata": '{"vae.r": 2, "vae.lora_alpha": 8}'}
+    for alpha, scale, metadata in ((None, 1.0, None), (3.0, 1.5, None), (None, 1.0, others), (None, 2.0, written)):
         more = {} if alpha is None else {f"{prefix}.alpha": torch.tensor(alpha)}
         if more:  # of a different adapter in the directory
             (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 9}')

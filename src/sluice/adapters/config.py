@@ -130,8 +130,11 @@ def read_config(adapter: Adapter, checkpoint: OpenCheckpoint) -> AdapterConfig:
         if found and len(starts) > 1:
             advice = "Merge one part: sluice.Adapter(path, prefix=...)."
             raise UnsupportedError("its parts have configurations of their own", file=path, advice=advice)
+        if not found and all("." in key for key in values):  # of parts that are not merged
+            return AdapterConfig()
         for part in found:
-            values = {key.removeprefix(f"{part}."): values[key] for key in values if key.startswith(f"{part}.")}
+            own = {key.removeprefix(f"{part}."): values[key] for key in values if key.startswith(f"{part}.")}
+            values = {"peft_type": "LORA", **own}
         return _checked(values, path)
     except (ValueError, RecursionError, OverflowError, re.error) as error:
         raise FormatError(f"{what} is damaged: {error}", file=path) from error
