@@ -99,6 +99,11 @@ def test_refused_tensors_are_not_unexpected() -> None:
     assert match(Outline(slots=(), refused=("b.weight",)), {"b.weight": entry()}).unexpected == ()
 
 
+def test_unexpected_names_are_found_if_two_tensors_of_the_module_have_one_name() -> None:
+    twice = Outline(slots=(slot("a.b.weight"), slot("a.b.weight")))
+    assert match(twice, {"a.b.weight": entry(), "other": entry(1)}, strict=False).unexpected == ("other",)
+
+
 def test_optional_names_alone_are_not_a_load() -> None:
     live = slot("live", device="cpu", in_place=True)
     outline = Outline(slots=(live,))

@@ -174,13 +174,15 @@ def test_versions_follow_the_names() -> None:
             prefix.removesuffix("."): {"version": 1},
             f"{prefix}blocks.0": {"version": 2},
             f"{prefix}blocks.1": {"version": True},
+            f"{prefix}without_tensors": {"version": 4},
             f"{prefix}head": "broken",
             7: {"version": 1},
         }
         return state
 
-    assert select(with_versions(PLAIN, ""), MODULE).versions == {"": 1, "blocks.0": 2}
-    assert select({"m": with_versions(prefixed("net."), "net.")}, MODULE).versions == {"": 1, "blocks.0": 2}
+    versions = {"": 1, "blocks.0": 2, "without_tensors": 4}
+    assert select(with_versions(PLAIN, ""), MODULE).versions == versions
+    assert select({"m": with_versions(prefixed("net."), "net.")}, MODULE).versions == versions
     wrapped = {name.replace("blocks", "blocks.module"): entry for name, entry in prefixed("module.").items()}
     state = with_versions(wrapped, "module.")
     state._metadata["module.blocks.module.1"] = {"version": 3}  # type: ignore[attr-defined]

@@ -174,7 +174,7 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
     needs_some = matcher.required or (matcher.optional and not takes_others)
     if needs_some and not (allow_empty or matcher.present):
         matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates
-    if extra_state or outline.extra_state or matcher.named < len(entries):
+    if extra_state or outline.extra_state or len(matcher.named) < len(entries):
         matcher.add_unmatched(outline, extra_state)
     matcher.findings.others.extend((*outline.problems, *problems))
     matcher.findings.raise_if_any()
@@ -201,8 +201,9 @@ class _Matcher(Struct, kw_only=True):
     needs_values: bool
     ignore_mismatched: bool
     findings: Findings
-    #: Number of entries that have the name of a slot, and of slots with an entry.
-    named: int = 0
+    #: Names of entries that slots have; two paths of a module can be spelled the same.
+    named: set[str] = set()
+    #: Number of slots with an entry.
     present: int = 0
     #: Number of slots without one that the state dict's version should have.
     required: int = 0
@@ -220,7 +221,7 @@ class _Matcher(Struct, kw_only=True):
     def add(self, position: int, slot: Slot, *, optional: bool = False) -> None:
         """Match one slot."""
         present = list(filter(self.entries.__contains__, slot.names))
-        self.named += len(present)
+        self.named.update(present)
         if len(slot.names) > 1:
             self.tied.append(slot.names)
         if self.ignore_mismatched and not slot.lazy:

@@ -211,8 +211,9 @@ def _selection(fit: NameFit, *, keep_unexpected: bool, candidates: tuple[str, ..
     versions = {}
     for path, version in candidate.versions.items():
         spelled = unwrap(path) if fit.spelling.unwrapped else path
-        if f"{spelled}.".startswith(fit.prefix) and spelled[len(fit.prefix) :] in module_of:
-            versions[module_of[spelled[len(fit.prefix) :]]] = version
+        if f"{spelled}.".startswith(fit.prefix):
+            bare = spelled[len(fit.prefix) :]
+            versions[module_of.get(bare, bare)] = version  # also of modules without tensors
     extra_state = {}
     for path, value in candidate.extra_state.items():
         spelled = unwrap(path) if fit.spelling.unwrapped else path
