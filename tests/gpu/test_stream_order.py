@@ -111,7 +111,7 @@ def test_a_second_model_is_loaded_while_the_first_computes(
         """Repeat a computation; return whether each result is the first one."""
         with torch.no_grad():
             result, equal = first(tokens), list[bool]()
-            while not stopped.is_set():
+            while not (stopped.is_set() and equal):  # once, on a busy machine
                 equal.append(torch.equal(first(tokens), result))
         return equal
 
