@@ -123,6 +123,7 @@ def test_a_failed_read_leaves_the_model_empty(trained: tuple[Net, Path]) -> None
 @pytest.mark.parametrize(
     ("quantize", "error", "reason"),
     [
+        (lambda root: root.wide.half(), ValueError, "casts weights in place"),
         (lambda root: root.add_module("wide", nn.Identity()), ValueError, "replaces or adds the module 'wide'"),
         (lambda root: root.wide.add_module("in", nn.Identity()), ValueError, "replaces or adds the module 'wide.in'"),
         (lambda root: setattr(root.wide, "__class__", nn.Bilinear), ValueError, "replaces or adds the module 'wide'"),

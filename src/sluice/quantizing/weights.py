@@ -138,10 +138,13 @@ def find_quantized(
     """
     twin = twin_of(module, {key: dtype for key, (dtype, _) in forms.items()})
     before = {path: (part, type(part), _held(part)) for path, part in twin.named_modules()}
+    dtypes = {parameter: parameter.dtype for parameter in twin.parameters()}
     try:
         quantize(twin)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"the function of quantize= fails on tensors without data: {error}. {_AFTER}") from error
+    if any(parameter.dtype != dtype for parameter, dtype in dtypes.items()):
+        raise ValueError(f"the function of quantize= casts weights in place; write dtype= for that. {_AFTER}")
     after = {path: (part, type(part)) for path, part in twin.named_modules()}
     for path in {**before, **after}:
         if before.get(path, ())[:2] != after.get(path):
