@@ -253,7 +253,7 @@ def hold(owners: Sequence[Owner], tensor: torch.Tensor) -> None:
     """Set the tensor in its owners, without the side effects of an assignment but for that on recurrent layers."""
     for owner in owners:
         registered(owner)[owner.name] = tensor
-        flat = vars(owner.module).get("_flat_weights_names", ())
+        flat = owner.module._flat_weights_names if isinstance(owner.module, nn.RNNBase) else []
         if owner.name in flat:  # otherwise the layer would hold a weight that has left it
             vars(owner.module)["_flat_weights"][flat.index(owner.name)] = tensor
 
