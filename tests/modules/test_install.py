@@ -63,7 +63,7 @@ def test_what_is_replaced_is_replaced_in_attributes_too() -> None:
             self.held = [self.weight, 1]
             self.named = {"w": self.weight}
             self.pair = (self.weight, self.bias)
-            self._flat_weights_names = ["weight"]  # a name of torch's recurrent layers, which have a list beside it
+            self._flat_weights_names = ["weight"]  # a name of torch's recurrent layers, without their list
 
     with empty_init():
         module = Listing()
