@@ -25,6 +25,7 @@ from sluice._threads import Worker, join_threads, start_threads
 from sluice.records import Peaks
 
 __all__ = [
+    "BEFORE_RESTART",
     "NO_MEMORY",
     "MemorySample",
     "PeakMeter",
@@ -101,12 +102,12 @@ def read_memory() -> MemorySample:
 
 
 #: Called before the record restarts: each meter in its block takes the peak so far.
-_BEFORE_RESTART: set[Callable[[], None]] = set()
+BEFORE_RESTART: set[Callable[[], None]] = set()
 
 
 def restart_peak() -> bool:
     """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
-    for take in tuple(_BEFORE_RESTART):
+    for take in tuple(BEFORE_RESTART):
         take()
     try:
         with io.FileIO("/proc/self/clear_refs", "w", opener=os.open) as file:
@@ -146,7 +147,7 @@ class PeakMeter:
         self._exact = restart_peak()
         self._base = self._highest = read_memory()
         self._stop.acquire()
-        _BEFORE_RESTART.add(self._take)
+        BEFORE_RESTART.add(self._take)
         return self
 
     def sample(self) -> None:
@@ -159,7 +160,7 @@ class PeakMeter:
         if self._samplers:
             join_threads(self._samplers)
         self._take()
-        _BEFORE_RESTART.discard(self._take)
+        BEFORE_RESTART.discard(self._take)
 
     @property
     def peaks(self) -> Peaks:

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from sluice._public import public
 from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.cgroups import MemoryGroup, memory_groups, tightest
-from sluice.machine.processes import NO_MEMORY, MemorySample, read_memory, restart_peak
+from sluice.machine.processes import BEFORE_RESTART, NO_MEMORY, MemorySample, read_memory, restart_peak
 from sluice.measuring import _sampler
 from sluice.measuring._report import CgroupReport, DeviceReport, Mark, MemoryReport, Timeline
 from sluice.records import Peaks
@@ -97,13 +97,13 @@ class Measurement:
         restart_peak()
         self._helper = _Helper.start(self._interval, group=self._group)
         restart_peak()
-        self._begin_ns = time.monotonic_ns()
-        self._start = read_memory()
+        self._begin_ns, self._start = time.monotonic_ns(), read_memory()
+        BEFORE_RESTART.add(self._take)  # by a load in the block
         return self
 
     def mark(self, name: str) -> None:
         """Record the current memory under a name."""
-        self._marked.append(read_memory())
+        self._take()
         self._marks.append(
             Mark(
                 name=name,
@@ -113,7 +113,11 @@ class Measurement:
             )
         )
 
+    def _take(self) -> None:
+        self._marked.append(read_memory())
+
     def __exit__(self, *_: object) -> None:
+        BEFORE_RESTART.discard(self._take)
         end, end_ns = read_memory(), time.monotonic_ns()
         self._report = self._assemble(end, end_ns, self._helper.stop())
         if self._on_report:
