@@ -157,10 +157,12 @@ class PeakMeter:
 
     def __exit__(self, *error: object) -> None:
         self._stop.release()
-        if self._samplers:
-            join_threads(self._samplers)
-        self._take()
-        BEFORE_RESTART.discard(self._take)
+        try:
+            if self._samplers:
+                join_threads(self._samplers)
+            self._take()
+        finally:
+            BEFORE_RESTART.discard(self._take)
 
     @property
     def peaks(self) -> Peaks:

@@ -136,10 +136,7 @@ def growth_of_copies(copies: Iterable[tuple[int, int]]) -> int:
 
 def plan_needs(plan: LoadPlan) -> dict[str, int]:
     """Return the predicted growth of each kind of memory, in bytes."""
-    needs = {HOST: plan.predicted.total_bytes}
-    for device in plan.devices:
-        needs[device.device] = device.predicted_bytes
-    return needs
+    return {HOST: plan.predicted.total_bytes, **{device.device: device.predicted_bytes for device in plan.devices}}
 
 
 def shortages(plan: LoadPlan, memory: MemoryLimits) -> tuple[Shortage, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain
 
 from sluice import _defaults as defaults
 from sluice._options import PageCache
@@ -70,8 +70,7 @@ def plan_load(
     Raises:
         BudgetError: ``staging_bytes`` is less than the smallest staging.
     """
-    read = [(position, target) for position, target in enumerate(targets) if position not in mapped.blocks]
-    fills = [collapse_fill(position, fill) for position, target in read for fill in target.fills]
+    fills = [collapse_fill(i, fill) for i, each in enumerate(targets) if i not in mapped.blocks for fill in each.fills]
     files_read = {fill.fill.file for fill in fills}
     accesses = {facts.files[number].access for number in files_read}
     access = largest_access(accesses)
@@ -273,7 +272,7 @@ def _read_reasons(
     direct: defaultdict[str, int] = defaultdict(int)
     total: defaultdict[str, int] = defaultdict(int)
     read_files: defaultdict[str, set[int]] = defaultdict(set)
-    reasons = list(map(_read_reason, files, facts.files, repeat(page_cache)))
+    reasons = [_read_reason(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
     for read in reads:
         if (why := reasons[read.file]) is None:
             continue

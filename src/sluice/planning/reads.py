@@ -75,8 +75,7 @@ def _collapsed(
     """Return what fills of one kind have in common, as the same objects: most models have few shapes."""
     shape, source, target = collapse(shape, source_stride, target_stride)
     contiguous = elements.packing is None and len(shape) == 1 and source == target == (1,)
-    item_bytes = elements.item_bytes
-    return (span_elements(shape, source) * item_bytes, shape, source, target), item_bytes, contiguous
+    return (span_elements(shape, source) * elements.item_bytes, shape, source, target), elements.item_bytes, contiguous
 
 
 def shared_ids(fills: Iterable[CollapsedFill]) -> set[int]:

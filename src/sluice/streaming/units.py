@@ -173,16 +173,19 @@ class Unit:
         assert self._parameters is not None
         self.calls -= 1
         if not self.calls:
-            for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
-                weight.exchange(parameter, weight.parked)
+            self._withdraw()
             if torch.is_autocast_cache_enabled() and any(parameter.requires_grad for parameter in self._parameters):
                 torch.clear_autocast_cache()  # it holds copies of weights that are not frozen
+
+    def _withdraw(self) -> None:
+        if self._parameters is not None:
+            for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
+                weight.exchange(parameter, weight.parked)
 
     def drop(self) -> None:
         """Give the memory back. Nothing may be reading into it."""
         self.calls = 0
-        for weight, parameter in zip(self.plan.weights, self._parameters or (), strict=False):
-            weight.exchange(parameter, weight.parked)  # modules have it still after an interrupt
+        self._withdraw()  # modules have some of them still after an interrupt
         self._parameters = self._running = self._targets = None
         self.tensors = ()
         taken, self._taken = self._taken, []
