@@ -119,7 +119,6 @@ def test_the_plan_and_the_report_have_the_requests_of_the_server(server: RangeSe
     assert plan.remote.requests is None
     assert plan.remote.describe() in str(plan).splitlines()
     assert json.loads(json.dumps(plan.to_json()))["remote"]["planned_requests"] == plan.remote.planned_requests
-
     server.requests.clear()
     remote: Any = sluice.load_into(layers(), where).remote
     assert (remote.header_requests, remote.planned_requests) == (1, plan.remote.planned_requests)
@@ -176,7 +175,8 @@ def test_a_second_load_of_eight_tensors_enters_few_functions(
 ) -> None:
     # The bounds are what such a load takes now, with a margin for other versions of Python. They are only lowered.
     monkeypatch.setattr(facts, "_unlimited_until", math.inf)  # on a busy machine this time ends between the loads
-    monkeypatch.delitem(sys.modules, "peft", raising=False)  # if other tests import it, its wrappers are looked for
+    for package in ("peft", "bitsandbytes"):  # if other tests import them, their wrappers and weights are looked for
+        monkeypatch.delitem(sys.modules, package, raising=False)
     path = tmp_path / f"f{suffix}"
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     torch.save(model.state_dict(), path) if suffix == ".pth" else save_file(model.state_dict(), path)
