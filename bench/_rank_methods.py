@@ -5,6 +5,7 @@ Every way gets the model on the meta device, with parameters in the dtype in whi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 import sluice
 
-__all__ = ["DCP", "FILE", "METHODS", "SHARDS", "Method"]
+__all__ = ["DCP", "FILE", "METHODS", "SHARDS", "Method", "join_ranks"]
 
 #: Kinds of checkpoints: one torch file, safetensors shards in Hugging Face's layout, a distributed checkpoint.
 FILE, SHARDS, DCP = "pth", "shards", "dcp"
@@ -33,6 +34,13 @@ class Method:
     reads: tuple[str, ...]
     #: Modules that are imported before the clock starts.
     imports: tuple[str, ...] = ()
+
+
+def join_ranks(rank: int, ranks: int, store: str) -> None:
+    """Make this process a rank of a gloo group of this host, with one thread for kernels."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
 def _whole(path: Path) -> dict[str, torch.Tensor]:

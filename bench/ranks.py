@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from bench._common import options, show, working_folder, write_shards
-from bench._rank_methods import DCP, FILE, METHODS, SHARDS
+from bench._rank_methods import DCP, FILE, METHODS, SHARDS, join_ranks
 from bench._stream_methods import fetched_bytes
 from sluice.benchmark.gpt2 import CausalAttention, gpt2, random_weight, write_checkpoint
 from sluice.benchmark.machine import make_cold, make_warm
@@ -58,9 +58,7 @@ def work(method: str, path: str, size: str, dtype: str, rank: int, ranks: int, s
 
     for name in ("sluice.api.load", "torch.distributed.checkpoint.state_dict", *METHODS[method].imports):
         import_module(name)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    join_ranks(rank, ranks, store)
     model = empty_model(size).to(getattr(torch, dtype))
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     held = sum(_local(parameter).nbytes for parameter in model.parameters())

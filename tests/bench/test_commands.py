@@ -148,14 +148,29 @@ def test_when_a_goal_is_kept() -> None:
 
 @pytest.mark.long
 def test_saves_are_made_by_processes_of_their_own_and_removed(tmp_path: Path) -> None:
-    chosen = ["transposed: sluice.save .safetensors"]
+    chosen = ["transposed: sluice.save .safetensors", "2 ranks: sluice.save, DCP"]
     options = ["--size", "tiny", "--runs", "1", "--directory", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
     run(save, *options, *(f"--method={name}" for name in chosen))
     seconds = json.loads((tmp_path / "out" / "save.json").read_text(encoding="utf-8"))["seconds"]
     assert list(seconds) == chosen
     assert all(each > 0 for runs in seconds.values() for each in runs)
     assert list((tmp_path / "in").iterdir()) == []
-    assert f"| {chosen[0]} |" in (tmp_path / "out" / "save.md").read_text(encoding="utf-8")
+    table = (tmp_path / "out" / "save.md").read_text(encoding="utf-8")
+    assert all(f"| {name} |" in table for name in chosen)
+
+
+def test_a_save_that_misses_its_goal_is_named() -> None:
+    times = {save.RAW: (1.0, 1.0, 9.0), "sluice.save .pth": (1.0, 1.15, 9.0), "sluice.save .safetensors": (1.06,)}
+    done = {
+        name: [Outcome(status="ok", seconds=each, facts={"nbytes": 10}) for each in seconds]
+        for name, seconds in {**times, "torch.save": (9.0,)}.items()
+    }
+    assert save.failed(done) == ["sluice.save .safetensors"]
+    assert [row[5:7] for row in save.section(done).rows] == [
+        ("1.00", "-"), ("1.15", "1.15"), ("1.06", "1.05"), ("9.00", "-")
+    ]  # fmt: skip
+    del done[save.RAW]
+    assert save.failed(done) == []
 
 
 def test_every_way_to_save_writes_the_weights(tmp_path: Path) -> None:
@@ -163,10 +178,14 @@ def test_every_way_to_save_writes_the_weights(tmp_path: Path) -> None:
     nbytes = sum(tensor.nbytes for tensor in state.values())
     for name, method in save.METHODS.items():
         path = tmp_path / f"f{method.suffix}"
-        method.save(state, path)
+        try:
+            method.save(state, path)
+        except OSError:
+            assert name == save.RAW  # no direct I/O on this file system
+            continue
         expected = nbytes // 2 if "bf16" in name else nbytes
-        assert expected <= path.stat().st_size < expected + (1 << 20), name
-        path.unlink()
+        assert expected <= save.written_bytes(path) < expected + (1 << 20), name
+        save.remove(path)
 
 
 def _run(seconds: float, read: float) -> Outcome:

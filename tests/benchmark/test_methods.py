@@ -179,3 +179,14 @@ def test_a_raw_read_reads_every_byte(tmp_path: Path, size: int, direct: bool) ->
     assert isinstance(read, mmap.mmap)
     assert read[:size] == content
     read.close()
+
+
+def test_a_raw_direct_write_packs_its_parts(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    parts = [torch.randint(256, (size,), dtype=torch.uint8).numpy() for size in (4095, 0, 20_000, 1, 8192)]
+    try:
+        _raw.write_direct(str(file), parts, threads=2, piece_bytes=4096)
+    except OSError as error:
+        assert error.errno == errno.EINVAL
+        pytest.skip("no direct I/O on this file system")
+    assert file.read_bytes() == b"".join(part.tobytes() for part in parts)
