@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._private_torch import EXTRA_STATE_KEY, KNOWN_LOADERS, NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
-from sluice.modules.emptied import find_leftovers, home_of, is_plain
+from sluice.modules.emptied import home_of
+from sluice.modules.leftovers import find_leftovers, is_plain
 from sluice.records.geometry import contiguous_stride, is_dense, span_elements
 from sluice.sharding.dtensors import (
     ShardMemory,

@@ -18,15 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from sluice._errors import EmptyInitError
-from sluice.modules.emptied import (
-    EmptiedStorages,
-    device_of,
-    is_plain,
-    map_tensors,
-    moved_to,
-    remember_move,
-    tensors_in,
-)
+from sluice.modules.emptied import EmptiedStorages, device_of, moved_to, remember_move
+from sluice.modules.leftovers import is_plain, map_tensors, tensors_in
 from sluice.modules.swap import swap_data, writes
 
 # Storages have no public identity, and torch passes private functions to modes.

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sluice._public import public
 from sluice.machine.processes import trim_heap
 from sluice.modules.constructor_calls import ConstructorCalls, refusal
-from sluice.modules.emptied import is_plain, tensors_in
+from sluice.modules.leftovers import is_plain, tensors_in
 from sluice.modules.swap import swap_data
 
 # torch's context without function modes is private.

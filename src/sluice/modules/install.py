@@ -24,7 +24,7 @@ from sluice._private_torch import EXTRA_STATE_KEY, IncompatibleKeys
 from sluice.entries.patterns import Placement, device_of
 from sluice.matching.match import Match
 from sluice.modules.collect import Holding, ModuleState, Owner
-from sluice.modules.emptied import NESTING
+from sluice.modules.leftovers import NESTING
 from sluice.modules.swap import swap_data, with_data
 from sluice.sharding.dtensors import is_dtensor, local_of
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from sluice.modules.emptied import is_plain
+from sluice.modules.leftovers import is_plain
 from sluice.modules.load_hooks import pre_hooks
 from sluice.modules.swap import with_data, writes
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values

@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._errors import PartialLoadError, RankError, StreamError
-from sluice.modules.emptied import map_tensors, tensors_in
 from sluice.modules.install import note_written
+from sluice.modules.leftovers import map_tensors, tensors_in
 from sluice.modules.swap import writes
 
 __all__ = ["Guard", "ParkedParameter", "is_partly_loaded", "refuse_calls", "refuse_streamed", "refusing"]
