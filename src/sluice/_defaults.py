@@ -152,12 +152,15 @@ SMALLER_BLOCKS_SHARE = 0.85
 #: Most bytes of the rows of an embedding that are read at once.
 LOOKUP_BYTES = 8 << 20
 
-#: Bytes of all buffers of a save, one per writer. Direct writes use them, and tensors that are not in host memory in
-#: the form that the file requires. Larger buffers are not faster.
+#: Bytes of all buffers of a save. Direct writes use them, and tensors that are not in host memory in the form that the
+#: file requires. Larger buffers are not faster.
 SAVE_STAGING_BYTES = 16 << 20
 
-#: Threads that write a large file and compute its CRCs: 4 saturated the measured disks.
-WRITERS = 4
+#: Number of these buffers, and so of direct writes at once: 4 saturated the measured disks.
+SAVE_BUFFERS = 4
+
+#: Threads that write a large file: more than buffers, so that writes stay in flight while others compute CRCs.
+WRITERS = 8
 
 #: Bytes of a tensor that one writer takes at once.
 WRITE_BYTES = 8 << 20

@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 import random
 import struct
+import threading
 import zipfile
 import zlib
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice import _defaults as defaults
+from sluice.writing import torch_zip
 from sluice.writing.torch_zip import TorchZipWriter, moved
-from sluice.writing.write_queue import Staging, chunks
+from sluice.writing.write_queue import Staging, chunks, write_queue
 
 
 class Memory:
@@ -51,6 +56,26 @@ def test_pieces_in_any_order_make_an_archive_that_zipfile_reads(
         assert read.read("archive/data.pkl") == b"pickle"
         found = {info.filename: info.CRC for info in read.infolist()}
     assert [found[f"archive/data/{i}"] for i in range(len(contents))] == [zlib.crc32(content) for content in contents]
+
+
+def test_all_buffers_are_in_use_while_crcs_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, written = 2 * defaults.SAVE_BUFFERS, []
+    all_written = threading.Event()
+
+    def write_at(offset: int, _: object) -> None:
+        written.append(offset)
+        if len(written) == count:
+            all_written.set()
+
+    def crc32(_: object) -> int:
+        assert all_written.wait(10)
+        return 0
+
+    monkeypatch.setattr(torch_zip, "zlib", SimpleNamespace(crc32=crc32))
+    writer = TorchZipWriter(b"", [8] * count)
+    with write_queue(defaults.DIRECT_FILE_BYTES, Staging.make(1 << 20), lambda _: None) as queue:
+        for number in range(count):
+            queue.write(torch.zeros(2), "float32", 0, partial(writer.write, write_at, number))
 
 
 @pytest.mark.parametrize(("nbytes", "escapes"), [(0xFFFFFFFE, False), (0xFFFFFFFF, True)])

@@ -35,7 +35,8 @@ Consumer = Callable[[memoryview], None]
 class Staging(Struct, frozen=True):
     """Buffers for tensors that are cast, copied from an accelerator or made contiguous on the way to the file."""
 
-    #: One buffer per writer; one block longer than a piece, so that a piece can begin anywhere in a block.
+    #: One buffer per piece that is being written; one block longer than a piece, so that it can begin anywhere in a
+    #: block.
     pool: StagingPool
     #: Size of the longest piece, in bytes.
     piece_bytes: int
@@ -43,9 +44,9 @@ class Staging(Struct, frozen=True):
     @classmethod
     def make(cls, nbytes: int) -> Staging:
         """Return buffers of about ``nbytes`` bytes in total; only used pages become resident."""
-        piece = max(1, nbytes // defaults.WRITERS)
+        piece = max(1, nbytes // defaults.SAVE_BUFFERS)
         buffer = round_up(piece, block_bytes()) + block_bytes()
-        return cls(StagingPool(buffer_bytes=buffer, count=defaults.WRITERS, huge_pages=True), piece)
+        return cls(StagingPool(buffer_bytes=buffer, count=defaults.SAVE_BUFFERS, huge_pages=True), piece)
 
 
 class Chunk(Struct, frozen=True):

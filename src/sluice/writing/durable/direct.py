@@ -54,7 +54,7 @@ def direct_writes(path: str, descriptor: int, staging: StagingPool) -> DirectWri
     Args:
         path: Its current path.
         descriptor: Its open descriptor.
-        staging: Buffers of whole blocks, one per writing thread.
+        staging: Buffers of whole blocks, one per write at once.
     """
     if not hasattr(os, "O_DIRECT") or not takes_direct_io(path):
         return None
