@@ -32,6 +32,7 @@ __all__ = [
     "saved_tensors_hooks_around",
     "set_math_bits",
     "storage_address",
+    "storage_use_count",
     "swap_contents",
     "transforms_are_active",
     "use_count",
@@ -95,6 +96,7 @@ PRIVATE_NAMES: tuple[tuple[str, str, Any], ...] = (
     ("torch.Tensor", "_make_subclass", _make_subclass),
     ("torch.Tensor", "_use_count", _unknown_count),
     ("torch._C", "_are_functorch_transforms_active", bool),
+    ("torch._C", "_storage_Use_Count", _unknown_count),
     ("torch._C", "_storage_address", _storage_address),
     ("torch._C", "_swap_tensor_impl", _swap_contents),
     ("torch._utils", "set_tensor_metadata", _set_metadata),
@@ -131,6 +133,8 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = _OBJECTS["_neg_view"]
 copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _OBJECTS["_foreach_copy_"]
 storage_address: Callable[[torch.Tensor], int] = _OBJECTS["_storage_address"]
 use_count: Callable[[torch.Tensor], int] = _OBJECTS["_use_count"]
+#: Number of tensors and other objects that use a storage, given its ``_cdata``.
+storage_use_count: Callable[[int], int] = _OBJECTS["_storage_Use_Count"]
 swap_contents: Callable[[torch.Tensor, torch.Tensor], None] = _OBJECTS["_swap_tensor_impl"]
 make_subclass: Callable[[type[torch.Tensor], torch.Tensor, bool], torch.Tensor] = _OBJECTS["_make_subclass"]
 is_traceable_wrapper_subclass: Callable[[object], bool] = _OBJECTS["is_traceable_wrapper_subclass"]

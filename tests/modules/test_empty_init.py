@@ -140,7 +140,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(depth: int) -> None:
 
 
 _BUILD_AND_MEASURE = """
-import sys, torch
+import resource, sys, torch
 from sluice.modules.empty_init import empty_init
 
 def status(field):
@@ -157,22 +157,45 @@ list(build(1))
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before = status("VmRSS")
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 with empty_init():
     model = torch.nn.Sequential(*build(48))
-print(status("VmHWM") - before, status("VmRSS") - before, int("torch._dynamo" in sys.modules))
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+print(status("VmHWM") - before, status("VmRSS") - before, int("torch._dynamo" in sys.modules), faults)
 """
 
 
 @pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_building_costs_little_memory_and_imports_no_compiler() -> None:
+def test_building_costs_little_memory_and_few_page_faults_and_imports_no_compiler() -> None:
     done = fresh_process.run(_BUILD_AND_MEASURE)
     assert done.returncode == 0, done.stderr
-    peak, kept, compiler = map(int, done.stdout.split())
+    peak, kept, compiler, faults = map(int, done.stdout.split())
     mask = 4 << 20
     assert kept < 4 * mask  # without precautions: 48 masks, and twice that in holes of the heap
     assert peak < 24 * mask
     assert not compiler
+    assert faults * 4096 < 24 * mask  # 96 without kept memory
+
+
+def test_memory_of_a_mask_is_used_again_only_when_nothing_uses_it() -> None:
+    layers = nn.ModuleList(nn.Module() for _ in range(9))
+    attributes: list[torch.Tensor] = []
+
+    def build(count: int, layer: nn.Module) -> None:
+        mask = torch.ones(512, 512, dtype=torch.int32).triu(count) if count % 2 else torch.zeros(1024, 256)
+        layer.register_buffer("mask", mask, persistent=count in {0, 1, 4, 5, 7})
+        if count in {2, 3, 5}:
+            attributes.append(mask[1:].fill_(count))
+        elif count in {0, 1}:
+            nn.init.ones_(layer.get_buffer("mask"))  # skipped; what is next in the memory does not lack it
+
+    with empty_init():
+        for count, layer in enumerate(layers):
+            build(count, layer)
+    assert [float(each.double().mean()) for each in attributes] == [2, 3, 5]
+    assert [layer.get_buffer("mask").is_meta for layer in layers] == [count in {0, 1, 4, 5, 7} for count in range(9)]
+    assert len({layer.get_buffer("mask").untyped_storage()._cdata for layer in layers}) == 9
 
 
 @pytest.mark.parametrize("at", range(5))

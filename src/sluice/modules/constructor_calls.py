@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from sluice._errors import EmptyInitError
+from sluice._private_torch import storage_use_count, transforms_are_active
 from sluice.modules.emptied import EmptiedStorages, device_of, moved_to, remember_move
 from sluice.modules.leftovers import is_plain, map_tensors, tensors_in
 from sluice.modules.swap import swap_data, writes
@@ -29,6 +30,7 @@ __all__ = ["ConstructorCalls", "refusal"]
 
 _Function = Callable[..., Any]
 _T: Any = torch.Tensor
+_CPU = torch.device("cpu")
 
 #: Functions that write to a tensor, but change more than values, or something else.
 _NOT_VALUES = frozenset({
@@ -47,6 +49,17 @@ _UNCHANGED = frozenset({
     _T.requires_grad_, torch._C._set_grad_enabled,
 })  # fmt: skip
 
+#: Functions with which constructors compute masks, and those with ``out`` that do the same.
+_FILLS: dict[_Function, _Function] = {
+    **{each: each for each in (torch.ones, torch.tril, torch.triu, torch.zeros)},
+    _T.tril: torch.tril,
+    _T.triu: torch.triu,
+}
+
+#: Sizes of results whose memory is kept for the next one, in bytes, and how many are kept at most.
+_KEPT_BYTES = range(1 << 18, 1 << 24)
+_MOST_KEPT = 4
+
 #: Arguments with which norms write to running statistics, which autograd does not see.
 _KEEPS_STATISTICS = frozenset({"training", "use_input_stats"})
 
@@ -57,6 +70,8 @@ class ConstructorCalls(TorchFunctionMode):
     def __init__(self, *, empties: bool = True) -> None:
         super().__init__()
         self.emptied = EmptiedStorages()
+        #: Memory of large results, some still in use.
+        self.kept: list[torch.UntypedStorage] = []
         #: Whether ``tensor.data = other`` may leave a tensor without the memory that it has.
         self.empties = empties
 
@@ -75,9 +90,37 @@ class ConstructorCalls(TorchFunctionMode):
         if any(map(self.emptied.is_stale, tensors)):
             raise refusal(func)
         if not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **options)
+            out = self._kept_memory(func, args, options)
+            return func(*args, **options) if out is None else _FILLS[func](*args, **options, out=out)
         call: _Function = _SPECIAL.get(func, ConstructorCalls.run)
         return call(self, func, args, options)
+
+    def _kept_memory(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
+        """Return a tensor for a large mask in memory that nothing uses any more; None for other results.
+
+        The first touch of new memory takes longer than the mask. Without this every layer has new memory: glibc gives
+        that of the mask before to a parameter, which nobody touches.
+        """
+        if func not in _FILLS or not args or torch.get_default_device() != _CPU:
+            return None
+        if not {"diagonal", "dtype"}.issuperset(name for name, value in options.items() if value is not None):
+            return None
+        if isinstance(source := args[0], torch.Tensor):
+            if source.device != _CPU or source.requires_grad or not (is_plain(source) and source.is_contiguous()):
+                return None
+            shape, dtype = source.shape, source.dtype
+        else:
+            shape = torch.Size(source if isinstance(source, (tuple, list)) else args)
+            dtype = options.get("dtype") or torch.get_default_dtype()
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes not in _KEPT_BYTES or torch._C._len_torch_dispatch_stack() or transforms_are_active():
+            return None
+        free = (kept for kept in self.kept if kept.nbytes() == nbytes and storage_use_count(kept._cdata) == 1)
+        if (storage := next(free, None)) is None:
+            storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            self.kept = [*self.kept[1 - _MOST_KEPT :], storage]
+        self.emptied.forget(storage)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, torch.empty(shape, device="meta").stride())
 
     def run(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run a call on meta.

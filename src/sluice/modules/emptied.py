@@ -85,6 +85,13 @@ class EmptiedStorages:
             remember_move(stand_in, tensor.device)
         return stand_in
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Forget a real storage that no tensor uses any more: the next one in it is another tensor."""
+        _, empty = self._of.pop(storage._cdata, (None, None))
+        if empty is not None:
+            del self._original[empty._cdata]
+            self._stale.discard(storage._cdata)
+
     def note_change(self, tensor: torch.Tensor) -> None:
         """Note that a change of the values of a tensor on meta was skipped."""
         original = self._original.get(_address(tensor))

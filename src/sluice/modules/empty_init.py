@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -61,14 +61,22 @@ class _Inside:
         self._small: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._emptied_bytes = 0
 
-    def empty_parameter(self, parameter: nn.Parameter) -> None:
+    def note_created(self, parameter: nn.Parameter, *_: object, **_options: object) -> None:
+        """Note a parameter that was created inside."""
+        if not parameter.is_meta and is_plain(parameter):
+            self.created[id(parameter)] = weakref.ref(parameter)
+
+    def empty_parameter(self, _result: None, module: nn.Module, name: str, *_: object, **_options: object) -> None:
         """Leave a parameter without memory if it was created inside."""
+        parameter = module._parameters.get(name)  # a global registration hook may have replaced it
         created = self.created.pop(id(parameter), None)
-        if created is not None and created() is parameter:
+        if parameter is not None and created is not None and created() is parameter:
             del created  # before the swap, which refuses tensors with weak references
             swap_data(parameter, self._stand_in(parameter))
 
-    def empty_buffer(self, module: nn.Module, name: str, *, at_end: bool = False) -> None:
+    def empty_buffer(
+        self, _result: None, module: nn.Module, name: str, *_: object, at_end: bool = False, **_options: object
+    ) -> None:
         """Replace a persistent buffer, but a small one only at the end."""
         buffer = module._buffers.get(name)
         if buffer is None or buffer.is_meta or not is_plain(buffer) or name in module._non_persistent_buffers_set:
@@ -86,8 +94,9 @@ class _Inside:
         """Replace small buffers that are still registered, and remember what the tensors of modules need for a load."""
         for module, name, buffer in self._small:
             if module._buffers.get(name) is buffer:
-                self.empty_buffer(module, name, at_end=True)
+                self.empty_buffer(None, module, name, at_end=True)
         self._small.clear()
+        self.calls.kept.clear()
         self.calls.emptied.remember()
         self.return_free_memory()
 
@@ -150,37 +159,21 @@ def empty_init() -> Iterator[None]:
         inside.finish()
 
 
-def _note_created(original: Callable[..., Any]) -> Any:
-    def create(cls: type, *args: Any, **options: Any) -> Any:
-        parameter = original(cls, *args, **options)
-        if _scope.inside is not None:
-            with torch._C.DisableTorchFunction():
-                if not parameter.is_meta and is_plain(parameter):
-                    _scope.inside.created[id(parameter)] = weakref.ref(parameter)
-        return parameter
+def _followed_by(act: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what wraps a method: ``act`` gets the state of this thread, the result and the arguments."""
 
-    return staticmethod(create)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            if _scope.inside is not None:
+                with torch._C.DisableTorchFunction():
+                    act(_scope.inside, result, *args, **options)
+            return result
 
+        return call
 
-def _empty_registered(original: Callable[..., Any]) -> Any:
-    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(self, name, param)
-        registered = self._parameters.get(name)  # a global registration hook may have replaced it
-        if registered is not None and _scope.inside is not None:
-            with torch._C.DisableTorchFunction():
-                _scope.inside.empty_parameter(registered)
-
-    return register_parameter
-
-
-def _empty_persistent(original: Callable[..., Any]) -> Any:
-    def register_buffer(self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own signature
-        original(self, name, tensor, persistent)
-        if _scope.inside is not None:
-            with torch._C.DisableTorchFunction():
-                _scope.inside.empty_buffer(self, name)
-
-    return register_buffer
+    return wrap
 
 
 def _run_compiled(original: Callable[..., Any]) -> Any:
@@ -210,9 +203,9 @@ def _tensors_of(module: Any) -> Iterator[torch.Tensor]:
 
 #: Methods of torch with their wrappers.
 _WRAPPED: tuple[tuple[type, str, Callable[[Callable[..., Any]], Any]], ...] = (
-    (nn.Parameter, "__new__", _note_created),
-    (nn.Module, "register_parameter", _empty_registered),
-    (nn.Module, "register_buffer", _empty_persistent),
+    (nn.Parameter, "__new__", _followed_by(_Inside.note_created)),
+    (nn.Module, "register_parameter", _followed_by(_Inside.empty_parameter)),
+    (nn.Module, "register_buffer", _followed_by(_Inside.empty_buffer)),
     (torch._C.ScriptFunction, "__call__", _run_compiled),
     (torch._C.ScriptMethod, "__call__", _run_compiled),
 )
