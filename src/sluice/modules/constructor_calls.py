@@ -98,8 +98,8 @@ class ConstructorCalls(TorchFunctionMode):
     def _kept_memory(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
         """Return a tensor for a large mask in memory that nothing uses any more; None for other results.
 
-        The first touch of new memory takes longer than the mask. Without this every layer has new memory: glibc gives
-        that of the mask before to a parameter, which nobody touches.
+        The first touch of new memory takes longer than the mask, and every layer would have new memory: glibc gives
+        that of the mask before to a parameter, which stays untouched.
         """
         if func not in _FILLS or not args or torch.get_default_device() != _CPU:
             return None
