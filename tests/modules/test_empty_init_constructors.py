@@ -46,6 +46,9 @@ class Copied(nn.Module):
         self.transformer = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
         self.teacher = copy.deepcopy(layer).requires_grad_(False)
         self.weight = nn.Parameter(layer.get_parameter("0.weight").data.clone())
+        self.register_buffer("frozen", torch.ones(3))  # as DETR freezes a norm
+        with torch.no_grad():
+            assert self.get_buffer("frozen").copy_(layer.get_parameter("1.weight")).mul(2).shape == (3,)
 
 
 class Initialised(nn.Module):
@@ -174,6 +177,15 @@ def stale(weight: torch.Tensor) -> object:
     return made * weight.shape[0]
 
 
+def stale_buffer(weight: torch.Tensor) -> object:
+    """Compute with the tensor of a buffer that got values of a parameter."""
+    made = torch.zeros(4)
+    module = nn.Module()
+    module.register_buffer("scale", made)
+    made.copy_(weight.detach())
+    return made + 1
+
+
 READS: dict[str, Callable[[Any], object]] = {
     "item": lambda weight: weight.mean().item(),
     "float": lambda weight: float(weight[0]),
@@ -192,6 +204,7 @@ READS: dict[str, Callable[[Any], object]] = {
     "fill_": lambda weight: torch.arange(3.0).fill_(weight.detach().sum()),
     "running statistics": lambda weight: nn.BatchNorm1d(4)(weight.view(1, 4).expand(2, 4)),
     "stale": stale,
+    "stale buffer": stale_buffer,
 }
 
 

@@ -67,13 +67,17 @@ _KEEPS_STATISTICS = frozenset({"training", "use_input_stats"})
 class ConstructorCalls(TorchFunctionMode):
     """A context of one thread that lets constructors work with tensors without memory."""
 
-    def __init__(self, *, empties: bool = True) -> None:
+    def __init__(
+        self, *, empties: bool = True, drop: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None
+    ) -> None:
         super().__init__()
         self.emptied = EmptiedStorages()
         #: Memory of large results, some still in use.
         self.kept: list[torch.UntypedStorage] = []
         #: Whether ``tensor.data = other`` may leave a tensor without the memory that it has.
         self.empties = empties
+        #: Returns a tensor on meta in place of one to which unknown values are written, if files hold its values.
+        self.drop = drop
 
     def __torch_function__(
         self, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -126,15 +130,17 @@ class ConstructorCalls(TorchFunctionMode):
         """Run a call on meta.
 
         Raises:
-            EmptyInitError: It needs values, or writes to a tensor with memory.
+            EmptyInitError: It needs values, or writes to a tensor with memory that no file will fill.
         """
         replaced: list[torch.Tensor] = []
+        real: dict[int, torch.Tensor] = {}
 
         def on_meta(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:
                 return tensor
             with torch.inference_mode(mode=False):  # inference tensors do not count changes
                 replaced.append(torch.empty_like(tensor, device="meta", requires_grad=False))
+            real[id(replaced[-1])] = tensor
             return replaced[-1]
 
         shapes, shape_options = map_tensors((args, options), on_meta)
@@ -147,8 +153,10 @@ class ConstructorCalls(TorchFunctionMode):
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower() or func == _T.__format__:
                 raise refusal(func) from error
             raise
-        if any(tensor._version for tensor in replaced):
+        stand_ins = {id(tensor): self.drop(real[id(tensor)]) for tensor in replaced if tensor._version}
+        if any(stand_in is None for stand_in in stand_ins.values()) or any(tensor.requires_grad for tensor in replaced):
             raise refusal(func)
+        result = map_tensors(result, lambda tensor: stand_ins.get(id(tensor), tensor))
         home = next((moved_to(tensor) for tensor in tensors_in((args, options), 4) if tensor.is_meta), None)
         for tensor in tensors_in(result):
             if home is not None and tensor.is_meta and moved_to(tensor) is None:

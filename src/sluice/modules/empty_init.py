@@ -52,7 +52,7 @@ class _Inside:
     """State of one thread inside the context."""
 
     def __init__(self) -> None:
-        self.calls = ConstructorCalls()
+        self.calls = ConstructorCalls(drop=self._drop_written)
         #: Parameters with memory that were created inside and are not registered yet, by id.
         self.created: dict[int, weakref.ref[nn.Parameter]] = {}
         #: Meta tensor for each persistent buffer. Keys are weak and compared by identity.
@@ -89,6 +89,20 @@ class _Inside:
             empty.__dict__.update(buffer.__dict__)  # marks of nn.Buffer
             self._buffers[buffer] = empty.requires_grad_(buffer.requires_grad)
         module._buffers[name] = self._buffers[buffer]
+
+    def _drop_written(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Empty the small buffers with the memory of a tensor that gets values of a parameter: files hold theirs."""
+        dropped = False
+        for module, name, buffer in self._small if is_plain(tensor) else ():
+            same = buffer.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            if same and module._buffers.get(name) is buffer:
+                self.empty_buffer(module, name, at_end=True)
+                dropped |= module._buffers[name] is not buffer
+        if not dropped:
+            return None
+        stand_in = self._stand_in(tensor)
+        self.calls.emptied.note_change(stand_in)
+        return stand_in
 
     def finish(self) -> None:
         """Replace small buffers that are still registered, and remember what the tensors of modules need for a load."""
