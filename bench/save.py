@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -158,7 +159,7 @@ METHODS = {
 }
 
 
-def work(method: str, size: str, folder: str, rank: int) -> Work:
+def work(method: str, size: str, folder: str, rank: int, store: str) -> Work:
     """Save once: the work of a process, one of all ranks. Returns the size of what was written, which is removed."""
     chosen, path = METHODS[method], Path(folder, f"model{METHODS[method].suffix}")
     state: _State = dict(random_state_dict(size, torch.float32))
@@ -166,7 +167,7 @@ def work(method: str, size: str, folder: str, rank: int) -> Work:
         state = {name: tensor.mT if tensor.dim() > 1 else tensor for name, tensor in state.items()}
     small, first = path.with_name(f"small{chosen.suffix}"), {"w": torch.ones(3)}
     if chosen.ranks > 1:
-        join_ranks(rank, chosen.ranks, f"{folder}/store")
+        join_ranks(rank, chosen.ranks, store)
         state, first = _divided(state), _divided(first)
     chosen.save(first, small)  # imports and work on first use
     if chosen.ranks > 1:
@@ -184,7 +185,6 @@ def work(method: str, size: str, folder: str, rank: int) -> Work:
         dist.barrier()
     if rank == 0:
         remove(path)
-        Path(folder, "store").unlink(missing_ok=True)
     return {"nbytes": nbytes}
 
 
@@ -213,9 +213,10 @@ def remove(path: Path) -> None:
 
 def _measured(method: str, size: str, folder: Path) -> Outcome:
     """Save once, and return the outcome of the slowest rank with the memory of the fullest."""
-    arguments = {"method": method, "size": size, "folder": str(folder)}
-    ranks = range(METHODS[method].ranks)
-    outcomes = run_tasks([BenchTask(work="bench.save:work", arguments={**arguments, "rank": rank}) for rank in ranks])
+    with tempfile.TemporaryDirectory() as other:
+        job = {"method": method, "size": size, "folder": str(folder), "store": f"{other}/store"}
+        ranks = range(METHODS[method].ranks)
+        outcomes = run_tasks([BenchTask(work="bench.save:work", arguments={**job, "rank": rank}) for rank in ranks])
     for outcome in outcomes:
         if outcome.status != "ok":
             raise click.ClickException(f"{method}: {outcome.reason}")
