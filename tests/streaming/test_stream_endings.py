@@ -246,7 +246,7 @@ class _Unit:
     """A unit of one byte, whose reads never end."""
 
     nbytes, users, uses, ready = 1, 0, 0, False
-    plan = SimpleNamespace(prepared=SimpleNamespace(plan=SimpleNamespace(read_bytes=1)))
+    plan = SimpleNamespace(prepared=SimpleNamespace(plan=SimpleNamespace(reads=())))
 
     def __init__(self) -> None:
         self.started, self.looks = False, 0
@@ -267,8 +267,8 @@ class _Unit:
 
 
 def test_an_interrupt_while_room_is_made_gives_the_memory_back_and_looks_at_units_in_memory_only() -> None:
-    units, nothing = [_Unit() for _ in range(3)], SimpleNamespace()
-    window = Window(units, nothing, most_bytes=1)  # type: ignore[arg-type]
+    units, nothing = [_Unit() for _ in range(3)], SimpleNamespace(missing_bytes=len)
+    window = Window(units, nothing, nothing, most_bytes=1)  # type: ignore[arg-type]
     window.read_ahead([0])
     with pytest.raises(KeyboardInterrupt):
         window.acquire(1)

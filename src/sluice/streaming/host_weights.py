@@ -6,7 +6,6 @@ are those of weights on the disk. A file that changes is still noticed.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -46,10 +45,9 @@ class HostWeights:
         #: The files; the kept reads do not reach them.
         self.sources = tuple(self._kept.get(number, source) for number, source in enumerate(sources))
 
-    @property
-    def served_bytes(self) -> int:
-        """Bytes that were read from host memory so far."""
-        return sum(kept.served_bytes for kept in self._kept.values())
+    def missing_bytes(self, reads: Iterable[Read]) -> int:
+        """Return the bytes of reads that are not here yet: they reach the files."""
+        return sum(read.nbytes for read in reads if read.file not in self._kept or not self._kept[read.file].has(read))
 
     def clear(self) -> None:
         """Free the memory; nothing is being read."""
@@ -60,7 +58,6 @@ class HostWeights:
 class _Rest(Struct, eq=False):
     """The bytes of one read, once it was made."""
 
-    nbytes: int
     first: int = 0
     #: A view of memory that it alone keeps.
     bytes: memoryview = memoryview(b"")
@@ -80,10 +77,13 @@ class _KeptReads(ForwardingSource):
         #: The rest of each read by offset and size, as it is requested buffered and as it is requested directly.
         self._rests: dict[tuple[int, int], _Rest] = {}
         for read in reads:
-            rest = self._rests.setdefault((read.offset, read.nbytes), _Rest(read.nbytes))
+            rest = self._rests.setdefault((read.offset, read.nbytes), _Rest())
             self._rests.setdefault(_blocks(read), rest)
-        self.served_bytes = 0
-        self._counting = threading.Lock()
+
+    def has(self, read: Read) -> bool:
+        """Return whether the bytes of a read are here."""
+        rest = self._rests.get((read.offset, read.nbytes))
+        return rest is not None and rest.part(read.offset, read.nbytes) is not None
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         rest = self._rests.get((offset, len(buffer)))
@@ -94,8 +94,6 @@ class _KeptReads(ForwardingSource):
         part = rest.part(offset, nbytes)
         if part is not None:
             _copy(buffer[:nbytes], part)
-            with self._counting:
-                self.served_bytes += rest.nbytes
             return nbytes
         found = self._source.read_into(offset, buffer, direct=direct)
         if found == nbytes:

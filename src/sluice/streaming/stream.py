@@ -45,12 +45,12 @@ class Stream:
     """A running stream; see ``sluice.stream``. A context manager that closes it."""
 
     def __init__(self, job: StreamJob, exits: ExitStack, reader: CheckpointReader, host: HostWeights) -> None:
-        self._job, self._reader, self._host = job, reader, host
+        self._job, self._reader = job, reader
         self._lock = threading.RLock()
         most_bytes = job.decision.window_bytes
         memory = RecycledMemory(most_bytes, huge_pages=job.whole.plan.facts.huge_pages)
         self._units = [Unit(plan, reader, memory) for plan in job.units]
-        self._window = Window(self._units, memory, most_bytes=most_bytes)
+        self._window = Window(self._units, memory, host, most_bytes=most_bytes)
         self._window.kept.update(job.kept)
         self._calls = Calls(job)
         self._backward = Backward(self._units, self._window, self._calls, reads_ahead=job.decision.reads_ahead)
@@ -95,7 +95,7 @@ class Stream:
             calls=self._model_calls,
             seconds=self._model_seconds,
             waited_seconds=window.waited_seconds,
-            read_bytes=window.read_bytes - self._host.served_bytes,
+            read_bytes=window.read_bytes,
             hits=window.hits,
             misses=window.misses,
             notes=(*job.whole.notes, *_notes(job)),

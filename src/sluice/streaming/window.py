@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from sluice._errors import SluiceError
 from sluice.engine.host_memory import RecycledMemory
 from sluice.engine.running_plan import SessionEndedError
+from sluice.streaming.host_weights import HostWeights
 from sluice.streaming.units import Unit
 
 __all__ = ["Window"]
@@ -25,16 +26,18 @@ __all__ = ["Window"]
 class Window:
     """Memory for units, in use or not; not safe for threads."""
 
-    def __init__(self, units: Sequence[Unit], memory: RecycledMemory, *, most_bytes: int) -> None:
+    def __init__(self, units: Sequence[Unit], memory: RecycledMemory, host: HostWeights, *, most_bytes: int) -> None:
         """Read nothing yet.
 
         Args:
             units: All units.
             memory: What they are read into.
+            host: Weights that rest in host memory.
             most_bytes: Bytes of the units that are in memory or being read at the same time.
         """
         self._units = units
         self._memory = memory
+        self._host = host
         self._most_bytes = most_bytes
         self._expected: Mapping[int, int] = {}
         #: Units that are dropped only for those of a block that is called.
@@ -120,9 +123,10 @@ class Window:
     def _start(self, number: int) -> None:
         unit = self._units[number]
         self._held.add(number)
+        missing_bytes = self._host.missing_bytes(unit.plan.prepared.plan.reads)  # before they are read
         unit.start()
         self._held_bytes += unit.nbytes
-        self.read_bytes += unit.plan.prepared.plan.read_bytes
+        self.read_bytes += missing_bytes
 
     def _finish(self, unit: Unit) -> None:
         if unit.ready:
