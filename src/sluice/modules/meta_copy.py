@@ -41,6 +41,9 @@ __all__ = ["CopyRecorder", "MetaCopy", "NotFollowedError", "reason_of", "untouch
 #: Properties that a stand-in shows as a live tensor would, because code treats tensors on meta differently.
 _SHOWN = {torch.Tensor.device.__get__: torch.device("cpu"), torch.Tensor.is_meta.__get__: False}  # type: ignore[attr-defined]  # C descriptors
 
+#: Functions that return their tensor as it is.
+_SAME = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]  # a C descriptor
+
 #: Functions that end in an underscore and change no element.
 _HARMLESS = frozenset({"requires_grad_", "rename_"})
 
@@ -258,7 +261,7 @@ class CopyRecorder(TorchFunctionMode):
         except CannotFollow as error:
             self.problems.append(f"computes with values: {error}{_calling_line()}")
             raise
-        if isinstance(result, torch.Tensor) and args and id(args[0]) in self._own and _is_same(func, args):
+        if isinstance(result, torch.Tensor) and args and id(args[0]) in self._own and func in _SAME:
             self._kept.append(result)
             self._own[id(result)] = self._own[id(args[0])]
         return result
@@ -283,13 +286,6 @@ class CopyRecorder(TorchFunctionMode):
     def _stop(self, problem: str) -> None:
         self.problems.append(f"{problem}{_calling_line()}")
         raise NotFollowedError(self.problems[-1])
-
-
-def _is_same(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return whether a call returns its tensor: ``detach``, ``data``, the only element for a scalar."""
-    if func is torch.Tensor.__getitem__:
-        return tuple(args[0].shape) == (1,) and type(args[1]) is int and args[1] == 0
-    return func in {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]  # a C descriptor
 
 
 @contextmanager
