@@ -41,7 +41,7 @@ __all__ = ["CopyRecorder", "MetaCopy", "NotFollowedError", "reason_of", "untouch
 #: Properties that a stand-in shows as a live tensor would, because code treats tensors on meta differently.
 _SHOWN = {torch.Tensor.device.__get__: torch.device("cpu"), torch.Tensor.is_meta.__get__: False}  # type: ignore[attr-defined]  # C descriptors
 
-#: Functions that return their tensor as it is.
+#: Functions that return their tensor, with no change of its shape.
 _SAME = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]  # a C descriptor
 
 #: Functions that end in an underscore and change no element.
