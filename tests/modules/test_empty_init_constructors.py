@@ -179,11 +179,8 @@ def stale(weight: torch.Tensor) -> object:
 
 def stale_buffer(weight: torch.Tensor) -> object:
     """Compute with the tensor of a buffer that got values of a parameter."""
-    made = torch.zeros(4)
-    module = nn.Module()
-    module.register_buffer("scale", made)
-    made.copy_(weight.detach())
-    return made + 1
+    made = nn.BatchNorm1d(4).get_buffer("running_mean")
+    return made.copy_(weight.detach()), made + 1
 
 
 READS: dict[str, Callable[[Any], object]] = {

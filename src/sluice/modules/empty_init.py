@@ -96,7 +96,7 @@ class _Inside:
         for module, name, buffer in self._small if is_plain(tensor) else ():
             same = buffer.untyped_storage()._cdata == tensor.untyped_storage()._cdata
             if same and module._buffers.get(name) is buffer:
-                self.empty_buffer(module, name, at_end=True)
+                self.empty_buffer(None, module, name, at_end=True)
                 dropped |= module._buffers[name] is not buffer
         if not dropped:
             return None
