@@ -122,7 +122,8 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("yaml", reason="the extra 'merge' is not installed")
     monkeypatch.chdir(tmp_path)
     one, other = found = states(2, layers=4)
-    one["embed_out.weight"], other["embed_out.weight"] = torch.zeros(1), torch.ones(1)
+    for name in ("embed_out.weight", "vision.0.bias"):  # in no layer of the model
+        one[name], other[name] = torch.zeros(1), torch.ones(1)
     for name, state in zip("ab", found, strict=True):
         sluice.save(state, name)
     Path("join.yml").write_text(
@@ -136,14 +137,13 @@ def test_a_configuration_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(joined["model.layers.3.q"], other["model.layers.1.q"])
     assert torch.equal(joined["model.layers.5.mlp"], other["model.layers.3.mlp"] * 0.5)
     assert torch.equal(joined["model.embed.weight"], one["model.embed.weight"])
-    assert torch.equal(joined["norm"], other["norm"])
-    assert torch.equal(joined["embed_out.weight"], other["embed_out.weight"])
-    weight = {"weight": [{"filter": ".q", "value": [0, 3]}, {"value": 1}]}
+    assert all(torch.equal(joined[name], other[name]) for name in ("norm", "embed_out.weight", "vision.0.bias"))
+    weight = {"weight": [{"filter": ".q", "value": [0, 1, 5]}, {"value": 1}]}
     models = [{"model": "a", "parameters": weight}, {"model": "b", "parameters": {"weight": "1e0"}}]
     sluice.merge({"merge_method": "linear", "models": models, "parameters": {"normalize": False}}, "sum.pth")
     summed = torch.load("sum.pth")
-    for layer in range(4):
-        expected = one[f"model.layers.{layer}.q"] * float(layer) + other[f"model.layers.{layer}.q"]
+    for layer, factor in enumerate((0, 2 / 3, 7 / 3, 5)):
+        expected = one[f"model.layers.{layer}.q"] * factor + other[f"model.layers.{layer}.q"]
         assert torch.allclose(summed[f"model.layers.{layer}.q"], expected)
 
 
@@ -313,6 +313,7 @@ def refusals(tmp_path: Path, a: str, b: str) -> list[tuple[Any, dict[str, Any], 
     torch.save(torch.zeros(1 << 18), tmp_path / "large.pth")
     flat = str(tmp_path / "flat.pth")
     torch.save({"w": torch.ones(2)}, flat)
+    linear = {"merge_method": "linear", "models": [{"model": a}]}
     shared: list[Any] = []  # as aliases of YAML make it: its whole text would be long
     for _ in range(20):
         shared = [shared, shared]
@@ -327,13 +328,11 @@ def refusals(tmp_path: Path, a: str, b: str) -> list[tuple[Any, dict[str, Any], 
         (str(tmp_path), {}, sluice.SluiceError, "directory"),
         (str(tmp_path / "large.pth"), {}, sluice.FormatError, "Several checkpoints are a list"),
         ({a: 1}, {"method": "model_stock", "base": a}, sluice.FormatError, "takes 3 or more inputs, not 1"),
-        ({"merge_method": "linear", "models": [{"model": a}], "weights": 1}, {}, sluice.FormatError, "weights"),
-        ({"merge_method": "linear", "models": [{"model": a}]}, {"base": a}, ValueError, "a configuration has its own"),
-        (
-            {"merge_method": "linear", "models": [{"model": a}], "tokenizer_source": "union"},
-            {},
-            sluice.UnsupportedError,
-            "tokenizers are not merged",
+        ({**linear, "weights": 1}, {}, sluice.FormatError, "weights"),
+        (linear, {"base": a}, ValueError, "a configuration has its own"),
+        *(
+            ({**linear, **each}, {}, sluice.UnsupportedError, "tokenizers are not merged")
+            for each in ({"tokenizer_source": "union"}, {"chat_template": "auto"}, {"tokenizer": {"source": "union"}})
         ),
         ([a, str(tmp_path / "none.pth")], {}, FileNotFoundError, "none.pth"),
         ([a, a], {}, sluice.FormatError, r"twice an input.*Correct its inputs"),
@@ -341,6 +340,8 @@ def refusals(tmp_path: Path, a: str, b: str) -> list[tuple[Any, dict[str, Any], 
         (sliced([{"model": a}], [{"model": b}]), {}, sluice.FormatError, "need a layer_range"),
         (sliced([{"model": a}, {"model": b, "layer_range": [0, 2]}]), {}, sluice.FormatError, "need a layer_range"),
         (sliced([{"model": a, "layer_range": [4, 2]}]), {}, sluice.FormatError, "layer_range is empty"),
+        (sliced([{"model": n, "layer_range": [0, e]} for n, e in ((a, 1), (b, 2))]), {}, sluice.FormatError, "differ"),
+        ({**sliced([{"model": a}]), "models": [{"model": b}]}, {}, sluice.FormatError, "one of models, slices"),
         ({"merge_method": "swa", "models": [{"model": a}], "dtype": "foo"}, {}, sluice.FormatError, "'foo'"),
         ({"merge_method": "swa", "models": [{"model": a}], "out_dtype": "int8"}, {}, sluice.FormatError, "'int8'"),
         (sliced([{"model": a, "layer_range": [0, 10**6]}]), {}, sluice.LimitError, "exceeds the limit 'entries'"),

@@ -183,7 +183,7 @@ def _turned(share: float, one: torch.Tensor, other: torch.Tensor, merged: Merged
     elif columns:
         one, other = one.transpose(0, -1), other.transpose(0, -1)
     unit = [x / torch.norm(x, dim=-1, keepdim=True).clamp(min=1e-7) for x in (one, other)]
-    cosine = torch.sum(unit[0] * unit[1], dim=-1, keepdim=True).clamp(-1, 1)
+    cosine = torch.sum(unit[0] * unit[1], dim=-1, keepdim=True)  # beyond 1 by rounding is straight, too
     del unit
     straight = (1 - cosine.square()) <= 1e-16
     theta = torch.acos(torch.where(straight, 0, cosine))

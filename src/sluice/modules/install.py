@@ -208,9 +208,7 @@ def _replace_in_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tens
     """Replace a tensor in plain attributes, and in their lists, tuples and dicts, as recurrent layers have them."""
     for part in module.modules():
         for name, value in vars(part).items():
-            if value is old:
-                vars(part)[name] = new
-            elif isinstance(value, (list, tuple, dict)):
+            if value is old or isinstance(value, (list, tuple, dict)):
                 vars(part)[name] = _replaced_in(value, old, new)
 
 

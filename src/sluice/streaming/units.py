@@ -121,14 +121,12 @@ class Unit:
             raise
 
     def finish(self) -> None:
-        """Return when it is in memory.
+        """Return when it is in memory; its reads have begun.
 
         Raises:
             ReadError: The operating system or a server failed a read.
             SourceChangedError: A file is no longer the one that was indexed.
         """
-        if self._running is None:
-            self.start()
         try:
             self.settle()
         except SessionEndedError:  # a different unit failed, whose own caller sees it
@@ -136,7 +134,7 @@ class Unit:
             self.settle()
 
     def settle(self) -> None:
-        """Return when its reads have ended; they have begun.
+        """Return when its reads, which have begun, have ended.
 
         Raises:
             SessionEndedError: Another unit failed. This one is not in memory.
