@@ -111,6 +111,7 @@ def test_adapters_are_merged_in_order_with_their_weights(base: Path, tmp_path: P
         ("unet.proj_in", "lora_A.weight", "lora_B.weight"),
         ("text_encoder.text_model.proj_in", "lora.down.weight", "lora.up.weight"),
         ("lora_te_text_model_proj_in", "lora_down.weight", "lora_up.weight"),
+        ("lora_unet_proj_in", "lokr_w2_b", "lokr_w2_a"),
     ],
 )
 def test_files_of_image_models_have_alpha_for_each_layer(
@@ -118,6 +119,7 @@ def test_files_of_image_models_have_alpha_for_each_layer(
 ) -> None:
     a, b = low_rank(2, 9, 6)
     tensors = {f"{prefix}.{down}": a, f"{prefix}.{up}": b, "other.lora_up.weight": torch.ones(1)}
+    tensors |= {f"{prefix}.lokr_w1": torch.ones(1, 1)} if "lokr" in down else {}
     part = prefix.partition(".")[0]
     written = {"lora_adapter_metadata": f'{{"{part}.r": 2, "{part}.lora_alpha": 4}}'}
     others = {"lora_adapter_metadata": '{"vae.r": 2, "vae.lora_alpha": 8}'}

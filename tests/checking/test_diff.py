@@ -266,8 +266,9 @@ def test_integers_without_and_with_a_sign() -> None:
     assert (found.different, found.max_rel) == (3, 1.0)
     packed = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     found = Comparison(rtol=0, atol=0)
+    found.update(torch.tensor([2**62]), torch.tensor([2**62 + 1]))
     found.update(packed, torch.tensor([0, 1, 7, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
-    assert found.different == 1
+    assert (found.different, found.max_abs) == (2, 1)
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_non_finite_elements_are_those_of_torch(dtype: str) -> None:
 
 
 def test_progress_ends_at_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save(plain_tensors() | views(), tmp_path / "f.pt")
+    torch.save(plain_tensors() | views() | {"sparse": torch.eye(3).to_sparse()}, tmp_path / "f.pt")
     seen: list[sluice.ProgressEvent] = []
     report = sluice.verify(tmp_path / "f.pt", hashes="xxh3_128", progress=seen.append)
     assert seen[-1].done_bytes == seen[-1].total_bytes == report.nbytes

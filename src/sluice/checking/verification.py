@@ -256,8 +256,9 @@ class _Verification:
 
         def elements(line: Entry, limit_bytes: int) -> Iterator[torch.Tensor]:
             for part in _pieces_of(line, limit_bytes):
-                yield self._reader.read([part])[0].flatten()
-                advance(part.nbytes)
+                [read] = self._reader.read([part])
+                advance(part.nbytes)  # not after the last one, where nobody goes on
+                yield read.flatten()
 
         for name, entry in self.plan.sparse.items():
             assert isinstance(entry.composite, Sparse)
