@@ -257,7 +257,7 @@ class _Verification:
         def elements(line: Entry, limit_bytes: int) -> Iterator[torch.Tensor]:
             for part in _pieces_of(line, limit_bytes):
                 [read] = self._reader.read([part])
-                advance(part.nbytes)  # not after the last one, where nobody goes on
+                advance(part.nbytes)  # before the last one, after which no more are asked for
                 yield read.flatten()
 
         for name, entry in self.plan.sparse.items():
