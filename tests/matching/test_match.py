@@ -50,9 +50,9 @@ def test_tied_names_of_other_bytes_have_to_be_compared(other: Entry) -> None:
 
 
 def test_devices() -> None:
-    outline = Outline(slots=(slot("a"), slot("b", device="cpu"), slot("c", device="cuda:1")))
+    outline = Outline(slots=(slot("a"), slot("b", device="cuda:1"), slot("c", device="cuda:2", in_place=False)))
     entries = dict.fromkeys("abc", entry())
-    assert [r.device for r in match(outline, entries).requests] == ["cpu", "cpu", "cuda:1"]
+    assert [r.device for r in match(outline, entries).requests] == ["cpu", "cuda:1", "cuda:2"]
     assert [r.device for r in match(outline, entries, placement={"": "cuda:0"}).requests] == ["cuda:0"] * 3
     placement = {"": "cpu", "blocks": "cuda:0", "blocks.1": "cuda:1"}
     names = ["head.weight", "blocks.0.weight", "blocks.1.weight", "blocks.10.weight", "blocks"]
