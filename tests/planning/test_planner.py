@@ -8,7 +8,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice.planning.memory_layout import shared_targets
 from sluice.planning.planner import plan_load
 from sluice.planning.threads import reader_count
-from sluice.records import Elements, Fill, MachineFacts, Request, Target
+from sluice.records import Elements, Fill, Finisher, MachineFacts, Request, Target
 from support.plans import FILE, MIB, entry, facts, index_of, request
 from support.plans import planned as plan
 
@@ -128,6 +128,13 @@ def filled(offset: int, nbytes: int, *, dtype: str = "float32", swap_bytes: int 
         target_stride=(1,),
     )
     return Target(name="w", dtype=dtype, nbytes=nbytes, device=device, fills=(fill,))
+
+
+def test_whole_weights_that_wait_for_finishers_count_on_their_device() -> None:
+    finisher = Finisher(name="int8", shape=(5 * MIB,), finished_sizes=(5 * MIB,))
+    targets = [replace(filled(0, 20 * MIB, device=f"cuda:{i}"), finisher=finisher) for i in (0, 1, 1)]
+    made = plan_load(targets, (FILE,), facts(), staging_bytes=64 * MIB)
+    assert [each.working_bytes for each in made.devices] == [20 * MIB, 40 * MIB]
 
 
 def test_big_endian_numbers_are_read_alone() -> None:
