@@ -118,9 +118,12 @@ def test_manifests_of_old_and_new_weights_are_compared(tmp_path: Path) -> None:
     for empty in empties:
         with pytest.raises(sluice.CheckpointError, match=r"the path is empty|not a manifest"):
             sluice.refresh(model, path, since=empty, manifest=new)
-    content = json.loads(old.read_bytes())
-    del content["tensors"]["steps"]  # unknown, so it is read
-    assert sorted(sluice.refresh(model, path, since=content, manifest=new).changed) == ["layers.0.bias", "steps"]
+    lacking = [json.loads(each.read_bytes()) for each in (old, new)]
+    for content in lacking:
+        del content["tensors"]["steps"]  # unknown, so it is read
+    for each in (new, lacking[1]):
+        state = sluice.refresh(model, path, since=lacking[0], manifest=each)
+        assert sorted(state.changed) == ["layers.0.bias", "steps"]
     state = sluice.refresh(model, path, since=old, manifest=json.loads(new.read_bytes()))
     assert state.changed == ("layers.0.bias",)
     assert sluice.verify(model=model, manifest=new).ok
