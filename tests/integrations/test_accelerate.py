@@ -1,4 +1,4 @@
-"""load_checkpoint_and_dispatch: as accelerate's, with strict weights."""
+"""load_checkpoint_and_dispatch: as accelerate's, with strict weights; its optimizers resume."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import sluice
 
 pytest.importorskip("accelerate")
 
+from accelerate import Accelerator
+
 from sluice.integrations.accelerate import load_checkpoint_and_dispatch
 from support.trained_net import empty
+from support.training_runs import KINDS, differences, stopped
 
 
 @pytest.fixture
@@ -41,3 +44,10 @@ def test_disk_and_missing_weights_are_refused(path: Path) -> None:
         load_checkpoint_and_dispatch(empty(net), path, device_map={"0": "cpu", "1": "disk"})
     with pytest.raises(sluice.MismatchError):
         load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2)), path)
+
+
+def test_a_prepared_optimizer_resumes(tmp_path: Path) -> None:
+    model, optimizer = stopped(tmp_path / "run.pt", KINDS["AdamW"])
+    prepared = Accelerator().prepare_optimizer(KINDS["AdamW"](model))
+    sluice.load_optimizer(prepared, tmp_path / "run.pt")
+    assert not differences(prepared.state_dict(), optimizer.state_dict())

@@ -204,7 +204,7 @@ def same_values(checkpoint: OpenCheckpoint, first: Request, other: Request, *, l
 
 def _part(request: Request, key: tuple[slice, ...]) -> Request:
     """Return a request for a box of a request, as a separate tensor on the host."""
-    entry = slice_entry(request.entry, key) if key else request.entry
+    entry = slice_entry(request.entry, key)
     return Request(
         name=request.name, entry=entry, dtype=request.dtype, device="cpu", stride=contiguous_stride(entry.shape)
     )

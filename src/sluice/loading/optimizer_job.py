@@ -172,12 +172,10 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         return keep_device(tensor) if id(entry) in self.deferred else tensor
 
 
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
+def _unwrapped(optimizer: Any) -> Optimizer:
     """Return the optimizer that holds the state; accelerate's wrapper forwards everything to it except hooks."""
-    inner = getattr(optimizer, "optimizer", None)
-    if type(optimizer).__module__ == "accelerate.optimizer" and isinstance(inner, Optimizer):
-        return inner
-    return optimizer
+    inner: Optimizer = optimizer.optimizer if type(optimizer).__module__ == "accelerate.optimizer" else optimizer
+    return inner
 
 
 def _outline(optimizer: Optimizer, model: torch.nn.Module | None) -> OptimizerOutline:

@@ -107,10 +107,8 @@ def _check_live(job: ModuleJob) -> None:
         slots[slot].names[0] for slot, each in zip(job.match.slots, job.requests, strict=True) if not each.existing
     ]
     other += [slots[slot].names[0] for slot in (*job.match.zeroed, *job.match.initialised)]
-    if job.quantized or job.attributes:
-        raise UnsupportedError(
-            "a refresh fills tensors, and not quantized weights or attributes", advice="Load the model again."
-        )
+    if job.attributes:
+        raise UnsupportedError("a refresh fills tensors, and not attributes of modules", advice="Load the model again.")
     if other:
         error = MismatchError(f"{len(other)} of {len(slots)} tensors cannot be filled in place", tensor=other[0])
         error.advice = "Load the model with sluice.load_into first, and refresh it with the same dtype and device."
