@@ -285,32 +285,28 @@ def test_a_failed_read_leaves_the_optimizer_alone(tmp_path: Path) -> None:
     assert len(source.reads) < at
 
 
-def hugging_face(directory: Path, optimizer_name: str) -> torch.optim.Optimizer:
-    directory.mkdir()
-    model, optimizer = stopped(directory.with_suffix(".pt"), kind)
-    safetensors.torch.save_file(dict(model.state_dict()), directory / "model.safetensors")
-    torch.save(optimizer.state_dict(), directory / optimizer_name)
-    torch.save({"last_epoch": 3}, directory / "scheduler.pt")
-    return optimizer
-
-
 @pytest.mark.parametrize("name", ["optimizer.pt", "optimizer.bin"])
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_directory_of_trainer_or_accelerate(tmp_path: Path, name: str, opened: bool) -> None:
-    optimizer = hugging_face(tmp_path / "checkpoint-5", name)
+    directory = tmp_path / "checkpoint-5"
+    directory.mkdir()
+    model, optimizer = stopped(tmp_path / "run.pt", kind)
+    safetensors.torch.save_file(dict(model.state_dict()), directory / "model.safetensors")
+    torch.save(optimizer.state_dict(), directory / name)
+    torch.save({"last_epoch": 3}, directory / "scheduler.pt")
     model = net(seed=1)
     ours = kind(model)
     if opened:
-        with sluice.open(tmp_path / "checkpoint-5") as checkpoint:
+        with sluice.open(directory) as checkpoint:
             sluice.load_into(model, checkpoint)
             report = sluice.load_optimizer(ours, checkpoint)
     else:
-        report = sluice.load_optimizer(ours, tmp_path / "checkpoint-5")
-    assert report.source == str(tmp_path / "checkpoint-5" / name)
+        report = sluice.load_optimizer(ours, directory)
+    assert report.source == str(directory / name)
     assert not differences(ours.state_dict(), optimizer.state_dict())
-    (tmp_path / "checkpoint-5" / name).unlink()
+    (directory / name).unlink()
     with pytest.raises(MismatchError, match="no optimizer state"):
-        sluice.load_optimizer(ours, tmp_path / "checkpoint-5")
+        sluice.load_optimizer(ours, directory)
 
 
 def test_accelerates_sharded_state_of_fsdp(tmp_path: Path) -> None:

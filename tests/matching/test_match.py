@@ -116,16 +116,6 @@ def test_optional_names_alone_are_not_a_load() -> None:
     assert "0 of 1" in message(outline, {}, strict=False, has_attributes=True)  # it requires a tensor
 
 
-def test_suggestions_have_the_same_shape_and_the_closest_name() -> None:
-    spare = {f"layers.{i}.attention.weight": entry(i) for i in range(30)}
-    text = message(
-        Outline(slots=(slot("blocks.17.attention.weight"), slot("lonely", shape=(5,)))),
-        {**spare, "lonelier": entry(99)},
-    )
-    assert "the checkpoint has 'layers.17.attention.weight'" in text
-    assert "has 'lonelier'" not in text
-
-
 def test_five_hundred_problems_stay_readable() -> None:
     outline = Outline(slots=tuple(slot(f"layer.{i}.w") for i in range(500)))
     text = message(outline, {f"block.{i}.w": entry(i) for i in range(500)})

@@ -50,11 +50,6 @@ def refusal(path: Path, optimizer: torch.optim.Optimizer, **how: Any) -> str:
     return str(caught.value)
 
 
-def reordered(model: Net) -> list[dict[str, Any]]:
-    """Return the groups of ``grouped`` with the parameters of each in the opposite order."""
-    return [{**group, "params": group["params"][::-1]} for group in grouped(model)]
-
-
 @pytest.mark.parametrize("form", ["nested", "flat", "nested in a file", "flat in a file"])
 def test_state_by_name_is_matched_by_name(tmp_path: Path, run: Run, form: str) -> None:
     model, optimizer = run
@@ -64,7 +59,7 @@ def test_state_by_name_is_matched_by_name(tmp_path: Path, run: Run, form: str) -
     else:
         path = save_distributed(tmp_path / "d", {"optim": state, "model": model.state_dict()})
     again = net(seed=1)
-    ours = torch.optim.AdamW(reordered(again), lr=0.5)
+    ours = torch.optim.AdamW([{**group, "params": group["params"][::-1]} for group in grouped(again)], lr=0.5)
     report = sluice.load_optimizer(ours, path, model=again)
     assert report.key == "optim"
     assert not differences(states_by_name(again, ours), states_by_name(model, optimizer))

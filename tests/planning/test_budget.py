@@ -25,7 +25,7 @@ def plan(mib: int, machine: MachineFacts | None = None, **options: Any) -> LoadP
 
 
 def test_the_tightest_of_free_memory_and_control_group_is_the_limit_of_the_host() -> None:
-    machine = facts(available=10 * MIB)
+    machine = replace(facts(available=10 * MIB), memory_limit_bytes=11 * MIB)
     limit = find_limits(machine, sluice.MemoryLimits())[0]
     assert (limit.where, limit.nbytes, limit.origin) == (HOST, 10 * MIB, "free memory")
     limited = replace(machine, memory_limit_bytes=7 * MIB)
