@@ -13,7 +13,7 @@ import pytest
 from sluice.benchmark.machine import make_cold
 from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
-from sluice.machine.cgroups import cgroup_headroom
+from sluice.machine.cgroups import cgroup_headroom, memory_groups
 from sluice.machine.facts import file_facts, probe_cache
 from sluice.sources.local import LocalFile
 from support.directories import write_texts
@@ -35,9 +35,9 @@ def file(tmp_path: Path) -> Iterator[LocalFile]:
 CGROUPS: dict[str, tuple[dict[str, str], int | None]] = {
     "the tightest ancestor of v2 counts, and reclaimable pages are free": (
         {
-            "proc/self/cgroup": "0::/pod/container\n",
-            "sys/fs/cgroup/pod/container/memory.max": "max\n",
-            "sys/fs/cgroup/pod/container/memory.current": f"{100 * MIB}\n",
+            "proc/self/cgroup": "0::/pod/cri:container\n",
+            "sys/fs/cgroup/pod/cri:container/memory.max": "max\n",
+            "sys/fs/cgroup/pod/cri:container/memory.current": f"{100 * MIB}\n",
             "sys/fs/cgroup/pod/memory.max": f"{500 * MIB}\n",
             "sys/fs/cgroup/pod/memory.current": f"{300 * MIB}\n",
             "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {50 * MIB}\n",
@@ -69,7 +69,9 @@ CGROUPS: dict[str, tuple[dict[str, str], int | None]] = {
 
 @pytest.mark.parametrize(("files", "left"), CGROUPS.values(), ids=CGROUPS)
 def test_what_control_groups_leave(tmp_path: Path, files: dict[str, str], left: int | None) -> None:
-    assert cgroup_headroom(write_texts(tmp_path, files)) == left
+    root = write_texts(tmp_path, files)
+    assert cgroup_headroom(root) == left
+    assert {group.version for group in memory_groups(root)} <= {1 if "limit_in_bytes" in str(files) else 2}
 
 
 @contextmanager

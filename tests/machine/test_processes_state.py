@@ -23,6 +23,7 @@ def test_a_process_is_known_by_its_number_its_start_and_its_host() -> None:
     assert own.host.endswith(own.hostname)
     assert state_of(replace(own, started=own.started + 1), own) == "gone"  # another process with the same number
     assert state_of(replace(own, namespace="other"), own) == "unknown"  # on a different host
+    assert state_of(replace(own, namespace=""), replace(own, namespace="")) == "unknown"  # not on Linux
 
 
 def test_stopped_ended_and_reaped() -> None:
