@@ -46,6 +46,7 @@ class Copied(nn.Module):
         self.transformer = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
         self.teacher = copy.deepcopy(layer).requires_grad_(False)
         self.weight = nn.Parameter(layer.get_parameter("0.weight").data.clone())
+        self.register_buffer("color", nn.Parameter(torch.ones(3)))
         self.register_buffer("frozen", torch.ones(3))  # as DETR freezes a norm
         with torch.no_grad():
             assert self.get_buffer("frozen").copy_(layer.get_parameter("1.weight")).mul(2).shape == (3,)

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sluice._private_torch import make_subclass
 from sluice._public import public
 from sluice.machine.processes import trim_heap
 from sluice.modules.constructor_calls import ConstructorCalls, refusal
@@ -85,9 +86,9 @@ class _Inside:
             self._small.append((module, name, buffer))
             return
         if buffer not in self._buffers:
-            empty = self._stand_in(buffer)
+            empty = make_subclass(type(buffer), self._stand_in(buffer), buffer.requires_grad)
             empty.__dict__.update(buffer.__dict__)  # marks of nn.Buffer
-            self._buffers[buffer] = empty.requires_grad_(buffer.requires_grad)
+            self._buffers[buffer] = empty
         module._buffers[name] = self._buffers[buffer]
 
     def _drop_written(self, tensor: torch.Tensor) -> torch.Tensor | None:
