@@ -19,13 +19,14 @@ from torch import nn
 import sluice
 from sluice._errors import BudgetError, ReadError, SluiceError, SourceChangedError, StreamError
 from sluice.engine import session as sessions
+from sluice.engine.running_plan import RunningPlan, SessionEndedError
 from sluice.modules.install import hold
 from sluice.modules.unloaded import Guard
 from sluice.records import collector_paused
 from sluice.streaming.window import Window
 from support.sources import record_reads
 from support.streamed_models import IDS, WIDTH, Layers, block_bytes, empty, saved
-from support.watching import watch
+from support.watching import raising, watch
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -153,17 +154,15 @@ def test_after_a_failed_read_or_an_interrupt_the_next_call_works(
 ) -> None:
     with sluice.open(file) as checkpoint:
         (recording,) = record_reads(checkpoint)
-        with sluice.stream(running, checkpoint, memory=3 * block_bytes()):
+        with sluice.stream(running, checkpoint, memory=3 * block_bytes()) as stream:
             running(IDS)
-            reads = iter(range(100))
-
-            def fail(offset: int, *_: object, **__: object) -> None:
-                if next(reads) == 3:
-                    raise ReadError("broken", file="f", offset=offset)
-
-            watch(monkeypatch, recording, "read_into", fail)
+            watch(monkeypatch, recording, "read_into", raising(4, ReadError("broken", file="f")))
             with pytest.raises(ReadError, match="broken"):
                 _call(running, 3)
+            assert torch.equal(running(IDS), model(IDS))
+            assert stream._reader._session is not None
+            stream._reader._session.close()  # as the failed read of another unit does
+            watch(monkeypatch, RunningPlan, "wait", raising(2, SessionEndedError()))  # after that of the embedding
             assert torch.equal(running(IDS), model(IDS))
             with monkeypatch.context() as patch:
                 patch.setattr(running.get_submodule("layers.3.1"), "forward", Mock(side_effect=KeyboardInterrupt))
