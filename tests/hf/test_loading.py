@@ -63,6 +63,7 @@ def test_the_class_can_be_given(transformers: Any, gpt2: Any, tmp_path: Path) ->
 def test_dtype_auto(transformers: Any, tmp_path: Path, edited: bool) -> None:
     model = case_named("LlamaForCausalLM").model(transformers).to(torch.bfloat16)
     model.model.norm.float()  # the first in the file, but not by name
+    model.lm_head.to(torch.float8_e4m3fn)  # the first by name, but of no dtype for a model
     model.save_pretrained(tmp_path)
     if edited:
         edit_config(tmp_path, dtype=None)
