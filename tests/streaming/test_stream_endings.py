@@ -161,7 +161,7 @@ def test_after_a_failed_read_or_an_interrupt_the_next_call_works(
                 _call(running, 3)
             assert torch.equal(running(IDS), model(IDS))
             assert stream._reader._session is not None
-            stream._reader._session.close()  # as the failed read of another unit does
+            stream._reader._session.close()  # as a failed read of a different unit does
             watch(monkeypatch, RunningPlan, "wait", raising(2, SessionEndedError()))  # after that of the embedding
             assert torch.equal(running(IDS), model(IDS))
             with monkeypatch.context() as patch:
