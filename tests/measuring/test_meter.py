@@ -203,13 +203,14 @@ def test_a_function_is_measured_at_each_call(capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError("no more processes")))
+    monkeypatch.setattr(_meter, "memory_groups", list)  # and no control groups
 
 
 @pytest.mark.usefixtures("no_process")
 def test_if_no_process_can_start_a_thread_samples() -> None:
     with sluice.measure() as memory:
         touch(64 * MIB)
-    assert not memory.report.separate_process
+    assert (memory.report.separate_process, memory.report.cgroup) == (False, None)
     assert memory.report.peaks.total_bytes >= 64 * MIB - SLACK
 
 
