@@ -45,14 +45,13 @@ class Sampler:
         self._cgroup = cgroup
         self._device_used = device_used
         more = [*(["cgroup"] if cgroup else []), *(["device"] if device_used else [])]
-        self._kinds = len(_FIELDS)
         self.columns = {name: array("q") for name in ("time_ns", *order, *more)}
 
     def take(self) -> None:
         """Take one sample; raise ``ProcessLookupError`` if the process has ended."""
         values = [time.monotonic_ns()]
         values += [int(value) << 10 for _, value in _STATUS.findall(os.pread(self._status, 1 << 16, 0))]
-        if len(values) != 1 + self._kinds:
+        if len(values) != 1 + len(_FIELDS):
             raise ProcessLookupError("the process has ended")
         if self._cgroup:
             with open(self._cgroup, "rb") as stream:
