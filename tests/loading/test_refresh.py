@@ -122,8 +122,7 @@ def test_manifests_of_old_and_new_weights_are_compared(tmp_path: Path) -> None:
     for content in lacking:
         del content["tensors"]["steps"]  # unknown, so it is read
     for each in (new, lacking[1]):
-        state = sluice.refresh(model, path, since=lacking[0], manifest=each)
-        assert sorted(state.changed) == ["layers.0.bias", "steps"]
+        assert set(sluice.refresh(model, path, since=lacking[0], manifest=each).changed) == {"layers.0.bias", "steps"}
     state = sluice.refresh(model, path, since=old, manifest=json.loads(new.read_bytes()))
     assert state.changed == ("layers.0.bias",)
     assert sluice.verify(model=model, manifest=new).ok

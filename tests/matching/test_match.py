@@ -105,8 +105,7 @@ def test_unexpected_names_are_found_if_two_tensors_of_the_module_have_one_name()
 
 
 def test_optional_names_alone_are_not_a_load() -> None:
-    live = slot("live", device="cpu", in_place=True)
-    outline = Outline(slots=(live,))
+    outline = Outline(slots=(slot("live", device="cpu"),))
     for strict in (True, False):
         assert "it has 0 of 1 tensors" in message(outline, {}, optional_names={"live"}, strict=strict)
         assert match(outline, {}, optional_names={"live"}, strict=strict, has_attributes=True).kept == (0,)

@@ -282,6 +282,8 @@ def test_accelerators_in_use_are_queried(monkeypatch: pytest.MonkeyPatch) -> Non
     assert device.final_bytes == 4 * MIB
     assert memory.report.marks[0].allocated_bytes == {"cuda:0": 9 * MIB}
     assert "cuda:0 reserved" in [row[0] for row in memory.report.lines()]
+    cuda.is_initialized = lambda: False
+    assert _meter.DeviceMeter().growth() == ()
 
 
 def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.MonkeyPatch) -> None:
