@@ -223,6 +223,5 @@ def test_equal_views_are_one_tensor_and_casts_do_not_mix() -> None:
 
 
 def test_where_no_thread_may_start_the_caller_reads() -> None:
-    requests = [request("t", entry((10 * MIB,)), dtype="bfloat16")]
-    made = plan(requests, [(0, 40 * MIB)], replace(facts(cached=False), threads=False), staging=64 * MIB)
+    made = plan([big(mib=40, dtype="bfloat16")], [(0, 40 * MIB)], replace(facts(cached=False), threads=False))
     assert (made.readers, made.copiers) == (0, 0)
