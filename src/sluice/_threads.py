@@ -71,17 +71,13 @@ class Worker(threading.Thread):
 
         Python keeps such a thread in its list forever.
         """
-        self._work = _nothing
+        self._work = lambda: None
 
     def finish(self) -> None:
         """Wait until the thread has ended."""
         with self._running:
             pass
         self.join()
-
-
-def _nothing() -> None:
-    """Do no work."""
 
 
 def spare_threads(count: int) -> int:

@@ -266,7 +266,10 @@ def _state_dict(
         left = {name: values[name] for name in others if name not in model.buffers}
         empty = {name for name, value in left.items() if isinstance(value, Entry) and not value.numel}
     else:
-        _check_shapes(model, values)
+        for key, value in values.items():
+            own = model.module.get(key)  # type: ignore[call-overload]  # any key may be asked for
+            if isinstance(own, Entry) and isinstance(value, Entry) and own.shape != value.shape:
+                raise _misfit(model.file, str(key), own.shape, value.shape)
     names = dict.fromkeys(chain(model.module, values))
     tree = OrderedDict((name, values[name]) for name in names if name not in empty)
     if not any(trees.every_entry(versions := trees.metadata(model.module))):
@@ -283,14 +286,6 @@ def _frozen(name: str, model: ModelStates, pieces: Sequence[Entry], assembler: A
     if whole is None or sum(piece.numel for piece in pieces) - whole.numel >= len(pieces):
         raise _misfit(model.file, name, shape, [piece.shape for piece in pieces])
     return whole
-
-
-def _check_shapes(model: ModelStates, values: Mapping[object, object]) -> None:
-    """Check the shapes of the assembled tensors against the model's state dict."""
-    for name, value in values.items():
-        own = model.module.get(name)  # type: ignore[call-overload]  # any key may be asked for
-        if isinstance(own, Entry) and isinstance(value, Entry) and own.shape != value.shape:
-            raise _misfit(model.file, str(name), own.shape, value.shape)
 
 
 def _optimizer(

@@ -92,23 +92,17 @@ class Session:
         """Stop and join the threads, and finish the targets of plans that were not waited for."""
         self.ended = True
         try:
-            self._join_readers()
+            self._plans.put(None)
+            for run in self._running:
+                run.admit(len(self._readers))
+            join_threads(self._readers)
         finally:
             try:
-                self._join_copiers()
+                if not any(reader.unfinished for reader in self._readers):
+                    self._filled.put(None)
+                    join_threads(self._copiers)
             finally:
                 self._abandon_plans()
-
-    def _join_readers(self) -> None:
-        self._plans.put(None)
-        for run in self._running:
-            run.admit(len(self._readers))
-        join_threads(self._readers)
-
-    def _join_copiers(self) -> None:
-        if not any(reader.unfinished for reader in self._readers):
-            self._filled.put(None)
-            join_threads(self._copiers)
 
     def _abandon_plans(self) -> None:
         if any(thread.unfinished for thread in (*self._readers, *self._copiers)):

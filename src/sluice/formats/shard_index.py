@@ -70,14 +70,11 @@ def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
         raw = bytes(members["weight_map"])
         weight_map = decode_json(raw, dict[str, str], "the weight_map of the index", path)
     _check_weight_map(weight_map, count_strings(raw), path, limits)
-    return ShardIndex(weight_map=weight_map, total_bytes=_total_size(members))
-
-
-def _total_size(members: Mapping[str, Raw]) -> int | float | None:
     try:
-        return msgspec.json.decode(members.get("metadata", b"null"), type=_Metadata).total_size
+        total_bytes = msgspec.json.decode(members.get("metadata", b"null"), type=_Metadata).total_size
     except (msgspec.MsgspecError, ValueError, RecursionError):  # it may be anything
-        return None
+        total_bytes = None
+    return ShardIndex(weight_map=weight_map, total_bytes=total_bytes)
 
 
 def _check_weight_map(weight_map: Mapping[str, str], strings: int, path: str, limits: Limits) -> None:

@@ -300,7 +300,10 @@ def load_report(
             *job.notes,
             *loaded.notes,
             *job.plan.reasons,
-            *_surprises(loaded.result),
+            *(
+                f"{format_bytes(nbytes)} read through the page cache, because {_SURPRISES[why]}"
+                for why, nbytes in loaded.result.surprises.items()
+            ),
             *job.checkpoint.source_notes,
         ),
         state_maker=job.state_maker(),
@@ -308,14 +311,8 @@ def load_report(
     )
 
 
-#: Sentences on reads that did not use the method that the plan prefers, by reason.
+#: Reasons for which data is read through the page cache, though the plan prefers direct reads.
 _SURPRISES: Mapping[Surprise, str] = {
     "shared": "another process read the same file, which direct reads would fetch from the disk for each of them",
     "cached": "another process had cached this data since the plan was made",
 }
-
-
-def _surprises(result: RunResult) -> Iterator[str]:
-    """Yield one sentence for each reason for which data was read through the page cache instead of directly."""
-    for why, nbytes in result.surprises.items():
-        yield f"{format_bytes(nbytes)} read through the page cache, because {_SURPRISES[why]}"

@@ -77,7 +77,7 @@ def _with_owners(module: nn.Module, chosen: set[str]) -> tuple[ModuleBlock, ...]
             return
         seen.add(id(part))
         is_block = path in chosen
-        if is_block or (not inside and _holds_parameters(part)):
+        if is_block or (not inside and any(True for _ in part.parameters(recurse=_is_whole(part)))):
             found.append(ModuleBlock(path=path, module=part, parent=parent, group=group, optional=inside))
             parent = len(found) - 1
         for name, child in part.named_children() if is_block or not _is_whole(part) else ():
@@ -112,9 +112,3 @@ def _is_part_of_list(module: nn.Module, around: nn.Module) -> bool:
 
 def _is_whole(module: nn.Module) -> bool:
     return isinstance(module, (*_WHOLE, ParametrizationList)) or is_parametrized(module)
-
-
-def _holds_parameters(module: nn.Module) -> bool:
-    if _is_whole(module):
-        return any(True for _ in module.parameters())
-    return any(True for _ in module.parameters(recurse=False))

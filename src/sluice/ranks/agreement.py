@@ -88,7 +88,8 @@ class Agreement(AbstractContextManager["Agreement"]):
             return function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001  raised by the next ``settle``, when every rank knows
             self._failure = error
-        if not _follows_from_another(self._failure):
+        # Not of a rank that failed only because a different one did, perhaps with live tensors half filled.
+        if not any(isinstance(each, OtherRankError) for each in (self._failure, self._failure.__cause__)):
             self.group.warn(_describe(self._failure))
         return None
 
@@ -157,11 +158,6 @@ def _state_of(error: BaseException | None) -> State:
     if not isinstance(error, PartialLoadError):  # an interrupt has the text of one as a note
         return "torn" if getattr(error, "__notes__", None) else "untouched"
     return "torn" if error.torn or error.untouched else "changed"
-
-
-def _follows_from_another(error: BaseException) -> bool:
-    """Return whether a rank failed only because a different one did, perhaps with live tensors half filled."""
-    return isinstance(error, OtherRankError) or isinstance(error.__cause__, OtherRankError)
 
 
 def _describe(error: BaseException) -> str:

@@ -121,7 +121,10 @@ class MegatronRule(Rule):
             if found["expert"] or ".experts." in name:
                 raise MismatchError(f"the rule {self} does not join expert-parallel ranks", tensor=name)
             place = int(found["chunk"] or 0), int(found["stage"] or found["pp"] or 0)
-            own = pieces[place][_today(found["name"])]
+            today = found["name"]  # in place of an older name
+            for pattern, new in _OLDER:
+                today = pattern.sub(new, today)
+            own = pieces[place][today]
             rank = int(found["tensor"] or found["tp"] or 0)
             if rank in own:
                 findings.refuse(name, f"a rank has the same tensor as {own[rank][0]!r}")
@@ -216,13 +219,6 @@ class MegatronRule(Rule):
             (kind, replace(_of_groups(entry, groups, at, count), origin=f"{entry.origin}, rows of {kind}"))
             for kind, (at, count) in sizes.items()
         ]
-
-
-def _today(name: str) -> str:
-    """Return a name of Megatron-core in place of an older one."""
-    for pattern, new in _OLDER:
-        name = pattern.sub(new, name)
-    return name
 
 
 def _joined(name: str, ranks: Sequence[tuple[str, Entry]], own: Mapping[str, dict[int, tuple[str, Entry]]]) -> Entry:

@@ -142,7 +142,9 @@ def make_store(address: StoreAddress, remote: Remote, purpose: Purpose = "read")
     if address.account:
         config["account_name"] = address.account
     more: dict[str, Any] = {}
-    if address.kind == "s3" and not _names_credentials(config) and (provider := _profile_credentials()):
+    named = any("access_key" in name.lower() or "skip_signature" in name.lower() for name in config)
+    named = named or any(os.environ.get(name) for name in _S3_CREDENTIALS)
+    if address.kind == "s3" and not named and (provider := _profile_credentials()):
         more["credential_provider"] = provider
     if purpose == "write" and address.kind == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
         config.setdefault("checksum_algorithm", "sha256")
@@ -209,11 +211,6 @@ def _client_options(kind: str, config: Mapping[str, Any], remote: Remote) -> dic
 def _endpoint(kind: str, config: Mapping[str, Any]) -> str:
     given = (value for name, value in config.items() if "endpoint" in name.lower() or "base_url" in name.lower())
     return str(next(given, None) or next((os.environ[name] for name in SERVERS[kind] if os.environ.get(name)), ""))
-
-
-def _names_credentials(config: Mapping[str, Any]) -> bool:
-    named = any("access_key" in name.lower() or "skip_signature" in name.lower() for name in config)
-    return named or any(os.environ.get(name) for name in _S3_CREDENTIALS)
 
 
 def _profile_credentials() -> Any:
