@@ -16,8 +16,8 @@ from sluice._errors import Alternative, BudgetError, FormatError, ReadError, Slu
 CLASSES = [getattr(_errors, name) for name in _errors.__all__ if name != "Alternative"]
 
 
-def drawn_parents() -> dict[str, tuple[str | None, str | None]]:
-    """Return the parent of each class in the drawing of the module's docstring, and the built-in class it also is."""
+def test_the_drawing_is_the_tree() -> None:
+    #: The parent of each class in the drawing of the module's docstring, and the built-in class it also is.
     parents: dict[str, tuple[str | None, str | None]] = {}
     path: list[str] = []
     for line in (_errors.__doc__ or "").splitlines():
@@ -26,11 +26,6 @@ def drawn_parents() -> dict[str, tuple[str | None, str | None]]:
             depth = len(found[1]) // 4
             path[depth:] = [found[2]]
             parents[found[2]] = (path[depth - 1] if depth else None, found[3])
-    return parents
-
-
-def test_the_drawing_is_the_tree() -> None:
-    parents = drawn_parents()
     assert parents.pop("SluiceError") == (None, None)
     assert sorted(parents) == sorted({kind.__name__ for kind in CLASSES} - {"SluiceError"})
     for name, (parent, also) in parents.items():

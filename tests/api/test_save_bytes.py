@@ -16,7 +16,6 @@ import safetensors.torch
 import torch
 
 import sluice
-from sluice._dtypes import torch_dtype
 from sluice.records import row_major
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.pickle_walk import walk_object
@@ -25,7 +24,7 @@ from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import dense, stored
 from sluice.writing.torch_zip import TorchZipWriter
 from support.directories import contents, forms
-from support.dtypes import TORCH_DTYPES, needs_float4
+from support.dtypes import TORCH_DTYPES, any_bits, needs_float4
 from support.oracles import bits, same
 from support.watching import raising, watch
 
@@ -41,11 +40,6 @@ def save(form: str, state: Any, path: Path, **how: Any) -> None:
 ABSENT = {"complex32", "complex128"}
 
 
-def any_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
-    return raw.view(dtype)
-
-
 def state() -> dict[str, torch.Tensor]:
     tied = torch.arange(20.0)
     return {"a": tied, "b": torch.arange(21).reshape(3, 7), "c": tied, "d": torch.arange(30.0).view(5, 6).t().half()}
@@ -54,7 +48,7 @@ def state() -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @EVERY_FORM
 def test_every_dtype(tmp_path: Path, form: str) -> None:
-    value = {name: any_bits(torch_dtype(name), 12) for name in TORCH_DTYPES}
+    value = {name: any_bits(name, 12) for name in TORCH_DTYPES}
     if form != "model.pth":
         for name in ABSENT:
             with pytest.raises(sluice.SaveError, match=f"does not support this dtype; found {name}"):

@@ -16,15 +16,6 @@ _TEST = re.compile(r"`(test_\w+)`")
 _DOTTED = re.compile(r"`(sluice(?:\.\w+)+)[`(]")
 
 
-def named_files(text: str) -> set[str]:
-    """Return the patterns, relative to the repository, of the files that a page names."""
-    paths = {path for path in _PATH.findall(text) if not re.search("[A-Z]{4}", path)}  # ROOM/test_MODULE.py is a scheme
-    rooms = {path.name for path in (ROOT / "src" / "sluice").iterdir()}
-    modules = {f"src/sluice/{name}" for name in _MODULE_FILE.findall(text) if name.partition("/")[0] in rooms}
-    tests = {f"tests/**/{name}.py" for name in _TEST.findall(text)}
-    return paths | modules | tests
-
-
 def resolves(dotted: str) -> bool:
     """Return whether a dotted name is a module, or an attribute of one."""
     try:
@@ -37,7 +28,11 @@ def resolves(dotted: str) -> bool:
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_and_every_name_of_the_package_that_a_page_mentions_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert [path for path in sorted(named_files(text)) if not any(ROOT.glob(path))] == []
+    paths = {path for path in _PATH.findall(text) if not re.search("[A-Z]{4}", path)}  # ROOM/test_MODULE.py is a scheme
+    rooms = {path.name for path in (ROOT / "src" / "sluice").iterdir()}
+    modules = {f"src/sluice/{name}" for name in _MODULE_FILE.findall(text) if name.partition("/")[0] in rooms}
+    tests = {f"tests/**/{name}.py" for name in _TEST.findall(text)}
+    assert [path for path in sorted(paths | modules | tests) if not any(ROOT.glob(path))] == []
     assert [name for name in sorted(set(_DOTTED.findall(text))) if not resolves(name)] == []
 
 

@@ -109,21 +109,16 @@ def test_a_directory_takes_one_request_for_the_index_and_one_for_each_shard(
         assert url != index or len(server.requests) <= shards + 2
 
 
-def divided(directory: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """Write a distributed checkpoint of chunks that are larger than what is read together; return its tensors."""
-    whole = {f"layers.{number}": torch.randn(ranks * 40, 800) for number in range(6)}
-    stored = {name: distributed.rows(tensor, ranks, files=ranks) for name, tensor in whole.items()}
+@pytest.mark.usefixtures("apart")
+def test_the_headers_of_items_take_one_request_each(server: RangeServer, tmp_path: Path) -> None:
+    # Chunks that are larger than what is read together.
+    whole = {f"layers.{number}": torch.randn(80, 800) for number in range(6)}
+    stored = {name: distributed.rows(tensor, 2, files=2) for name, tensor in whole.items()}
     # A chunk of the same size and kind as the others, whose elements are stored column by column.
     columns = whole["layers.3"][:40].t().contiguous().t()
     first = replace(stored["layers.3"].chunks[0], item=distributed.item(columns))
     stored["layers.3"] = replace(stored["layers.3"], chunks=[first, *stored["layers.3"].chunks[1:]])
-    distributed.write(directory, stored, {f"value {number}": number for number in range(100)})
-    return whole
-
-
-@pytest.mark.usefixtures("apart")
-def test_the_headers_of_items_take_one_request_each(server: RangeServer, tmp_path: Path) -> None:
-    whole = divided(tmp_path / "model", 2)
+    distributed.write(tmp_path / "model", stored, {f"value {number}": number for number in range(100)})
     server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
     with sluice.open(server.url("/model/.metadata")) as checkpoint:
         opened = len(server.requests)

@@ -11,10 +11,11 @@ from torch import nn
 
 import sluice
 from sluice import rules
-from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._dtypes import dtype_name, torch_dtype
 from sluice._options import PageCache
 from sluice.engine.accelerators import accelerators
 from sluice.reading import transfer as _transfer
+from support.dtypes import TORCH_DTYPES, any_bits
 from support.oracles import bits
 from support.trained_net import empty
 
@@ -26,15 +27,6 @@ MIB = 1 << 20
 COUNT = 3 * MIB + 7
 
 
-def random_of(name: str, count: int) -> torch.Tensor:
-    """Return a tensor of any dtype with arbitrary bits, NaN payloads included."""
-    if name == "bool":
-        return torch.randint(0, 2, (count,), dtype=torch.uint8).view(torch.bool)
-    raw = torch.randint(0, 256, (count * ITEM_BYTES[name],), dtype=torch.uint8)
-    dtype: torch.dtype = torch_dtype(name)
-    return raw.view(dtype)
-
-
 def meta_parameters(state_dict: dict[str, torch.Tensor]) -> nn.ParameterDict:
     """Return a module on meta with the names, shapes and dtypes of a state dict."""
     return nn.ParameterDict(
@@ -43,11 +35,9 @@ def meta_parameters(state_dict: dict[str, torch.Tensor]) -> nn.ParameterDict:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("name", ITEM_BYTES)
+@pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_every_dtype_arrives_bit_by_bit(tmp_path: Path, device: str, name: str) -> None:
-    if not hasattr(torch, name):
-        pytest.skip(f"torch {torch.__version__} has no {name}")
-    tensor = random_of(name, COUNT)
+    tensor = any_bits(name, COUNT)
     torch.save({"t": tensor}, tmp_path / "f.pth")
     loaded = sluice.load_state_dict(tmp_path / "f.pth", device=device)["t"]
     assert (loaded.dtype, loaded.device) == (torch_dtype(name), torch.device(device))

@@ -68,15 +68,6 @@ class Trained(Training):
         return self.known[name][key]
 
 
-def save_zero(model: Net, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write the state as DeepSpeed's ZeRO 3 on three ranks does."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    training = Trained([weights], step=2, lr=0.01)
-    known: Any = get_optimizer_state_dict(model, optimizer)
-    training.known = known["state"]
-    write_zero(folder, training, stage=3, world=3)
-
-
 def save_distributed(whole: Path, directory: Path) -> None:
     """Write the state as FSDP2 jobs do."""
     from torch.distributed.checkpoint import state_dict_saver
@@ -94,7 +85,11 @@ def states(tmp_path_factory: pytest.TempPathFactory, four_ranks: Ranks) -> dict[
     torch.save({"optimizer": optimizer.state_dict()}, folder / "by_number.pth")
     torch.save(get_optimizer_state_dict(model, optimizer), folder / "by_name.pth")
     four_ranks.run(save_distributed, folder / "by_name.pth", folder / "dcp")
-    save_zero(model, optimizer, folder / "zero")
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    training = Trained([weights], step=2, lr=0.01)
+    known: Any = get_optimizer_state_dict(model, optimizer)
+    training.known = known["state"]
+    write_zero(folder / "zero", training, stage=3, world=3)
     return {name: folder / name for name in ("by_number.pth", "by_name.pth", "dcp", "zero")}
 
 

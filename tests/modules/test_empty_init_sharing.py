@@ -71,16 +71,6 @@ def loaded_both_ways(build: Callable[[Any], object]) -> tuple[nn.Module, nn.Modu
     return expected, model
 
 
-def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    theirs = tensors_of(expected)
-    ours = tensors_of(model)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
-        assert ours[name].stride() == tensor.stride()
-    assert sharing(model) == sharing(expected)
-
-
 MADE: list[Callable[[], torch.Tensor]] = [
     lambda: torch.zeros(4, 6),
     lambda: torch.full((4, 6), 2.0),
@@ -177,7 +167,12 @@ def test_tensors_have_the_values_and_the_sharing_of_ordinary_construction_or_are
     except RuntimeError as error:  # ordinary loads refuse expanded parameters too
         assert "single memory location" in str(error)
         return
-    assert_same(model, expected)
+    ours, theirs = tensors_of(model), tensors_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name, own in theirs.items():
+        assert torch.equal(ours[name], own), name
+        assert ours[name].stride() == own.stride()
+    assert sharing(model) == sharing(expected)
 
 
 class Weighted(nn.Module):

@@ -97,18 +97,14 @@ def _check(build: Build, model: nn.Module, call: Call, file: Path, end: str, wan
     with torch.no_grad():
         with suppress(SluiceError, ValueError, RuntimeError, KeyboardInterrupt):
             _ENDS[end](empty, file, lambda: call(empty))
-        _right_or_refused(empty, call, want)
+        try:
+            found = call(empty)
+        except StreamError as error:
+            assert error.tensor is not None
+        else:
+            assert _equal(found, want)
         sluice.load_into(empty, file)
         assert _equal(call(empty), want)
-
-
-def _right_or_refused(model: nn.Module, call: Call, want: list[torch.Tensor]) -> None:
-    try:
-        found = call(model)
-    except StreamError as error:
-        assert error.tensor is not None
-    else:
-        assert _equal(found, want)
 
 
 def _equal(found: Any, want: list[torch.Tensor]) -> bool:

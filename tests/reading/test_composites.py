@@ -17,13 +17,10 @@ from support.hostile_archives import Call, Global, storage, torch_archive
 from support.oracles import same
 from support.torch_files import compressed, coo
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # warning of torch's own loader
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-]
+# The warning of TypedStorage is of torch's own loader.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per", "ignore:Sparse", "ignore:TypedStorage is deprecated", "ignore:ComplexHalf support"
+)
 
 FORMS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 

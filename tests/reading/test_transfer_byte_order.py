@@ -18,6 +18,7 @@ from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
+from support.dtypes import any_bits
 from support.fake_accelerator import FakeAccelerator
 from support.hostile_archives import Call, Global, storage, tensor_call, torch_archive
 from support.oracles import bits, same
@@ -31,14 +32,9 @@ NAMES = [
 ]
 
 
-def tensor(name: str, count: int) -> torch.Tensor:
-    raw = torch.randint(0, 256, (count * torch_dtype(name).itemsize,), dtype=torch.uint8)
-    return raw.view(torch_dtype(name)) if name != "bool" else raw > 100
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_dtype(tmp_path: Path, name: str) -> None:
-    base = tensor(name, 600)
+    base = any_bits(name, 600)
     value = {
         "base": base,
         "rows": base[100:130],

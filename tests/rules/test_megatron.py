@@ -101,18 +101,6 @@ def test_missing_ranks_other_forms_and_old_versions_are_refused(tmp_path: Path) 
 AT = "decoder.layers.1."
 
 
-def changed(tmp_path: Path, name: str, tensor: torch.Tensor | None, to: str) -> Path:
-    """Return a directory whose second tensor rank has another tensor under a name, or none."""
-    source = write(tmp_path / "in", core_of_llama(llama()), Ranks(2, 1))
-    for file in source.glob("*/*.pt" if to else "mp_rank_01*/*.pt"):
-        content = torch.load(file, weights_only=False)
-        content["model"].pop(name, None)
-        if tensor is not None:
-            content["model"][to or name] = tensor
-        torch.save(content, file)
-    return source
-
-
 @pytest.mark.parametrize(
     ("name", "tensor", "to", "problem"),
     [
@@ -134,7 +122,13 @@ def changed(tmp_path: Path, name: str, tensor: torch.Tensor | None, to: str) -> 
 def test_ranks_that_contradict_each_other(
     tmp_path: Path, name: str, tensor: torch.Tensor | None, to: str, problem: str
 ) -> None:
-    source = changed(tmp_path, name, tensor, to)
+    source = write(tmp_path / "in", core_of_llama(llama()), Ranks(2, 1))
+    for file in source.glob("*/*.pt" if to else "mp_rank_01*/*.pt"):  # all ranks, or the second one
+        content = torch.load(file, weights_only=False)
+        content["model"].pop(name, None)
+        if tensor is not None:
+            content["model"][to or name] = tensor
+        torch.save(content, file)
     with pytest.raises(MismatchError, match=problem):
         joined(source, tmp_path, "llama")
 

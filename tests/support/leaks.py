@@ -39,7 +39,9 @@ class Holdings:
 
     def left_behind(self) -> list[str]:
         """Return one line for each resource that is held now and was not held then."""
-        _wait_for_threads(self.threads)
+        deadline = time.monotonic() + _THREAD_GRACE
+        for thread in Holdings.now().threads - self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         now = Holdings.now()
         return [
             *(f"open descriptor: {target}" for target in (now.descriptors - self.descriptors).elements()),
@@ -65,9 +67,3 @@ def _directory_of_torch() -> set[str]:
     """Return the directory that torch 2.6 makes when ``torch.distributed.nn`` is imported, and removes at exit."""
     directory = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
     return {os.path.basename(directory.name)} if isinstance(directory, tempfile.TemporaryDirectory) else set()
-
-
-def _wait_for_threads(known: frozenset[threading.Thread]) -> None:
-    deadline = time.monotonic() + _THREAD_GRACE
-    for thread in Holdings.now().threads - known:
-        thread.join(max(0.0, deadline - time.monotonic()))

@@ -10,6 +10,8 @@ from typing import Any, Self
 
 import pytest
 import torch
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
 from msgspec.structs import replace
 
 from sluice._dtypes import dtype_name
@@ -248,3 +250,13 @@ def _copy_out(read: tuple[float, int], copies_end: float, copy_rate: float, free
     end = max(read[0], copies_end) + read[1] / copy_rate
     free_at.append(end)
     return end
+
+
+def keys_of(tensor: torch.Tensor) -> st.SearchStrategy[Any]:
+    """Draw keys that torch takes for a tensor: without negative steps."""
+
+    def steps_back(key: object) -> bool:
+        keys = key if isinstance(key, tuple) else (key,)
+        return any(isinstance(one, slice) and one.step is not None and one.step < 0 for one in keys)
+
+    return basic_indices(tuple(tensor.shape), allow_newaxis=True).filter(lambda key: not steps_back(key))

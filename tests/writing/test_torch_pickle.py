@@ -23,12 +23,10 @@ from sluice.writing.torch_tensors import dense, stored
 from support.hostile_archives import Call, Global, torch_archive
 from support.oracles import same
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # warning of torch's own loader
-]
+# The warning of TypedStorage is of torch's own loader.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per", "ignore:Sparse", "ignore:TypedStorage is deprecated"
+)
 
 
 def load(path: Path, *, mmap: bool = False) -> Any:

@@ -141,15 +141,11 @@ def test_a_checkpoint_without_tensors() -> None:
     assert inspect("none.pt")[2:6] == ["0 tensors, 0 B", "contents tensors bytes", "epoch 3", "lr 0.1"]
 
 
-def hostile() -> str:
-    names = ["a\0b", "\x1b[31mred", "new\nline", "", "[bold]m[/bold]", ":smile:", "x" * 3000, "漢字", "\u202eevil"]
-    torch.save({name: torch.ones(number + 1) for number, name in enumerate(names)}, "f.pth")
-    return "f.pth"
-
-
 @pytest.mark.parametrize("options", [[], ["--tree"], ["--all"]])
 def test_hostile_names(options: list[str]) -> None:
-    text = "\n".join(inspect(hostile(), *options))
+    names = ["a\0b", "\x1b[31mred", "new\nline", "", "[bold]m[/bold]", ":smile:", "x" * 3000, "漢字", "\u202eevil"]
+    torch.save({name: torch.ones(number + 1) for number, name in enumerate(names)}, "f.pth")
+    text = "\n".join(inspect("f.pth", *options))
     shown = [r"a\x00b", r"\x1b[31mred", r"new\nline", "''", "[bold]m[/bold]", ":smile:", "漢字", r"\u202eevil"]
     assert all(name in text for name in shown)
     assert all(letter.isprintable() or letter == "\n" for letter in text)

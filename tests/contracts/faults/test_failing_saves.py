@@ -57,18 +57,6 @@ def names(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def prepare(place: Path, mode: Mode, start: str) -> None:
-    """Create the destination: nothing, a checkpoint, or a link to a checkpoint in another directory."""
-    path = place / mode.name
-    place.mkdir()
-    if start == "link":
-        (place / "elsewhere").mkdir()
-        save(mode, place / "elsewhere" / mode.name, 1, overwrite=True)
-        path.symlink_to(Path("elsewhere") / mode.name)
-    elif start == "over":
-        save(mode, path, 1, overwrite=True)
-
-
 @pytest.mark.parametrize(
     ("start", "error"),
     [("new", errno.ENOSPC), ("over", errno.EIO), ("link", errno.EDQUOT)],
@@ -79,7 +67,13 @@ def test_every_call_that_fails(mode: Mode, start: str, error: int) -> None:
     stopped: list[str] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
         prepared, place = Path(directory, "prepared"), Path(directory, "place")
-        prepare(prepared, mode, start)
+        prepared.mkdir()
+        if start == "link":  # to a checkpoint in another directory
+            (prepared / "elsewhere").mkdir()
+            save(mode, prepared / "elsewhere" / mode.name, 1, overwrite=True)
+            (prepared / mode.name).symlink_to(Path("elsewhere") / mode.name)
+        elif start == "over":
+            save(mode, prepared / mode.name, 1, overwrite=True)
         while not stopped or stopped[-1]:
             shutil.copytree(prepared, place, symlinks=True)
             stopped.append(one_failure(place, mode, start, len(stopped) + 1, error))

@@ -122,21 +122,17 @@ def positions(runs: Runs, first: int, last: int) -> list[int]:
     ]
 
 
-def expected_positions(shape: tuple[int, ...], region: Region) -> list[int]:
-    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    selected = [[index for start, stop in intervals for index in range(start, stop)] for intervals in region]
-    chosen: list[int] = (numbers[np.ix_(*selected)] if shape else numbers).reshape(-1).tolist()
-    return chosen
-
-
 @given(shardings(), st.data())
 def test_runs_are_the_elements_of_a_rank_in_its_own_order(
     layout: tuple[tuple[int, ...], list[Sharding]], data: st.DataObject
 ) -> None:
     shape, ranks = layout
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     for sharding in ranks:
         region = region_of(shape, sharding)
-        runs, expected = Runs(shape, region), expected_positions(shape, region)
+        selected = [[index for start, stop in intervals for index in range(start, stop)] for intervals in region]
+        expected = (numbers[np.ix_(*selected)] if shape else numbers).reshape(-1).tolist()
+        runs = Runs(shape, region)
         assert positions(runs, 0, runs.elements) == expected
         first = data.draw(st.integers(0, runs.elements))
         last = data.draw(st.integers(first, runs.elements))

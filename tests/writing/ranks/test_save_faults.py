@@ -62,9 +62,16 @@ def hidden(directory: Path) -> list[str]:
     return [path.name for path in directory.rglob("*sluice*")]
 
 
+def unpublished(path: Path) -> str:
+    """Save on all ranks; the lead cannot rename the files."""
+    read_only = OSError(30, "Read-only file system")
+    with nullcontext() if torch.distributed.get_rank() else patch("os.replace", side_effect=read_only):
+        return saved(path, 2)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_failed_write_on_one_rank_fails_every_rank(four_ranks: Ranks, tmp_path: Path, name: str, rank: int) -> None:
+def test_a_failed_write_or_rename_fails_every_rank(four_ranks: Ranks, tmp_path: Path, name: str, rank: int) -> None:
     path = tmp_path / name
     assert four_ranks.run(saved, path, 1) == [""] * 4
     for write in (1, 2, 5):
@@ -73,25 +80,12 @@ def test_a_failed_write_on_one_rank_fails_every_rank(four_ranks: Ranks, tmp_path
         assert "No space left" in text
         assert_holds(path, 1)
         assert hidden(tmp_path) == []
-    assert four_ranks.run(saved, path, 3) == [""] * 4  # the group is usable
-    assert_holds(path, 3)
-
-
-def unpublished(path: Path) -> str:
-    """Save on all ranks; the lead cannot rename the files."""
-    read_only = OSError(30, "Read-only file system")
-    with nullcontext() if torch.distributed.get_rank() else patch("os.replace", side_effect=read_only):
-        return saved(path, 2)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_failed_rename_fails_every_rank(four_ranks: Ranks, tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    four_ranks.run(saved, path, 1)
     (text,) = set(four_ranks.run(unpublished, path))
     assert "existing files are intact; rank 0: SaveError" in text
     assert_holds(path, 1)
     assert hidden(tmp_path) == []
+    assert four_ranks.run(saved, path, 3) == [""] * 4  # the group is usable
+    assert_holds(path, 3)
 
 
 #: The rank that is killed in the CI profile: the lead, which creates the files, or the other one.
