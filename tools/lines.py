@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Most lines. A change that needs more takes as many out elsewhere, or says why it raises them.
-BUDGET = {"src/sluice": 60_020, "tests": 52_080}
+BUDGET = {"src/sluice": 59_982, "tests": 51_972}
 
 #: Patterns of paths below src/sluice by feature; ``*`` also matches "/".
 FEATURES = {
