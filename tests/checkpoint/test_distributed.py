@@ -53,7 +53,7 @@ def train_state() -> dict[str, Any]:
         "transposed": torch.randn(4, 5).t(),
         "view": torch.randn(10, 10)[2:5, 3:6],
         "complex": torch.randn(3, dtype=torch.complex64),
-        "bool": torch.tensor([True, False]),
+        "bool": torch.tensor([[True, False]]),
         "float8": torch.arange(4.0).to(torch.float8_e4m3fn),
         "uint16": torch.arange(4).to(torch.uint16),
     }

@@ -242,6 +242,7 @@ def message(path: Path, *applied: rules.Rule) -> str:
 
 def test_errors_name_all_tensors_that_a_rule_cannot_be_applied_to_and_similar_names(file: Path) -> None:
     text = message(file, rules.drop("wte"), rules.transpose("h.0.qvk.weight"))
+    assert "no tensors" in message(file, rules.drop(re.compile(".*")), rules.cast("w", "float32"))
     assert "transpose('h.0.qvk.weight') matches no tensor" in text
     assert "'h.0.qkv.weight'" in text
     text = message(file, rules.rename("ids", "wte"))

@@ -63,8 +63,8 @@ def test_a_sharded_scalar_is_refused() -> None:
 
 
 def refusals() -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import Placement
 
     class Odd(Placement):
@@ -75,6 +75,7 @@ def refusals() -> list[str]:
     wrong._local_tensor = torch.zeros(4, 3)
     odd: Any = DTensor.from_local(local, mesh, [Shard(0)])
     odd._spec.placements = (Odd(),)
+    region_held(distribute_tensor(local, DeviceMesh("cpu", [0]), [Shard(0)]))  # the second rank holds none of it
     texts = []
     for tensor in (DTensor.from_local(local, mesh, [Partial()]), odd, wrong):
         try:

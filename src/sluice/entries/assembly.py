@@ -175,7 +175,7 @@ def _with_inferred(shape: Sequence[int], entry: Entry) -> Shape:
     """Return a shape with -1 replaced by the inferred size."""
     known = prod(size for size in shape if size != -1)
     sizes = tuple(shape)
-    if -1 in sizes and known and entry.numel % known == 0:
+    if -1 in sizes and known:
         sizes = tuple(entry.numel // known if size == -1 else size for size in sizes)
     if -1 in sizes or prod(sizes) != entry.numel:
         raise ValueError(f"{entry.numel} elements of shape {list(entry.shape)} do not fit {list(shape)}")

@@ -120,7 +120,7 @@ def test_the_largest_view_that_fits() -> None:
 
 @pytest.mark.parametrize(
     "second",
-    [storage("0", 9), storage("0", 11), storage("0", 10, kind="IntStorage"), storage("0", 5, kind="LongStorage")],
+    [storage("0", 9), storage("0", 11), storage("0", 0), storage("0", 10, kind="IntStorage")],
 )
 def test_one_storage_declared_in_two_ways(second: Persistent) -> None:
     with pytest.raises(FormatError, match="declared twice") as caught:

@@ -18,7 +18,7 @@ from sluice._errors import FormatError, SourceChangedError
 from sluice._threads import Workers
 from sluice.sources.descriptors import OwnedFile
 from sluice.sources.protocol import checks_with_data
-from sluice.sources.remote import cache_directory
+from sluice.sources.remote import cache_directory, caching
 from sluice.sources.remote.caching import CachedFile, CompleteFile
 from support.cached_objects import PIECE, VersionedObject, content, entries, filled, loaded, opened, parts, read
 from support.source_conformance import check_source
@@ -31,6 +31,7 @@ CONTENT = content()
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> VersionedObject:
     monkeypatch.setattr(defaults, "CACHE_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(caching, "_BUFFER_BYTES", PIECE - 1)
     return VersionedObject(CONTENT)
 
 
@@ -78,7 +79,10 @@ def test_only_the_damaged_pieces_of_a_part_are_requested_again(
         os.truncate(part, 4 * PIECE + 5)
     else:
         part.unlink()
-    assert loaded(opened(remote, tmp_path)) == CONTENT
+    source, arrived = opened(remote, tmp_path), list[int]()
+    assert isinstance(source, CachedFile)
+    source.fill(arrived.append)
+    assert (loaded(source), sum(arrived)) == (CONTENT, len(CONTENT))
     again = {4} if damage == "flipped" else set(range(6))
     assert {offset // PIECE for offset, _ in remote.requests} == again | set(range(6, 11))
     assert entries(tmp_path)[0].read_bytes()[: len(CONTENT)] == CONTENT

@@ -103,7 +103,9 @@ def test_bytes_before_a_failure_are_kept(server: RangeServer) -> None:
     server.always = cut(5, "stall")
     buffer = memoryview(bytearray(50))
     with closing(HttpObject(Remote(server.url("/m"), timeout=0.5))) as remote, remote.open_first(100)[1] as body:
+        began = time.monotonic()
         assert body.readinto(buffer) == 5
+        assert time.monotonic() < began + 10
         began = time.monotonic()
         with pytest.raises(RequestFailedError, match=r"the connection was lost|sent nothing"):
             body.readinto(buffer)

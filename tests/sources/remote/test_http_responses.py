@@ -67,6 +67,7 @@ def test_a_size_that_is_no_number_is_not_waited_for(length: str) -> None:
 @pytest.mark.parametrize("text", ["bytes 0-8/100", "bytes 0-10/100", "bytes 1-10/100"])
 def test_ranges_that_are_not_the_requested_one(text: str) -> None:
     assert "in place of bytes 0-9" in failure(206, Content_Range=text).problem
+    assert "has 9 bytes in place of 10" in failure(206, Content_Range="bytes 0-9/100", Content_Length="9").problem
 
 
 def test_requests_are_conditional_on_the_version() -> None:

@@ -1,11 +1,15 @@
-"""Addresses of object stores."""
+"""Addresses and clients of object stores."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 
+from sluice import Remote
 from sluice._errors import UnsupportedError
-from sluice.sources.remote.store_clients import StoreAddress, parse_address
+from sluice.sources.remote.store_clients import StoreAddress, _client_options, parse_address
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,12 @@ def test_parts_of_an_address(url: str, parts: tuple[str, str, str | None, str, s
 def test_an_address_without_a_bucket_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="names no bucket"):
         parse_address("s3:///a.bin")
+
+
+def test_what_the_user_gives_reaches_the_client(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_bytes(b"pem")
+    given = Remote("s3://b/a", timeout=3.0, headers={"X-A": "1"}, verify=str(tmp_path / "ca.pem"))
+    options = _client_options("s3", {}, given)
+    assert options["connect_timeout"] == options["read_timeout"] == timedelta(seconds=3)
+    assert (options["default_headers"], options["root_certificate"]) == ({"X-A": "1"}, b"pem")
+    assert _client_options("s3", {}, Remote("s3://b/a", verify=False))["allow_invalid_certificates"]

@@ -260,12 +260,10 @@ def _boxes(shape: _Shape, first: int, count: int) -> Iterator[tuple[_Shape, _Sha
     if before > after:
         yield from _in_row(after, _boxes(inner, first - after * row, count))
         return
-    if first < before * row:
-        yield from _in_row(before - 1, _boxes(inner, first - (before - 1) * row, before * row - first))
+    yield from _in_row(before - 1, _boxes(inner, first - (before - 1) * row, before * row - first))
     if before < after:
         yield (before, *(0 for _ in inner)), (after - before, *inner)
-    if after * row < end:
-        yield from _in_row(after, _boxes(inner, 0, end - after * row))
+    yield from _in_row(after, _boxes(inner, 0, end - after * row))
 
 
 def _in_row(row: int, boxes: Iterable[tuple[_Shape, _Shape]]) -> Iterator[tuple[_Shape, _Shape]]:
