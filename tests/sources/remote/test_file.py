@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -181,10 +182,6 @@ class Seen(list[int]):
         self.append(at)
 
 
-def refuse(_at: int, _raw: bytes) -> None:
-    raise FormatError("no")
-
-
 def test_a_range_comes_with_the_request_for_the_data() -> None:
     seen = Seen()
     file, remote = expecting(seen)
@@ -212,7 +209,7 @@ def test_a_range_far_from_what_was_read_is_checked_at_the_end() -> None:
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(70_080, 5), (70_000, 90), (71_000, 5), (60_000, 20_000)])
 def test_a_read_fails_if_the_check_does(offset: int, nbytes: int) -> None:
-    file, _ = expecting(refuse)
+    file, _ = expecting(Mock(side_effect=FormatError("no")))
     with pytest.raises(FormatError, match="no"):
         file.read_at(offset, nbytes)
 
