@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -216,10 +217,7 @@ def test_a_shard_that_is_special(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: str) -> object:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "scandir", fail)
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     error = refusal(tmp_path, sluice.ReadError)
     assert error.file == str(tmp_path)
 

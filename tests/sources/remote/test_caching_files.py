@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -209,13 +210,10 @@ def test_an_object_that_is_replaced_during_a_download_is_an_error(remote: Versio
 
 @pytest.mark.parametrize("pieces", [0, 11])
 def test_headers_in_front_of_data_are_checked(remote: VersionedObject, tmp_path: Path, pieces: int) -> None:
-    def refuse(_data: bytes) -> None:
-        raise FormatError("refused")
-
     partly(remote, tmp_path, pieces)
     source = opened(remote, tmp_path)
     assert checks_with_data(source)
-    source.expect(100, 10, 1000, refuse)
+    source.expect(100, 10, 1000, Mock(side_effect=FormatError("refused")))
     with pytest.raises(FormatError, match="refused"):
         loaded(source)
     source.close()

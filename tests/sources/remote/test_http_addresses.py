@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 
@@ -123,9 +124,6 @@ def test_the_network_of_a_name_is_that_of_its_addresses(
 
 
 def test_a_name_that_does_not_resolve_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*arguments: object, **named: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "unknown")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "unknown")))
     assert resolved_network("host.example") == "public"
     assert resolved_network("10.0.0.1") == "private"
