@@ -198,7 +198,7 @@ def test_a_tensor_that_one_rank_has_whole(tmp_path: Path) -> None:
         ((divided([], (1,) * 65),) * 2, FormatError, "more bytes than torch can count"),
         ((divided([3]),) * 2, FormatError, "shard of a divided tensor is malformed"),
         ((divided(3),) * 2, FormatError, "divided tensor is malformed"),
-        ((Call(divided([]).function, (*divided([]).arguments[:3], {"x": 1})),) * 2, FormatError, "tensor is malformed"),
+        ((Call(divided([]).function, (*divided([]).arguments[:3], 5)),) * 2, FormatError, "tensor is malformed"),
         ((divided([shard([0, 0], [4, 2])]),) * 2, FormatError, "past the end of its storage"),
         (({"w": TOP}, {"w": BOTTOM, "x": BOTTOM}), FormatError, r"0\.pt, tensor 'x': a file lacks a name"),
         (

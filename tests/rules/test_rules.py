@@ -270,6 +270,7 @@ def test_errors_name_all_tensors_that_a_rule_cannot_be_applied_to_and_similar_na
             "a tensor is missing: no name matches 'h.[*].other'",
         ),
         (rules.scale("ids", 2), "int64 cannot be multiplied"),
+        (rules.add("ids", 1), "int64 cannot be added to"),
         (rules.resize("ids", 20, fill=0.5), "int64 cannot hold 0.5"),
         (rules.resize("ids", 20, fill=float("inf")), "int64 cannot hold inf"),
         (rules.cast("wte", "float4_e2m1fn_x2"), "no cast"),
