@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,10 +84,10 @@ def read(source: Source, offset: int, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
-def filled(source: Source) -> Source:
+def filled(source: Source, arrived: Callable[[int], object] = lambda _: None) -> Source:
     """Return a source after its download."""
     if is_caching(source):
-        source.fill(lambda _: None)
+        source.fill(arrived)
     return source
 
 

@@ -80,10 +80,9 @@ def test_only_the_damaged_pieces_of_a_part_are_requested_again(
         os.truncate(part, 4 * PIECE + 5)
     else:
         part.unlink()
-    source, arrived = opened(remote, tmp_path), list[int]()
-    assert isinstance(source, CachedFile)
-    source.fill(arrived.append)
-    assert (loaded(source), sum(arrived)) == (CONTENT, len(CONTENT))
+    arrived: list[int] = []
+    assert loaded(filled(opened(remote, tmp_path), arrived.append)) == CONTENT
+    assert sum(arrived) == len(CONTENT)
     again = {4} if damage == "flipped" else set(range(6))
     assert {offset // PIECE for offset, _ in remote.requests} == again | set(range(6, 11))
     assert entries(tmp_path)[0].read_bytes()[: len(CONTENT)] == CONTENT

@@ -88,9 +88,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_of_addresses(network: str) -> None:
-    assert {host: network_of(host) for host in NETWORKS[network].split()} == dict.fromkeys(
-        NETWORKS[network].split(), network
-    )
+    assert {network_of(host) for host in NETWORKS[network].split()} == {network}
 
 
 @pytest.mark.parametrize(
