@@ -191,12 +191,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(child, (*path, key))
 
 
-def replaced(content: Any, path: tuple[Any, ...], junk: Any) -> None:
-    for key in path[:-1]:
-        content = content[key]
-    content[path[-1]] = junk
-
-
 @given(st.sampled_from([2, 3]), st.integers(0, 3), st.integers(0, 10**6), st.sampled_from(range(len(JUNK))))
 @settings(deadline=None, max_examples=60)
 def test_any_value_anywhere(stage: int, file: int, place: int, junk: int) -> None:
@@ -206,7 +200,10 @@ def test_any_value_anywhere(stage: int, file: int, place: int, junk: int) -> Non
     def changed(name: str, content: Any) -> None:
         if next(written) == file:
             paths = list(places(content))
-            replaced(content, paths[place % len(paths)], JUNK[junk])
+            *around, last = paths[place % len(paths)]
+            for key in around:
+                content = content[key]
+            content[last] = JUNK[junk]
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_zero(Path(folder), example(), stage=stage, world=2, change=changed)
