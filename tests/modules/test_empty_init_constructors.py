@@ -113,7 +113,7 @@ class Masked(nn.Module):
         self.register_buffer("small", mask.bfloat16(), persistent=False)
         self.other = nn.Linear(2, 2)
         self.other.register_buffer("shared", mask, persistent=False)
-        self.other.late = nn.Buffer(torch.tensor(True), persistent=False)
+        self.other.late = nn.Buffer(torch.ones(2, 2, dtype=bool).tril(), persistent=False)  # as Bark: no dtype of torch
 
 
 class Late(nn.Module):

@@ -116,7 +116,7 @@ class ConstructorCalls(TorchFunctionMode):
         else:
             shape = torch.Size(source if isinstance(source, (tuple, list)) else args)
             dtype = options.get("dtype") or torch.get_default_dtype()
-        nbytes = shape.numel() * dtype.itemsize
+        nbytes = shape.numel() * dtype.itemsize if isinstance(dtype, torch.dtype) else 0  # or a type of Python
         if nbytes not in _KEPT_BYTES or torch._C._len_torch_dispatch_stack() or transforms_are_active():
             return None
         free = (kept for kept in self.kept if kept.nbytes() == nbytes and storage_use_count(kept._cdata) == 1)
