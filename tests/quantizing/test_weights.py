@@ -237,9 +237,10 @@ def test_a_tied_weight_that_becomes_a_plain_one_is_a_parameter_of_its_own(tmp_pa
 
     def quantize(root: nn.Module) -> None:
         for module in root.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, (nn.Linear, nn.LayerNorm)):
                 assert len(module.weight) in {2500, WIDTH, 64, 8}, "not for other numbers of rows"
-                module.weight = nn.Parameter(module.weight.to(torch.float8_e4m3fn), requires_grad=False)
+                dtype = torch.float8_e4m3fn if isinstance(module, nn.Linear) else torch.int8
+                module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
 
     model, found = make(), empty(make)
     torch.save(model.state_dict(), tmp_path / "f.pth")
@@ -248,4 +249,5 @@ def test_a_tied_weight_that_becomes_a_plain_one_is_a_parameter_of_its_own(tmp_pa
     with torch.device("meta"):  # the default device of torch
         sluice.load_into(found, tmp_path / "f.pth", quantize=quantize)
     assert torch.equal(found.words.weight, model.words.weight)
+    assert torch.equal(found.norm.weight, model.norm.weight.to(torch.int8))
     assert torch.equal(found.head.weight.view(torch.int8), model.head.weight.to(torch.float8_e4m3fn).view(torch.int8))

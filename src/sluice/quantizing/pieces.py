@@ -53,8 +53,6 @@ def find_pieces(
         template: Its finished form on the meta device.
         device: Where it is quantized.
     """
-    if not parameter.dim():
-        return None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((2 * _ROWS, *parameter.shape[1:]), generator=generator, device="cpu")
     rows[_ROWS:] *= _SCALE
@@ -62,7 +60,7 @@ def find_pieces(
     try:
         whole, one, other = (_inner(single, part) for part in (rows, rows[:_ROWS], rows[_ROWS:]))
         rest = _inner(single, parameter.new_empty((len(parameter) % _ROWS, *parameter.shape[1:])))
-    except Exception:  # noqa: BLE001  the function may need other numbers of rows, such as whole blocks
+    except Exception:  # noqa: BLE001  a scalar has no rows, and the function may need other numbers, such as whole blocks
         return None
     finished = list(inner_tensors(template))
     if not len(finished) == len(whole) == len(one) == len(other):

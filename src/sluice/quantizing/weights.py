@@ -109,7 +109,9 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
 
     def _assembled(self, inner: Iterable[torch.Tensor]) -> torch.Tensor:
         finished = assemble(self.template, inner, {id(self.twin): self.single.module})
-        own = self.untied or is_assembled(finished)
+        # Integers cannot require gradients, as the parameter that they replace may.
+        integers = type(finished) is torch.Tensor and not finished.is_floating_point()
+        own = self.untied or is_assembled(finished) or integers
         return nn.Parameter(finished, requires_grad=False) if own else finished
 
     def set_attributes(self) -> None:
