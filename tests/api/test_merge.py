@@ -276,14 +276,15 @@ def test_tensors_of_a_later_slice_are_not_lost(tmp_path: Path) -> None:
 
 def test_dtypes(tmp_path: Path) -> None:
     a, b = (str(tmp_path / f"{name}.pth") for name in "ab")
-    torch.save({"w": torch.full((4,), 1.5).to(torch.float8_e4m3fn)}, a)
-    torch.save({"w": torch.full((4,), 2.5)}, b)
+    torch.save({"w": torch.full((4,), 1.5).to(torch.float8_e4m3fn), "n": torch.tensor(3)}, a)
+    torch.save({"w": torch.full((4,), 2.5), "n": torch.tensor(3)}, b)
     for paths in ([a, a.replace("a.pth", "./a.pth")], [a, b]):
         with pytest.raises(sluice.UnsupportedError, match=r"does not compute with .*float8_e4m3fn"):
             sluice.merge(paths, tmp_path / "out.pth")
     config = {"merge_method": "swa", "models": [{"model": a}, {"model": b}], "dtype": "bf16"}
     sluice.merge(config, tmp_path / "out.pth")
     assert torch.equal(torch.load(tmp_path / "out.pth")["w"], torch.full((4,), 2.0, dtype=torch.bfloat16))
+    assert torch.equal(torch.load(tmp_path / "out.pth")["n"], torch.tensor(3))
     sluice.merge([a], tmp_path / "same.pth", method="passthrough")
     assert torch.load(tmp_path / "same.pth")["w"].dtype == torch.float8_e4m3fn
 
