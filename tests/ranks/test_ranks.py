@@ -51,6 +51,8 @@ def test_a_rank_that_differs(change: dict[str, object], text: str) -> None:
     found = judge_proposals({0: PROPOSAL, 1: PROPOSAL, 2: replace(PROPOSAL, **change)})
     assert list(found) == [2]
     assert text in found[2]
+    unconnected = {rank: replace(PROPOSAL, **own, meshes=((rank,),)) for rank, own in enumerate([{}, change])}
+    assert judge_proposals(unconnected) == {}  # ranks that no mesh connects hold different models
 
 
 def test_the_ranks_of_a_host_share_its_smallest_limit() -> None:

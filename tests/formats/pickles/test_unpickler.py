@@ -172,6 +172,7 @@ def test_the_memo_may_start_at_any_number_and_have_gaps() -> None:
     """Python 2's cPickle numbers from 1, its pickletools.optimize leaves gaps."""
     assert load(body(b"]q\x01h\x01\x86")) == ([], [])
     assert load(body(b"(" + b"N" * 50 + b"]q\x30h\x30t"))[-1] == []
+    assert load(body(b"(K\x01q\x00K\x02q\x01K\x03q\x00h\x01t")) == (1, 2, 3, 2)  # of one number, the last
     with pytest.raises(FormatError, match="refers to memo entry 0, which it did not store"):
         load(body(b"]q\x01h\x00\x86"))
 
