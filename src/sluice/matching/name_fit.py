@@ -102,8 +102,7 @@ def _spellings(candidate: Candidate, outline: Outline) -> Iterator[Spelling]:
     if not any(map(_may_be_wrapped, chain(entries, own))):
         return
     bare_entries, bare_own = ({unwrap(name): name for name in names} for names in (entries, own))
-    changed = bare_entries.keys() != entries.keys() or bare_own.keys() != own.keys()
-    if changed and len(bare_entries) == len(entries) and len(bare_own) == len(own):
+    if len(bare_entries) == len(entries) and len(bare_own) == len(own):
         yield Spelling(candidate=candidate, unwrapped=True, in_candidate=bare_entries, in_module=bare_own)
 
 
