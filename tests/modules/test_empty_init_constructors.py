@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -113,7 +113,7 @@ class Masked(nn.Module):
         self.register_buffer("small", mask.bfloat16(), persistent=False)
         self.other = nn.Linear(2, 2)
         self.other.register_buffer("shared", mask, persistent=False)
-        self.other.late = nn.Buffer(torch.ones(2, 2, dtype=bool).tril(), persistent=False)  # as Bark: no dtype of torch
+        self.other.late = nn.Buffer(torch.ones(2, 2, dtype=cast("Any", bool)).tril(), persistent=False)  # as Bark does
 
 
 class Late(nn.Module):
