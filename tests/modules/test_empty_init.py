@@ -148,9 +148,10 @@ def status(field):
         return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 def build(layers):
-    for _ in range(layers):
+    for number in range(layers):
         layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Embedding(64, 64))
         layer.register_buffer("mask", torch.triu(torch.ones(1024, 1024), diagonal=1))
+        layer.drawn = torch.nn.Parameter(torch.randn(1000 + 8 * number, 900))
         yield layer
 
 list(build(1))
@@ -173,9 +174,9 @@ def test_building_costs_little_memory_and_few_page_faults_and_imports_no_compile
     peak, kept, compiler, faults = map(int, done.stdout.split())
     mask = 4 << 20
     assert kept < 4 * mask  # without precautions: 48 masks, and twice that in holes of the heap
-    assert peak < 24 * mask
+    assert peak < 16 * mask  # 20 without returns of free memory
     assert not compiler
-    assert faults * 4096 < 24 * mask  # 96 without kept memory
+    assert faults * 4096 < 64 * mask  # 44 are drawn; without kept memory 124
 
 
 def test_memory_of_a_mask_is_used_again_only_when_nothing_uses_it() -> None:

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sluice._private_torch import make_subclass
 from sluice._public import public
-from sluice.machine.processes import trim_heap
+from sluice.machine.processes import read_memory, trim_heap
 from sluice.modules.constructor_calls import ConstructorCalls, refusal
 from sluice.modules.leftovers import is_plain, tensors_in
 from sluice.modules.swap import swap_data
@@ -44,8 +44,8 @@ __all__ = ["empty_init"]
 #: Smallest persistent buffer, in bytes, that is on meta as soon as it is registered.
 _LARGE_BUFFER_BYTES = 1 << 18
 
-#: Bytes emptied between two returns of free memory. Small allocations land in the space that the tensors of one layer
-#: leave, those of the next layer then do not fit there, and the heap grows although nearly all of it is free.
+#: Growth of the process, in bytes, after which free memory is returned. Small allocations land in the space that the
+#: tensors of one layer leave, those of the next layer then do not fit, and the heap grows although most of it is free.
 _RETURN_AFTER_BYTES = 32 << 20
 
 
@@ -61,6 +61,7 @@ class _Inside:
         #: Module and name of each small one, which is real until the end.
         self._small: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._emptied_bytes = 0
+        self._anon_bytes = read_memory().anon_bytes
 
     def note_created(self, parameter: nn.Parameter, *_: object, **_options: object) -> None:
         """Note a parameter that was created inside."""
@@ -113,19 +114,16 @@ class _Inside:
         self._small.clear()
         self.calls.kept.clear()
         self.calls.emptied.remember()
-        self.return_free_memory()
+        trim_heap()
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         self._emptied_bytes += tensor.nbytes
         if self._emptied_bytes >= _RETURN_AFTER_BYTES:
-            self.return_free_memory()
+            self._emptied_bytes = 0
+            if read_memory().anon_bytes - self._anon_bytes >= _RETURN_AFTER_BYTES:
+                trim_heap()
+                self._anon_bytes = read_memory().anon_bytes
         return self.calls.emptied.stand_in(tensor)
-
-    def return_free_memory(self) -> None:
-        """Return freed memory to the system, if there is some."""
-        if self._emptied_bytes:
-            trim_heap()
-        self._emptied_bytes = 0
 
 
 class _Scope(threading.local):
