@@ -160,7 +160,7 @@ SAVE_STAGING_BYTES = 16 << 20
 SAVE_BUFFERS = 4
 
 #: Threads that write a large file: more than buffers, so that writes stay in flight while others compute CRCs.
-WRITERS = 8
+WRITERS = 6
 
 #: Bytes of a tensor that one writer takes at once.
 WRITE_BYTES = 8 << 20
