@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from unittest import mock
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sluice._errors import FormatError, LimitError, PathEscapeError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
+from sluice.formats import strict_json
 from sluice.formats.shard_index import ShardIndex, read_shard_index
 from sluice.sources.opening import find_place
 from support.work import at_most
@@ -127,3 +130,9 @@ def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
 def test_brackets_and_commas_in_names_are_not_structure(tmp_path: Path) -> None:
     names = {f'layers[{number}], {{"w\\": ': "x" for number in range(2000)}
     assert read(tmp_path, json.dumps({"weight_map": names}), Limits(entries=2000)).weight_map == names
+
+
+def test_msgspec_looks_at_the_fields_of_a_type_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = mock.Mock(side_effect=lambda kind: msgspec.json.Decoder(kind) if strict_json._lock.locked() else None)
+    monkeypatch.setattr(strict_json, "_decoder", decoder)
+    assert strict_json.decode_json(b"1", int, "it", "file") == 1  # two threads at once would end the process

@@ -49,6 +49,9 @@ class _Metadata(Struct):
     total_size: int | float | None = None
 
 
+_METADATA = msgspec.json.Decoder(_Metadata)
+
+
 def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
     """Read and check an index file; the shards are not examined.
 
@@ -71,7 +74,7 @@ def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
         weight_map = decode_json(raw, dict[str, str], "the weight_map of the index", path)
     _check_weight_map(weight_map, count_strings(raw), path, limits)
     try:
-        total_bytes = msgspec.json.decode(members.get("metadata", b"null"), type=_Metadata).total_size
+        total_bytes = _METADATA.decode(members.get("metadata", b"null")).total_size
     except (msgspec.MsgspecError, ValueError, RecursionError):  # it may be anything
         total_bytes = None
     return ShardIndex(weight_map=weight_map, total_bytes=total_bytes)

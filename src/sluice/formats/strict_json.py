@@ -8,7 +8,9 @@ but the declared types; other members are skipped. It keeps the last of several 
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+import threading
+from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +22,12 @@ Decoded = TypeVar("Decoded")
 
 #: A string; an unterminated one runs to the end of the text, so that no byte is examined twice.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+
+#: Held while msgspec 0.22 looks at the fields of a struct: two threads that do so at once end the process. Structs that
+#: are decoded elsewhere have decoders that are made when their module is imported.
+_lock = threading.Lock()
+_decoder: Any = cache(msgspec.json.Decoder)
 
 
 def decode_json(data: bytes, kind: type[Decoded], what: str, file: str) -> Decoded:
@@ -37,7 +45,9 @@ def decode_json(data: bytes, kind: type[Decoded], what: str, file: str) -> Decod
     try:
         if not data.isascii():
             data.decode()  # msgspec does not decode the members that it skips
-        return msgspec.json.decode(data, type=kind)
+        with _lock:
+            decoder: msgspec.json.Decoder[Decoded] = _decoder(kind)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(f"{what} is not strict JSON of the expected types: {error}", file=file) from error
 

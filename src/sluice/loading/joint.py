@@ -29,6 +29,9 @@ from sluice.reports.load import LoadReport, RankReport
 
 __all__ = ["load_together"]
 
+_REPORTS = msgspec.json.Decoder(tuple[RankReport, ...])  # made when this is imported: see formats.strict_json
+_PROPOSALS = msgspec.json.Decoder(Proposal)
+
 #: Samples of all files together, but one of each file at least, and the bytes of one.
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -88,7 +91,7 @@ def load_together(
         loaded,
         seconds=time.perf_counter() - started,
         measured=meter.peaks,
-        ranks=msgspec.json.decode(ranks, type=tuple[RankReport, ...]),
+        ranks=_REPORTS.decode(ranks),
     )
 
 
@@ -157,7 +160,7 @@ def _digest(lines: Iterator[str]) -> str:
 
 
 def _judge(answers: Mapping[int, bytes]) -> StepOutcome:
-    proposals = {rank: msgspec.json.decode(answer, type=Proposal) for rank, answer in answers.items()}
+    proposals = {rank: _PROPOSALS.decode(answer) for rank, answer in answers.items()}
     return StepOutcome(failed=judge_proposals(proposals))
 
 

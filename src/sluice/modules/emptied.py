@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 # Storages have no public identity.
 # ruff: noqa: SLF001
 
-__all__ = ["EmptiedStorages", "describe_moves", "device_of", "home_of", "moved_to", "remember_move", "was_emptied"]
+__all__ = ["EMPTIED", "EmptiedStorages", "describe_moves", "device_of", "home_of", "moved_to", "remember_move"]
 
 _Fact = TypeVar("_Fact")
 
@@ -60,7 +60,7 @@ def _address(tensor: torch.Tensor) -> int:
 _moves: _StorageTable[torch.device] = _StorageTable()
 
 #: Real storages that something still used after ``empty_init``.
-_emptied: _StorageTable[bool] = _StorageTable()
+EMPTIED: _StorageTable[bool] = _StorageTable()
 
 
 class EmptiedStorages:
@@ -106,12 +106,7 @@ class EmptiedStorages:
         """Remember the real storages that are still in use; nearly all are gone."""
         for original, _ in self._of.values():
             if not original.expired():  # type: ignore[no-untyped-call]
-                _emptied.add(original, fact=True)
-
-
-def was_emptied(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has the memory with which a parameter was made before ``empty_init`` emptied it."""
-    return _emptied.get(tensor) is not None
+                EMPTIED.add(original, fact=True)
 
 
 def remember_move(tensor: torch.Tensor, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from sluice.modules.emptied import was_emptied
+from sluice.modules.emptied import EMPTIED
 
 # No public view of a module tells its registered tensors from its attributes.
 # ruff: noqa: SLF001
@@ -87,7 +87,8 @@ def find_leftovers(
 
 
 def _was_emptied(tensor: torch.Tensor) -> bool:
-    return is_plain(tensor) and was_emptied(tensor)
+    """Return whether a tensor has the memory with which a parameter was made before ``empty_init`` emptied it."""
+    return is_plain(tensor) and EMPTIED.get(tensor) is not None
 
 
 def _shares(label: str) -> str:

@@ -65,6 +65,11 @@ class _Contribution(Struct, frozen=True, kw_only=True):
     state: State
 
 
+# Made when this is imported: see ``formats.strict_json``.
+_PLACES = msgspec.json.Decoder(_Place)
+_OUTCOMES = msgspec.json.Decoder(StepOutcome)
+_CONTRIBUTIONS = msgspec.msgpack.Decoder(_Contribution)
+
 #: Held by the thread of this process that is in a call with the ranks of a name; the others wait for their turns.
 _TURNS: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
@@ -216,7 +221,7 @@ class StoreGroup:
         """Return the verdict of a step, or of the failure that ended the call at any step, if there is one."""
         for name in (f"{step}/verdict", "end"):
             if self._store.check([self._key(name)]):
-                return msgspec.json.decode(self._store.get(self._key(name)), type=StepOutcome)
+                return _OUTCOMES.decode(self._store.get(self._key(name)))
         return None
 
     def _collect(self, step: str) -> tuple[dict[int, _Contribution], dict[int, str]]:
@@ -231,7 +236,7 @@ class StoreGroup:
             for rank in sorted(missing):
                 if self._store.check([self._key(f"{step}/{rank}")]):
                     value = self._store.get(self._key(f"{step}/{rank}"))
-                    answers[rank] = msgspec.msgpack.decode(value, type=_Contribution)
+                    answers[rank] = _CONTRIBUTIONS.decode(value)
                     missing.discard(rank)
             now = self._clock()
             failed.update(self._warnings())
@@ -364,7 +369,7 @@ class StoreGroup:
             self._sought[rank] = now
             key = f"sluice/rank/{rank}"
             if self._store.check([key]):
-                self._places[rank] = msgspec.json.decode(self._store.get(key), type=_Place)
+                self._places[rank] = _PLACES.decode(self._store.get(key))
         return self._places.get(rank)
 
     def _without_store(self, error: RuntimeError) -> dict[int, str]:

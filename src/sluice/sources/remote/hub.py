@@ -152,6 +152,9 @@ class _Information(Struct):
     siblings: list[_File] | None = None
 
 
+_INFORMATION = msgspec.json.Decoder(_Information)  # made when this is imported: see formats.strict_json
+
+
 class _Commit(Struct, frozen=True, eq=False):
     """One commit of a model."""
 
@@ -284,7 +287,7 @@ def _information(address: HubAddress, answer: ResponseHead, body: bytes) -> _Inf
         raise RemoteError(problem, file=shown, advice=_LOGIN)
     check_status(answer)
     try:
-        return msgspec.json.decode(body, type=_Information)
+        return _INFORMATION.decode(body)
     except msgspec.DecodeError as error:
         problem = "the answer of the hub is not JSON of a model"
         raise RemoteError(problem, file=shown, advice="Check HF_ENDPOINT and proxies.") from error
