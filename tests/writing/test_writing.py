@@ -59,7 +59,7 @@ def test_pieces_in_any_order_make_an_archive_that_zipfile_reads(
 
 
 def test_all_buffers_are_in_use_while_crcs_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, written = 2 * defaults.SAVE_BUFFERS, []
+    count, written = defaults.SAVE_BUFFERS + 2, []
     all_written = threading.Event()
 
     def write_at(offset: int, _: object) -> None:
