@@ -15,8 +15,8 @@ stay below the directory of the index, and have one spelling.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
-import msgspec
 from msgspec import Raw, Struct
 
 from sluice._errors import FormatError, PathEscapeError, UnsupportedError
@@ -49,9 +49,6 @@ class _Metadata(Struct):
     total_size: int | float | None = None
 
 
-_METADATA = msgspec.json.Decoder(_Metadata)
-
-
 def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
     """Read and check an index file; the shards are not examined.
 
@@ -73,10 +70,9 @@ def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
         raw = bytes(members["weight_map"])
         weight_map = decode_json(raw, dict[str, str], "the weight_map of the index", path)
     _check_weight_map(weight_map, count_strings(raw), path, limits)
-    try:
-        total_bytes = _METADATA.decode(members.get("metadata", b"null")).total_size
-    except (msgspec.MsgspecError, ValueError, RecursionError):  # it may be anything
-        total_bytes = None
+    total_bytes: int | float | None = None
+    with suppress(FormatError):  # it may be anything
+        total_bytes = decode_json(bytes(members.get("metadata", b"null")), _Metadata, "the metadata", path).total_size
     return ShardIndex(weight_map=weight_map, total_bytes=total_bytes)
 
 

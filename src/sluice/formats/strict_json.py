@@ -23,7 +23,6 @@ Decoded = TypeVar("Decoded")
 #: A string; an unterminated one runs to the end of the text, so that no byte is examined twice.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
-
 #: Held while msgspec 0.22 looks at the fields of a struct: two threads that do so at once end the process. Structs that
 #: are decoded elsewhere have decoders that are made when their module is imported.
 _lock = threading.Lock()

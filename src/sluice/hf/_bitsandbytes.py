@@ -160,7 +160,7 @@ class _Description(Struct, frozen=True):
             MismatchError: It is one, or damaged.
         """
         try:
-            own = msgspec.json.decode(bytes(text.tolist()), type=cls)
+            own = _DESCRIPTIONS.decode(bytes(text.tolist()))
         except (msgspec.MsgspecError, ValueError) as error:  # ValueError if it is not UTF-8
             problem = f"the description of a quantized weight is damaged: {error}"
             raise MismatchError(problem, file=file, tensor=name) from error
@@ -172,3 +172,6 @@ class _Description(Struct, frozen=True):
         if found != expected or not dtypes <= _DTYPES or (own.nested_offset is None) is state.nested:
             problem = "the description of a quantized weight does not fit its layer"
             raise MismatchError(problem, file=file, tensor=name, expected=str(expected), found=str(own))
+
+
+_DESCRIPTIONS = msgspec.json.Decoder(_Description)  # made when this is imported: see formats.strict_json

@@ -66,6 +66,9 @@ class _Contribution(Struct, frozen=True, kw_only=True):
     paths: dict[str, list[str | int]] = {}
 
 
+_CONTRIBUTIONS = msgspec.msgpack.Decoder(_Contribution)  # made when this is imported: see formats.strict_json
+
+
 class _Division(Struct, frozen=True, kw_only=True):
     """The tensors of all ranks, and the part of this one in writing them."""
 
@@ -243,8 +246,7 @@ def _divided(
         )
         return zlib.compress(msgspec.msgpack.encode(own), 1)  # regions of layers are alike: a tenth of the size
 
-    decode = msgspec.msgpack.Decoder(_Contribution).decode
-    ranks = [decode(zlib.decompress(each)) for each in group.exchange(contribute)]
+    ranks = [_CONTRIBUTIONS.decode(zlib.decompress(each)) for each in group.exchange(contribute)]
     for other, rank in enumerate(ranks):
         for name, value in rank.arguments.items():
             if (first := ranks[0].arguments[name]) != value:
