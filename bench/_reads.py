@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import subprocess
@@ -144,6 +145,7 @@ def work(method: str, job: dict[str, object]) -> Work:
         model = Pattern(one.nbytes)
     if method == "sluice":
         _import_everything(one.path.suffix)
+    gc.collect()  # what imports made: no pass over it falls into the time of a method
     touch_free_memory(one.nbytes + _STAGING_BYTES)
     if one.limit_file:
         allowed = _used_bytes(one.limit_file) + _contract_bytes(model)

@@ -78,17 +78,9 @@ def test_only_a_machine_with_a_balloon_waits(
 @pytest.mark.parametrize(
     ("bench", "arguments", "shown"),
     [
-        (
-            index,
-            "--tensors 200 --shards 3 --runs 1",
-            ("torch.save, zip", "save, legacy", "safetensors", "3 shards"),
-        ),
+        (index, "--tensors 200 --shards 3 --runs 1", ("torch.save, zip", "save, legacy", "safetensors", "3 shards")),
         (small, "--runs 2 --clock processor --size 20 0.01", ("20 tensors, 0.01 MB, .pth", "0.01 MB, .safetensors")),
-        (
-            startup,
-            "--runs 1",
-            ("load_into, .pth", ".safetensors", "load_state_dict", "empty_init", "inspect, wall"),
-        ),
+        (startup, "--runs 1", ("load_into, .pth", ".safetensors", "load_state_dict", "empty_init", "inspect, wall")),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

@@ -15,13 +15,7 @@ from torch import nn
 import sluice
 from sluice.benchmark import comparison as _comparison
 from sluice.benchmark.comparison import checkpoint_for, default_methods, fitting_size, own_model
-from sluice.benchmark.gpt2 import (
-    GPTConfig,
-    GPTModel,
-    random_state_dict,
-    random_weight,
-    write_checkpoint,
-)
+from sluice.benchmark.gpt2 import GPTConfig, GPTModel, random_state_dict, random_weight, write_checkpoint
 from sluice.benchmark.loads import verdict
 from sluice.benchmark.machine import cached_share, make_cold, make_warm
 from sluice.benchmark.methods import METHODS, final_bytes, kind_of, main_dtype

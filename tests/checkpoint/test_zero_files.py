@@ -67,12 +67,7 @@ def test_links_out_of_the_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "gone"),
-    [
-        (2, OPTIMIZER.format(1)),
-        (3, OPTIMIZER.format(0)),
-        (3, MODEL.format(2)),
-        (2, "mp_rank_00_model_states.pt"),
-    ],
+    [(2, OPTIMIZER.format(1)), (3, OPTIMIZER.format(0)), (3, MODEL.format(2)), (2, "mp_rank_00_model_states.pt")],
 )
 def test_missing_files(tmp_path: Path, stage: int, gone: str) -> None:
     place = write_zero(tmp_path, example(), stage=stage, world=3)

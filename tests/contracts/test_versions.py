@@ -13,13 +13,7 @@ from packaging.requirements import Requirement
 
 from tools import test_versions, version_environments
 from tools.test_versions import ENVIRONMENTS, NOT_CORE, Outcome, counted, main, table
-from tools.version_environments import (
-    ABOVE_TORCH,
-    ROOT,
-    BuildError,
-    package_requirements,
-    torch_requirements,
-)
+from tools.version_environments import ABOVE_TORCH, ROOT, BuildError, package_requirements, torch_requirements
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OLDEST, NEWEST = ENVIRONMENTS[:2]

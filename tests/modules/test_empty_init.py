@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
 import weakref
@@ -61,7 +62,7 @@ def test_a_parameter_held_by_a_weak_reference_stays_real_and_tied() -> None:
     assert not one.weight.is_meta
 
 
-def test_contexts_nest_and_exceptions_restore_torch() -> None:
+def test_contexts_nest_and_exceptions_restore_torch_and_the_garbage_collector() -> None:
     originals = (nn.Parameter.__new__, nn.Module.register_parameter, nn.Module.register_buffer)
 
     def fail_inside() -> None:
@@ -70,6 +71,7 @@ def test_contexts_nest_and_exceptions_restore_torch() -> None:
                 assert nn.Linear(2, 2).weight.is_meta
             assert nn.Linear(2, 2).weight.is_meta
             assert nn.Module.register_buffer is not originals[2]
+            assert not gc.isenabled()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -77,6 +79,7 @@ def test_contexts_nest_and_exceptions_restore_torch() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
     assert (nn.Parameter.__new__, nn.Module.register_parameter, nn.Module.register_buffer) == originals
     assert empty_init_module._contexts == 0
+    assert gc.isenabled()
 
 
 def test_a_wrapper_installed_inside_the_context_survives_it() -> None:

@@ -15,17 +15,7 @@ from sluice.benchmark.gpt2 import gpt2, random_state_dict, write_checkpoint
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.records import MethodJob, Precision
 from sluice.planning.budget import HOST, MemoryLimit
-from sluice.planning.other_methods import (
-    COPY,
-    MAP,
-    METHODS,
-    MethodVerdict,
-    Subject,
-    Weight,
-    judge,
-    predict,
-    recommend,
-)
+from sluice.planning.other_methods import COPY, MAP, METHODS, MethodVerdict, Subject, Weight, judge, predict, recommend
 
 MIB = 1 << 20
 PLENTY = [MemoryLimit(where=HOST, nbytes=1 << 60, origin="free memory")]

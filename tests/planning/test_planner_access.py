@@ -17,16 +17,7 @@ from sluice.machine.facts import file_facts, machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.planning.reads import join_requests
-from sluice.records import (
-    AccessFacts,
-    FileFacts,
-    LoadPlan,
-    MachineFacts,
-    Read,
-    Request,
-    local_access,
-    requests_of,
-)
+from sluice.records import AccessFacts, FileFacts, LoadPlan, MachineFacts, Read, Request, local_access, requests_of
 from sluice.sources.protocol import Source
 from sluice.sources.wrappers import ReadAhead, Section
 from support.plans import FILE, MIB, entry, entry_of, facts, index_of, planned, request, use_of_ring

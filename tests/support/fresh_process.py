@@ -93,12 +93,7 @@ class Process:
     """A stand-in for ``subprocess.Popen`` of an interpreter with ``-m`` or ``-c``, with pipes of text."""
 
     def __init__(
-        self,
-        command: list[str],
-        *,
-        stderr: IO[bytes] | None = None,
-        env: Mapping[str, str] | None = None,
-        **_: object,
+        self, command: list[str], *, stderr: IO[bytes] | None = None, env: Mapping[str, str] | None = None, **_: object
     ) -> None:
         code, *argv = _parsed(command)
         ends = [*os.pipe(), *os.pipe()]

@@ -18,16 +18,7 @@ from sluice.benchmark import machine as _machine
 from sluice.benchmark.loads import run_job
 from sluice.benchmark.machine import make_cold
 from sluice.benchmark.methods import METHODS, STRATEGIES, absence, final_bytes, kind_of
-from sluice.benchmark.records import (
-    REFERENCE,
-    SHORT_DTYPES,
-    Kind,
-    MethodJob,
-    ModelSource,
-    Precision,
-    Scenario,
-    State,
-)
+from sluice.benchmark.records import REFERENCE, SHORT_DTYPES, Kind, MethodJob, ModelSource, Precision, Scenario, State
 
 __all__ = ["ComparedModel", "can_read", "checkpoint_for", "default_methods", "fitting_size", "own_model", "scenario"]
 

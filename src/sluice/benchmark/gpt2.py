@@ -19,16 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-__all__ = [
-    "SIZES",
-    "GPTConfig",
-    "GPTModel",
-    "config",
-    "gpt2",
-    "random_state_dict",
-    "random_weight",
-    "write_checkpoint",
-]
+__all__ = ["SIZES", "GPTConfig", "GPTModel", "config", "gpt2", "random_state_dict", "random_weight", "write_checkpoint"]
 
 
 class GPTConfig(TypedDict):

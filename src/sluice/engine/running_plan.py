@@ -22,15 +22,7 @@ from sluice.sources.wrappers import ended_early
 if TYPE_CHECKING:
     from sluice.engine.session import Session
 
-__all__ = [
-    "FinishedRead",
-    "RunResult",
-    "RunningPlan",
-    "SessionEndedError",
-    "Surprise",
-    "TargetMemory",
-    "run_small",
-]
+__all__ = ["FinishedRead", "RunResult", "RunningPlan", "SessionEndedError", "Surprise", "TargetMemory", "run_small"]
 
 #: Most bytes of a buffer in the heap; malloc maps larger ones.
 _HEAP_BYTES = 64 << 10

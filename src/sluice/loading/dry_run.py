@@ -15,17 +15,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest, figures
 from sluice.loading.module_job import ModuleJob
 from sluice.planning.budget import HOST, Change, MemoryLimit, find_alternatives, find_limits, shortages
-from sluice.planning.other_methods import (
-    COPY,
-    MAP,
-    METHODS,
-    MethodVerdict,
-    Subject,
-    Weight,
-    judge,
-    predict,
-    recommend,
-)
+from sluice.planning.other_methods import COPY, MAP, METHODS, MethodVerdict, Subject, Weight, judge, predict, recommend
 from sluice.reading.transfer import planned_requests
 from sluice.records import LoadPlan
 from sluice.reports.plan import PlanReport, RanksPlan

@@ -26,15 +26,7 @@ from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import home_of
 from sluice.modules.leftovers import find_leftovers, is_plain
 from sluice.records.geometry import contiguous_stride, is_dense, span_elements
-from sluice.sharding.dtensors import (
-    ShardMemory,
-    UndescribedError,
-    home,
-    local_of,
-    region_held,
-    reshard,
-    shard_memories,
-)
+from sluice.sharding.dtensors import ShardMemory, UndescribedError, home, local_of, region_held, reshard, shard_memories
 from sluice.sharding.regions import Region
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "has_custom_loader", "reset_of", "undivided"]

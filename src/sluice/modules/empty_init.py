@@ -35,6 +35,7 @@ from sluice.machine.processes import read_memory, trim_heap
 from sluice.modules.constructor_calls import ConstructorCalls, refusal
 from sluice.modules.leftovers import is_plain, tensors_in
 from sluice.modules.swap import swap_data
+from sluice.records import collector_paused
 
 # torch's context without function modes is private.
 # ruff: noqa: SLF001
@@ -164,7 +165,7 @@ def empty_init() -> Iterator[None]:
     _count_contexts(1)
     inside = _scope.inside = _Inside()
     try:
-        with inside.calls:
+        with inside.calls, collector_paused():
             yield
     finally:
         _scope.inside = None

@@ -20,13 +20,4 @@ Nothing of safetensors is patched.
 from sluice.safetensors._files import load, load_file, load_model, save, save_file, save_model
 from sluice.safetensors._open import SafetensorError, safe_open
 
-__all__ = [
-    "SafetensorError",
-    "load",
-    "load_file",
-    "load_model",
-    "safe_open",
-    "save",
-    "save_file",
-    "save_model",
-]
+__all__ = ["SafetensorError", "load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]

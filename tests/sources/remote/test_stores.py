@@ -23,7 +23,9 @@ from sluice._errors import (
 from sluice.sources.protocol import Source
 from sluice.sources.remote import store_clients
 from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.location import Remote
+from sluice.sources.remote.protocol import RequestFailedError
 from sluice.sources.remote.stores import StoredObject, open_directory, open_source
 from support.object_stores import SERVERS, Bucket, connections_closed
 from support.source_conformance import check_source
@@ -75,6 +77,40 @@ def test_an_object_that_was_replaced_or_removed_has_changed(bucket: Bucket, chan
         obstore.delete(bucket.store, "removed.bin")
     with pytest.raises(SourceChangedError, match=change):
         source.read_at(100_000, 10)
+
+
+def test_data_of_s3_is_read_by_signed_requests(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore makes the first request only, and every request that reads a byte has a signature of its own."""
+    bucket.put("signed.bin", CONTENT)
+    by_obstore: list[tuple[int, int]] = []
+    watch(monkeypatch, obstore, "get", lambda *_, options: by_obstore.append(options["range"]))
+    signed: list[str] = []
+    watch(monkeypatch, HttpObject, "move_to", lambda _, url: signed.append(url))
+    source = opened(bucket, "signed.bin")
+    for offset in (100_000, 200_000, 299_990):
+        assert source.read_at(offset, 10) == CONTENT[offset : offset + 10]
+    s3 = bucket.url.startswith("s3")
+    assert len(by_obstore) == (1 if s3 else 4)
+    assert len(signed) == (3 if s3 else 0)
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_signed_requests_that_fail(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """If one is refused, obstore makes it and all that follow; one that failed for a moment is repeated."""
+    bucket.put("failing.bin", CONTENT)
+    source = opened(bucket, "failing.bin")
+    asked: list[int] = []
+
+    def fail_once(_: HttpObject, offset: int, *__: object) -> None:
+        asked.append(offset)
+        if len(asked) == 1:
+            raise RequestFailedError("no", temporary=status == 503, status=status)
+
+    watch(monkeypatch, HttpObject, "open_range", fail_once)
+    for offset in (100_000, 200_000):
+        assert source.read_at(offset, 10) == CONTENT[offset : offset + 10]
+    expected = [100_000] if status == 403 else [100_000, 100_000, 200_000]
+    assert asked == (expected if bucket.url.startswith("s3") else [])
 
 
 def test_shards_below_a_prefix_are_read_bit_for_bit(bucket: Bucket, tmp_path: Path) -> None:
@@ -182,6 +218,15 @@ def test_refused_credentials_are_an_error_without_them(bucket: Bucket) -> None:
         assert value not in f"{caught.value!s} {caught.value!r} {caught.value.__cause__!r}"
 
 
+@pytest.mark.parametrize("named", [{"skip_signature": "true"}, {}])
+def test_public_buckets_are_read_without_credentials(named: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not named:
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    where = Remote("s3://bucket/a", options=named)
+    store = store_clients.make_store(store_clients.parse_address(where.url), where)
+    assert StoredObject(store, "a", "s3://bucket/", where)._signed is None
+
+
 def test_absent_credentials_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -230,6 +275,6 @@ def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_clients.make_store(store_clients.parse_address(source.url), source)
     monkeypatch.setattr(store_clients, "_USERS", {os.getpid() + 1})
     with pytest.raises(UnsupportedError, match="forked"):
-        RemoteFile(StoredObject(store, "a.bin", "s3://bucket/"))
+        RemoteFile(StoredObject(store, "a.bin", "s3://bucket/", source))
     monkeypatch.setattr(store_clients, "_USERS", set[int]())  # the other process has not used a store
     assert store_clients.obstore_library("s3://bucket/a.bin")

@@ -11,15 +11,7 @@ import click
 
 import sluice
 from sluice._units import format_bytes
-from sluice.cli.options import (
-    DTypeName,
-    Size,
-    changes_options,
-    encoding_option,
-    keywords_of,
-    memory_options,
-    source_of,
-)
+from sluice.cli.options import DTypeName, Size, changes_options, encoding_option, keywords_of, memory_options, source_of
 from sluice.cli.output import Failure, progress_wanted
 from sluice.cli.remote_options import remote_options
 from sluice.sharing import store

@@ -22,14 +22,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from sluice._errors import (
-    TRUST_TORCH,
-    FormatError,
-    MissingFileError,
-    PathEscapeError,
-    TruncatedError,
-    UnsupportedError,
-)
+from sluice._errors import TRUST_TORCH, FormatError, MissingFileError, PathEscapeError, TruncatedError, UnsupportedError
 from sluice._messages import check_limit
 from sluice._options import Limits
 from sluice.sources.directory import EntryKind

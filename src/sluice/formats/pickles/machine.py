@@ -21,16 +21,7 @@ from sluice.records import Entry, Opaque, UnsupportedValue
 if TYPE_CHECKING:
     from sluice.formats.pickles.unpickler import Allowlist
 
-__all__ = [
-    "ARGUMENTS",
-    "HOOKS",
-    "Constructor",
-    "Consumed",
-    "Machine",
-    "PendingObject",
-    "Refusal",
-    "WrapperError",
-]
+__all__ = ["ARGUMENTS", "HOOKS", "Constructor", "Consumed", "Machine", "PendingObject", "Refusal", "WrapperError"]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 

@@ -29,15 +29,7 @@ from sluice.formats.pickles.opcodes import HANDLERS, STOPPED
 from sluice.records import TorchText
 from sluice.sources.protocol import Source
 
-__all__ = [
-    "Allowlist",
-    "Constructor",
-    "KeyGuard",
-    "PendingObject",
-    "Refusal",
-    "Unpickler",
-    "unpickle_at",
-]
+__all__ = ["Allowlist", "Constructor", "KeyGuard", "PendingObject", "Refusal", "Unpickler", "unpickle_at"]
 
 #: Bytes of a file that are read for a pickle at first.
 _FIRST_BYTES = 4 << 10

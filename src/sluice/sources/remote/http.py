@@ -24,27 +24,14 @@ from sluice.sources.remote.http_addresses import (
 )
 from sluice.sources.remote.http_connections import Lease, shared_connections
 from sluice.sources.remote.http_pools import HttpBody, discard
-from sluice.sources.remote.http_responses import (
-    TEMPORARY,
-    ResponseHead,
-    check_range,
-    conditions,
-    first_facts,
-)
+from sluice.sources.remote.http_responses import TEMPORARY, ResponseHead, check_range, conditions, first_facts
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import Body, ObjectFacts, RequestFailedError
 
 __all__ = ["HttpObject", "open_directory", "open_source"]
 
-_REDIRECTS = frozenset(
-    {
-        HTTPStatus.MOVED_PERMANENTLY,
-        HTTPStatus.FOUND,
-        HTTPStatus.SEE_OTHER,
-        HTTPStatus.TEMPORARY_REDIRECT,
-        HTTPStatus.PERMANENT_REDIRECT,
-    }
-)
+#: Statuses of redirects.
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 #: Statuses of errors that are about the object, not about the address.
 _ABOUT_OBJECT = frozenset({HTTPStatus.PRECONDITION_FAILED, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE})
@@ -127,6 +114,10 @@ class HttpObject:
         if length.isdigit() and done != min(int(length), most_bytes):
             raise RequestFailedError("the answer ended too early", temporary=True)
         return answer, bytes(data[:done])
+
+    def move_to(self, url: str) -> None:
+        """Send all further requests to another address of the same object."""
+        self._first = self._target = parse_address(url)[0]
 
     def close(self) -> None:
         self._lease = None

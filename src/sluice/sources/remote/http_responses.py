@@ -15,14 +15,7 @@ from sluice._units import format_bytes
 from sluice.sources.remote.protocol import ObjectFacts, RequestFailedError, WrongResponseError
 from sluice.sources.remote_names import download_advice
 
-__all__ = [
-    "TEMPORARY",
-    "ResponseHead",
-    "check_range",
-    "check_status",
-    "conditions",
-    "first_facts",
-]
+__all__ = ["TEMPORARY", "ResponseHead", "check_range", "check_status", "conditions", "first_facts"]
 
 #: Units of ranges are the same in upper and lower case; a size of ``*`` is not known.
 _RANGE = re.compile(r"bytes +(\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.IGNORECASE)

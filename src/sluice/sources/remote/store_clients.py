@@ -20,7 +20,17 @@ from sluice._errors import UnsupportedError
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote_names import without_credentials
 
-__all__ = ["SERVERS", "StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of", "shown"]
+__all__ = [
+    "SERVERS",
+    "StoreAddress",
+    "is_store",
+    "make_store",
+    "obstore_library",
+    "parse_address",
+    "root_of",
+    "shown",
+    "skips_signatures",
+]
 
 #: Processes that have used obstore: this one, or one from which it was forked. The threads of obstore do not survive a
 #: fork, and its calls would wait for them forever.
@@ -171,6 +181,11 @@ def make_store(address: StoreAddress, remote: Remote, purpose: Purpose = "read")
         advice = "Check the options and the variables of the store: an address, a region or a key has a wrong form."
         # Not chained: the text of the cause may hold credentials.
         raise UnsupportedError(problem, file=address.root, advice=advice) from None
+
+
+def skips_signatures(store: Any) -> bool:
+    """Return whether the user wants a client of S3 to send no signatures, or has written anything about it."""
+    return bool(store.config.get("skip_signature") or os.environ.get("AWS_SKIP_SIGNATURE"))
 
 
 def root_of(store: Any) -> str:

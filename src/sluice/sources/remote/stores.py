@@ -2,29 +2,53 @@
 
 A body is received in pieces and copied into the caller's memory, so that a request never holds more than a few pieces.
 Every request names the ETag of the opened object, and every answer is compared with it, because some servers ignore
-the condition.
+the condition. Data of S3 is requested by our own HTTP client, from addresses that obstore signs: that takes half of the
+processor time. What is refused is requested by obstore, which also sends what no signature holds, such as keys of
+encryption, and says what is wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace as replaced
+from datetime import timedelta
 from http import HTTPStatus
 from typing import Any
 
+from msgspec.structs import replace
+
 from sluice import _defaults as defaults
-from sluice._errors import MissingFileError, RemoteError
+from sluice._errors import MissingFileError, RemoteError, SluiceError
 from sluice.sources.directory import EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import RemoteDirectory, RemoteEntry
 from sluice.sources.remote.file import RemoteFile, remote_access
+from sluice.sources.remote.http import HttpObject
 from sluice.sources.remote.location import Remote
-from sluice.sources.remote.protocol import ObjectFacts, PieceBody, RemoteObject, RequestFailedError, WrongResponseError
-from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
+from sluice.sources.remote.protocol import (
+    Body,
+    ObjectFacts,
+    PieceBody,
+    RemoteObject,
+    RequestFailedError,
+    WrongResponseError,
+)
+from sluice.sources.remote.store_clients import (
+    make_store,
+    obstore_library,
+    parse_address,
+    root_of,
+    shown,
+    skips_signatures,
+)
 from sluice.sources.remote.store_errors import translated
 from sluice.sources.remote_names import names_a_file
 
 __all__ = ["StoredObject", "open_directory", "open_source"]
+
+#: Validity of a signature; the request is made at once.
+_SIGNED_FOR = timedelta(hours=1)
 
 
 @contextmanager
@@ -47,12 +71,12 @@ def open_source(remote: Remote) -> Source:
         RemoteError: The store does not answer.
     """
     if remote.store is not None:
-        return _source(StoredObject(remote.store, remote.url, root_of(remote.store)))
+        return _source(StoredObject(remote.store, remote.url, root_of(remote.store), remote))
     address = parse_address(remote.url)
     if not address.key or address.key.endswith("/"):
         problem, path = "there are no objects with this prefix", shown(address.root, address.key)
         raise MissingFileError(problem, file=path, advice="Check the bucket and the prefix.")
-    return _source(StoredObject(make_store(address, remote), address.key, address.root))
+    return _source(StoredObject(make_store(address, remote), address.key, address.root, remote))
 
 
 def open_directory(remote: Remote) -> RemoteDirectory | None:
@@ -67,13 +91,13 @@ def open_directory(remote: Remote) -> RemoteDirectory | None:
     """
     if remote.store is not None:
         prefix, store = remote.url, remote.store
-        return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store), lister=store)
+        return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store), remote, lister=store)
     address = parse_address(remote.url)
     if address.key and names_a_file(address.key):
         return None
     store, lister = (make_store(address, remote, purpose) for purpose in ("read", "list"))
     try:
-        return _listed(store, address.key, address.root, lister=lister)
+        return _listed(store, address.key, address.root, remote, lister=lister)
     except RemoteError:
         if address.key and not address.key.endswith("/"):
             return None  # to read an object does not need the permission to list, and tells what else is wrong
@@ -87,16 +111,21 @@ def _source(remote: RemoteObject) -> RemoteFile:
 class StoredObject:
     """One object of a store; see ``RemoteObject``."""
 
-    def __init__(self, store: Any, key: str, root: str) -> None:
+    def __init__(self, store: Any, key: str, root: str, remote: Remote) -> None:
         """Keep the client and the key.
 
         Args:
             store: A client of obstore.
             key: Key of the object.
             root: Address of the store without credentials, with a slash at the end.
+            remote: Settings of requests. Those of a client that the user made are not known.
         """
         self._store, self._key = store, key
         self.path = shown(root, key)
+        signs = type(store).__name__ == "S3Store" and remote.store is None
+        #: Settings of signed requests; None if none are made, as of public buckets, for which there are no credentials.
+        self._signed = replaced(remote, options=None) if signs and not skips_signatures(store) else None
+        self._http: HttpObject | None = None
 
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, PieceBody]:
         try:
@@ -114,7 +143,15 @@ class StoredObject:
         self._check_range(result, 0, min(nbytes, facts.nbytes))
         return facts, PieceBody(_pieces(result, self.path))
 
-    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> PieceBody:
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> AbstractContextManager[Body]:
+        if (settings := self._signed) is not None and facts.version:
+            try:
+                # Both clients write times differently.
+                return self._at_signed(settings).open_range(offset, nbytes, replace(facts, modified=None))
+            except (RequestFailedError, SluiceError) as error:
+                if isinstance(error, RequestFailedError) and error.temporary:
+                    raise
+                self._signed = None
         wanted: dict[str, Any] = {"range": (offset, offset + nbytes)}
         if facts.version:
             wanted["if_match"] = facts.version
@@ -126,7 +163,17 @@ class StoredObject:
         return PieceBody(_pieces(result, self.path))
 
     def close(self) -> None:
-        """Do nothing: connections are closed with the client, when its last object is collected."""
+        if self._http is not None:  # those of obstore are closed with the client, when its last object is collected
+            self._http.close()
+
+    def _at_signed(self, settings: Remote) -> HttpObject:
+        """Return the object at an address with a new signature, which takes 10 µs: none is used after it expired."""
+        with _store_failures(self.path) as library:
+            url = library.sign(self._store, "GET", self._key, _SIGNED_FOR)
+        if self._http is None:
+            self._http = HttpObject(replaced(settings, url=url), shown=self.path)
+        self._http.move_to(url)
+        return self._http
 
     def _get(self, wanted: dict[str, Any], *, pinned: bool) -> Any:
         with _store_failures(self.path, pinned=pinned) as library:
@@ -153,7 +200,7 @@ def _facts(meta: Any) -> ObjectFacts:
     )
 
 
-def _listed(store: Any, key: str, root: str, *, lister: Any) -> RemoteDirectory | None:
+def _listed(store: Any, key: str, root: str, remote: Remote, *, lister: Any) -> RemoteDirectory | None:
     prefix = f"{key.strip('/')}/" if key.strip("/") else ""
     path = shown(root, prefix)
     try:
@@ -167,5 +214,5 @@ def _listed(store: Any, key: str, root: str, *, lister: Any) -> RemoteDirectory 
     entries = tuple(RemoteEntry(name, kind) for name, kind in names.items() if name and "/" not in name)
     if not entries:
         return None
-    opened = lambda name: _source(StoredObject(store, prefix + name, root))  # noqa: E731
+    opened = lambda name: _source(StoredObject(store, prefix + name, root, remote))  # noqa: E731
     return RemoteDirectory(path, lambda: entries, opened)
