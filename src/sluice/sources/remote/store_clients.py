@@ -184,7 +184,7 @@ def make_store(address: StoreAddress, remote: Remote, purpose: Purpose = "read")
 
 
 def skips_signatures(store: Any) -> bool:
-    """Return whether the user wants a client of S3 to send no signatures, or has written anything about it."""
+    """Return whether the user has switched signatures of a client of S3 off, or has written anything about it."""
     return bool(store.config.get("skip_signature") or os.environ.get("AWS_SKIP_SIGNATURE"))
 
 

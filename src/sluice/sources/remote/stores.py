@@ -167,7 +167,7 @@ class StoredObject:
             self._http.close()
 
     def _at_signed(self, settings: Remote) -> HttpObject:
-        """Return the object at an address with a new signature, which takes 10 µs: none is used after it expired."""
+        """Return the object at an address with a new signature, which takes 10 µs, for the request that is made now."""
         with _store_failures(self.path) as library:
             url = library.sign(self._store, "GET", self._key, _SIGNED_FOR)
         if self._http is None:
