@@ -347,12 +347,7 @@ def refusals(tmp_path: Path, a: str, b: str) -> list[tuple[Any, dict[str, Any], 
         ({"merge_method": "swa", "models": [{"model": a}], "out_dtype": "int8"}, {}, sluice.FormatError, "'int8'"),
         (sliced([{"model": a, "layer_range": [0, 10**6]}]), {}, sluice.LimitError, "exceeds the limit 'entries'"),
         (sliced([{"model": flat, "layer_range": [0, 2]}]), {}, sluice.MismatchError, "have no layers"),
-        (
-            {a: 1},
-            {"parameters": {"densty": 0.1}},
-            sluice.FormatError,
-            r"'densty'; expected .*weight\. Correct",
-        ),
+        ({a: 1}, {"parameters": {"densty": 0.1}}, sluice.FormatError, r"'densty'; expected .*weight\. Correct"),
         ({a: 1}, {"parameters": {"normalize": "false"}}, sluice.FormatError, "not true or false"),
         ({a: shared, b: 1}, {}, sluice.FormatError, r"found \[\[.*\[\.\.\.\].*Correct the configuration"),
         *(

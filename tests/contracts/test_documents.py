@@ -75,10 +75,5 @@ def test_a_block_that_is_wrong_is_noticed(tmp_path: Path, text: str, error: type
 def test_the_readme_shows_real_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_document(ROOT / "README.md", tmp_path)
     output = capsys.readouterr().out
-    for part in (
-        ", 16.0 MiB on cpu",
-        "cast float32->bfloat16: 4 tensors",
-        "torch.Size([1, 1024])",
-        "'up.weight'",
-    ):
+    for part in (", 16.0 MiB on cpu", "cast float32->bfloat16: 4 tensors", "torch.Size([1, 1024])", "'up.weight'"):
         assert part in output

@@ -68,6 +68,22 @@ def test_a_file_that_another_load_reads_goes_through_the_page_cache(
     assert (result.read_bytes["direct"] == 0) == joined
 
 
+def test_only_loads_of_the_same_part_of_a_file_notice_each_other(weights: Stored) -> None:
+    """Ranks that read different halves of each tensor have nothing to share."""
+    plan, size = weights.plan(0)[0], MIB
+    first, second = (
+        replace(plan, reads=tuple(replace(read, offset=read.offset + at, nbytes=size) for read in plan.reads))
+        for at in (0, size)
+    )
+    for other, expected in ((first, "shared"), (second, "")):
+        one, another = ReadMethods([weights.source]), ReadMethods([weights.source])
+        one.of(first, first.reads[0])
+        if _sees_marks(weights.source.path, 1 + first.reads[0].offset):
+            assert another.of(other, other.reads[0])[1] == expected
+        one.close()
+        another.close()
+
+
 def test_marks_are_removed_when_the_plan_is_done(weights: Stored) -> None:
     plan, source = weights.plan(0)[0], weights.source
     methods = ReadMethods([source])
@@ -79,8 +95,8 @@ def test_marks_are_removed_when_the_plan_is_done(weights: Stored) -> None:
     late.close()
 
 
-def _sees_marks(path: str) -> bool:
-    third = FileWatch.open(path)
+def _sees_marks(path: str, part: int = 0) -> bool:
+    third = FileWatch.open(path, part)
     assert third is not None
     try:
         return third.others_read()

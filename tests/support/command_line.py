@@ -45,8 +45,4 @@ def refused(*arguments: object, code: int = 2) -> str:
 
 
 def state_dict() -> dict[str, torch.Tensor]:
-    return {
-        "fc.weight": torch.arange(12.0).reshape(3, 4),
-        "fc.bias": torch.ones(3),
-        "head.weight": torch.eye(3),
-    }
+    return {"fc.weight": torch.arange(12.0).reshape(3, 4), "fc.bias": torch.ones(3), "head.weight": torch.eye(3)}

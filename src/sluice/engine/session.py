@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from operator import attrgetter
 from typing import TypeAlias
 
 from sluice import _defaults as defaults
@@ -31,6 +33,9 @@ from sluice.sources.protocol import DirectIOUnavailable, Source, WatchableSource
 from sluice.sources.wrappers import ended_early
 
 __all__ = ["ReadMethods", "Session"]
+
+#: Share of the bytes from the first read of a file to its last from which on a plan reads all of them.
+_WHOLE_SHARE = 0.75
 
 #: A staging buffer that a reader has filled, for a copier.
 _Filled: TypeAlias = tuple[RunningPlan, FinishedRead, StagingBuffer]
@@ -263,7 +268,7 @@ class ReadMethods:
         if not plan.joins_readers or read.methods != ("direct", "buffered"):
             return read.methods, ""
         with self._lock:
-            watch = self._watch(read.file)
+            watch = self._watch(plan, read.file)
             if watch is not None and watch.cached_share(read.offset, read.nbytes) >= defaults.CACHED_SHARE:
                 return ("buffered",), "cached"
             if watch is not None and watch.others_read():
@@ -276,15 +281,28 @@ class ReadMethods:
             while self._watches:
                 self._close_first()
 
-    def _watch(self, file: int) -> FileWatch | None:
+    def _watch(self, plan: LoadPlan, file: int) -> FileWatch | None:
         if file not in self._watches:
             source = self._sources[file]
             if len(self._watches) >= defaults.MOST_WAITING_READERS:  # more files than readers
                 self._close_first()
-            self._watches[file] = source.watch() if isinstance(source, WatchableSource) else None
+            self._watches[file] = source.watch(_part(plan, file)) if isinstance(source, WatchableSource) else None
         return self._watches[file]
 
     def _close_first(self) -> None:
         watch = self._watches.pop(next(iter(self._watches)))
         if watch is not None:
             watch.close()
+
+
+def _part(plan: LoadPlan, file: int) -> int:
+    """Return what stands for the part of a file that a plan reads: 0 without large gaps, else its largest read.
+
+    Ranks that read different parts of each tensor have nothing to share, unlike those that read the same ones.
+    """
+    first, end = (cut(plan.reads, file, key=attrgetter("file")) for cut in (bisect_left, bisect_right))
+    reads = plan.reads[first:end]
+    between = reads[-1].offset + reads[-1].nbytes - reads[0].offset
+    if sum(read.nbytes for read in reads) >= _WHOLE_SHARE * between:
+        return 0
+    return 1 + max(reads, key=attrgetter("nbytes")).offset

@@ -208,8 +208,8 @@ class LocalFile(RangedSource):
                     ) from error
                 raise read_error(problem, error, file=self.path, offset=offset) from error
 
-    def watch(self) -> FileWatch | None:
-        return FileWatch.open(self.local_path)
+    def watch(self, part: int = 0) -> FileWatch | None:
+        return FileWatch.open(self.local_path, part)
 
     def forget(self, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):

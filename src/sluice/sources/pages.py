@@ -112,7 +112,7 @@ def _may_ask(descriptor: int) -> bool:
     return os.access(f"/proc/self/fd/{descriptor}", os.W_OK, effective_ids=True)
 
 
-#: The locked byte. No file is this large; only locks of a whole file overlap with it.
+#: The first of the locked bytes. No file is this large; only locks of a whole file overlap with it.
 _MARK = (1 << 62) + 0x51
 
 #: ``struct flock``: type, whence, start, length, process.
@@ -120,37 +120,37 @@ _FLOCK = struct.Struct("@hhqqi0q")
 
 
 class FileWatch:
-    """A mark on a file for as long as this process reads it, through a descriptor of its own.
+    """A mark on a part of a file for as long as this process reads it, through a descriptor of its own.
 
     Each process that reads a file directly holds a shared record lock (``F_OFD_SETLK``) on one byte far after its end,
-    and asks whether another one does (``F_OFD_GETLK``). Nothing is written, so read-only files and file systems work,
-    and the kernel drops the lock of a process that dies. The lock belongs to a descriptor: other loads of the same
-    process are noticed too, and closing it unlocks also for children that were forked meanwhile. Each question takes
-    microseconds. Every method answers "no" if the system does not support the question.
+    another one for each part, and asks whether another process does (``F_OFD_GETLK``). Nothing is written, so read-only
+    files and file systems work, and the kernel drops the lock of a process that dies. The lock belongs to a descriptor:
+    other loads of the same process are noticed too, and closing it unlocks also for children that were forked
+    meanwhile. Each question takes microseconds. Every method answers "no" if the system does not support the question.
     """
 
-    def __init__(self, file: OwnedFile) -> None:
+    def __init__(self, file: OwnedFile, part: int) -> None:
         """Own and mark an open file."""
-        self._file = file
-        _command(file, "F_OFD_SETLK", "F_RDLCK")
+        self._file, self._byte = file, _MARK + part
+        _command(file, "F_OFD_SETLK", "F_RDLCK", self._byte)
 
     @classmethod
-    def open(cls, path: str) -> Self | None:
-        """Mark a file; None if it cannot be opened."""
+    def open(cls, path: str, part: int = 0) -> Self | None:
+        """Mark a part of a file, an offset in it that stands for the part; None if it cannot be opened."""
         try:
-            return cls(OwnedFile.open(path))
+            return cls(OwnedFile.open(path), part)
         except OSError:
             return None
 
     def others_read(self) -> bool:
-        """Return whether another process, or another load of this one, has marked the file."""
+        """Return whether another process, or another load of this one, has marked the part."""
         import fcntl
 
-        found = _command(self._file, "F_OFD_GETLK", "F_WRLCK")
+        found = _command(self._file, "F_OFD_GETLK", "F_WRLCK", self._byte)
         if found is None:
             return False
         kind, _, start, nbytes, _ = found
-        return kind == fcntl.F_RDLCK and (start, nbytes) == (_MARK, 1)  # a different program may hold other locks
+        return kind == fcntl.F_RDLCK and (start, nbytes) == (self._byte, 1)  # a different program may hold other locks
 
     def cached_share(self, offset: int, nbytes: int) -> float:
         """Return the cached share of a range, from 0 to 1."""
@@ -158,16 +158,16 @@ class FileWatch:
 
     def close(self) -> None:
         """Remove the mark, also from descriptors that children inherited."""
-        _command(self._file, "F_OFD_SETLK", "F_UNLCK")
+        _command(self._file, "F_OFD_SETLK", "F_UNLCK", self._byte)
         self._file.close()
 
 
-def _command(file: OwnedFile, command: str, kind: str) -> tuple[int, int, int, int, int] | None:
-    """Run a lock command, which never waits for a lock; return the resulting lock, or None if the system refuses."""
+def _command(file: OwnedFile, command: str, kind: str, byte: int) -> tuple[int, int, int, int, int] | None:
+    """Run a lock command for a byte, which never waits; return the resulting lock, or None if the system refuses."""
     try:
         import fcntl
 
-        lock = _FLOCK.pack(getattr(fcntl, kind), os.SEEK_SET, _MARK, 1, 0)
+        lock = _FLOCK.pack(getattr(fcntl, kind), os.SEEK_SET, byte, 1, 0)
         return _FLOCK.unpack(fcntl.fcntl(file, getattr(fcntl, command), lock))
     except (ImportError, AttributeError, OSError):
         return None

@@ -90,8 +90,8 @@ class Source(Protocol):
 class WatchableSource(Source, Protocol):
     """A source that several processes may read through one page cache: a file on this machine."""
 
-    def watch(self) -> FileWatch | None:
-        """Mark the file as being read, until the watch is closed; None if it cannot be opened."""
+    def watch(self, part: int = 0) -> FileWatch | None:
+        """Mark a part of the file as being read, until the watch is closed; None if it cannot be opened."""
         ...
 
 
