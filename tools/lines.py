@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: Most lines. A change that needs more takes as many out elsewhere, or says why it raises them.
-BUDGET = {"src/sluice": 59_978, "tests": 51_991}
+BUDGET = {"src/sluice": 59_971, "tests": 51_991}
 
 #: Patterns of paths below src/sluice by feature; ``*`` also matches "/".
 FEATURES = {

@@ -17,7 +17,7 @@ from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
 from sluice.matching.candidates import outside, whole_states
 from sluice.matching.renaming import Rename, Renaming
-from sluice.matching.selection import only_state_dict
+from sluice.matching.selection import state_dict_at
 from sluice.records import Entry
 
 __all__ = ["ConvertedContents", "finished_dtype", "flat_contents", "refuse_repeats", "whole_contents"]
@@ -59,7 +59,8 @@ def whole_contents(
         chosen = subtree(tree, path)
         trees.refuse_opaques(chosen, checkpoint.path)
         return _converted(tree, chosen, path, chosen, _count(chosen))
-    chosen, path = _state_dict(checkpoint, tree, key)
+    chosen, path = state_dict_at(tree, key, checkpoint.path)
+    trees.refuse_opaques(chosen, checkpoint.path)
     renaming = Renaming(rename)
     states = whole_states(chosen)
     entries, taken = _entries(checkpoint, chosen, renaming, rules, states)
@@ -88,7 +89,8 @@ def flat_contents(
         UnsupportedError: It contains a kind of tensor that sluice does not read.
     """
     tree = checkpoint.index.tree
-    chosen, path = _state_dict(checkpoint, tree, key)
+    chosen, path = state_dict_at(tree, key, checkpoint.path)
+    trees.refuse_opaques(chosen, checkpoint.path)
     notes = []
     values = [name for name, value in trees.leaves(chosen) if not isinstance(value, Entry) or value.bare]
     if values:
@@ -121,16 +123,6 @@ def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> 
         problem = "views of shared bytes would be written in full; format='torch' keeps them as views"
         expected = f"at most {checkpoint.limits.repeated_bytes} bytes more (repeated_bytes)"
         raise LimitError(problem, file=checkpoint.path, tensor=worst, expected=expected, found=f"{total} bytes")
-
-
-def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tuple[Mapping[str, object], str]:
-    path = only_state_dict(tree, checkpoint.path) if key is None else key
-    chosen = subtree(tree, path)
-    if not isinstance(chosen, Mapping):
-        problem = "this part of the checkpoint is not a state dict"
-        raise MismatchError(problem, file=checkpoint.path, tensor=path, found=type(chosen).__name__)
-    trees.refuse_opaques(chosen, checkpoint.path)
-    return chosen, path
 
 
 def _entries(

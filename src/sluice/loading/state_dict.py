@@ -15,12 +15,11 @@ from sluice._errors import MismatchError
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.running_plan import RunResult
 from sluice.entries import tree as trees
-from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
 from sluice.loading.devices import other_devices
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.matching.candidates import outside, whole_states
-from sluice.matching.selection import only_state_dict
+from sluice.matching.selection import state_dict_at
 from sluice.planning.budget import Change
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import plan_transfer
@@ -48,8 +47,8 @@ class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
         """See ``LoadRequest.job``."""
         device = device_name(self.device)
         checkpoint.refuse_cast(self.dtype)
-        tree: Any
-        tree, key = (checkpoint.index.tree, "") if self.whole else _find_state_dict(checkpoint, self.key)
+        tree: Any = checkpoint.index.tree
+        tree, key = (tree, "") if self.whole else state_dict_at(tree, self.key, checkpoint.path)
         trees.refuse_opaques(tree, checkpoint.path)
         if self.rules:
             tree = _apply_rules(tree, self.rules, checkpoint)
@@ -110,21 +109,6 @@ class StateDictJob(LoadJob, frozen=True, kw_only=True):
         tensors, result = fetched
         values = with_tensors(self.tree, self.entries, tensors, file=self.checkpoint.path)
         return Loaded(result=result, value=values if self.whole else _ordered(values, like=values))
-
-
-def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> tuple[Any, str]:
-    """Return the state dict and its key."""
-    tree = checkpoint.index.tree
-    key = only_state_dict(tree, checkpoint.path) if key is None else key
-    part = subtree(tree, key)
-    if not isinstance(part, Mapping):
-        raise MismatchError(
-            "this part of the checkpoint is not a state dict",
-            file=checkpoint.path,
-            tensor=key,
-            found=type(part).__name__,
-        )
-    return part, key
 
 
 def _apply_rules(tree: Mapping[str, object], rules: Sequence[Rule], checkpoint: OpenCheckpoint) -> Mapping[str, object]:

@@ -17,15 +17,17 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from msgspec.structs import asdict
 
 from sluice._errors import FormatError, MismatchError
-from sluice._messages import SHOWN, section
+from sluice._messages import SHOWN, section, type_of
 from sluice._options import DEFAULT_LIMITS, Limits
 from sluice._units import counted, format_bytes
+from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
 from sluice.entries.tree import refusal, unsupported
 from sluice.matching.candidates import (
@@ -38,8 +40,9 @@ from sluice.matching.candidates import (
 from sluice.matching.match import Outline
 from sluice.matching.name_fit import NameFit, name_fits, unwrap
 from sluice.matching.renaming import Rename
+from sluice.records import Entry
 
-__all__ = ["Selection", "only_state_dict", "select"]
+__all__ = ["Selection", "only_state_dict", "select", "state_dict_at"]
 
 
 class Selection(Candidate, frozen=True, kw_only=True):
@@ -97,6 +100,20 @@ def select(
         keep_unexpected=strict is None,
         candidates=tuple(fit.describe() for fit in rivals[:SHOWN]) if len(rivals) > 1 else (),
     )
+
+
+def state_dict_at(tree: object, key: str | None, file: str) -> tuple[Mapping[str, Any], str]:
+    """Return the state dict at a key of a checkpoint, and the key; the only one if it is None.
+
+    Raises:
+        MismatchError: There is none, or there is something else; see ``only_state_dict``.
+    """
+    key = only_state_dict(tree, file) if key is None else key
+    part = subtree(tree, key)
+    if not isinstance(part, Mapping):
+        found = "a tensor" if isinstance(part, Entry) else type_of(part)
+        raise MismatchError("this part of the checkpoint is not a state dict", file=file, tensor=key, found=found)
+    return part, key
 
 
 def only_state_dict(tree: object, file: str, *, argument: str = "key", option: str = "--key") -> str:
