@@ -94,9 +94,9 @@ def test_data_of_s3_is_read_by_signed_requests(bucket: Bucket, monkeypatch: pyte
     assert len(signed) == (3 if s3 else 0)
 
 
-@pytest.mark.parametrize("status", [403, 503])
-def test_signed_requests_that_fail(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    """If one is refused, obstore makes it and all that follow; one that failed for a moment is repeated."""
+@pytest.mark.parametrize("status", [403, 503, None])
+def test_signed_requests_that_fail(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int | None) -> None:
+    """If one is refused or finds no server, obstore makes it and all that follow; after a moment it is repeated."""
     bucket.put("failing.bin", CONTENT)
     source = opened(bucket, "failing.bin")
     asked: list[int] = []
@@ -104,12 +104,12 @@ def test_signed_requests_that_fail(bucket: Bucket, monkeypatch: pytest.MonkeyPat
     def fail_once(_: HttpObject, offset: int, *__: object) -> None:
         asked.append(offset)
         if len(asked) == 1:
-            raise RequestFailedError("no", temporary=status == 503, status=status)
+            raise RequestFailedError("no", temporary=status != 403, status=status, unreached=status is None)
 
     watch(monkeypatch, HttpObject, "open_range", fail_once)
     for offset in (100_000, 200_000):
         assert source.read_at(offset, 10) == CONTENT[offset : offset + 10]
-    expected = [100_000] if status == 403 else [100_000, 100_000, 200_000]
+    expected = [100_000, 100_000, 200_000] if status == 503 else [100_000]
     assert asked == (expected if bucket.url.startswith("s3") else [])
 
 

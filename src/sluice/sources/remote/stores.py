@@ -149,7 +149,7 @@ class StoredObject:
                 # Both clients write times differently.
                 return self._at_signed(settings).open_range(offset, nbytes, replace(facts, modified=None))
             except (RequestFailedError, SluiceError) as error:
-                if isinstance(error, RequestFailedError) and error.temporary:
+                if isinstance(error, RequestFailedError) and error.temporary and not error.unreached:
                     raise
                 self._signed = None
         wanted: dict[str, Any] = {"range": (offset, offset + nbytes)}
